@@ -54,7 +54,7 @@ class Arena:
     limit_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
     """Descriptions of what was corrupt when the arena was opened, and was removed."""
-    _kept: dict[int, SnapshotManifest] = field(default_factory=dict)
+    _manifests: dict[int, SnapshotManifest] = field(default_factory=dict)
     _maps: dict[int, Bytes] = field(default_factory=dict)
 
     @classmethod
@@ -65,7 +65,7 @@ class Arena:
         """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         arena = cls(directory=directory, limit_bytes=limit_bytes)
-        arena._find()
+        arena._load()
         return arena
 
     # --- reading ---------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Arena:
     @property
     def snapshots(self) -> tuple[SnapshotManifest, ...]:
         """Complete snapshots, the newest first."""
-        return tuple(self._kept[step] for step in sorted(self._kept, reverse=True))
+        return tuple(self._manifests[step] for step in sorted(self._manifests, reverse=True))
 
     @property
     def allocated_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Arena:
 
         :raises ArenaFullError: no slot can be made large enough; complete snapshots stay.
         """
-        used = {manifest.slot for manifest in self._kept.values()}
+        used = {manifest.slot for manifest in self._manifests.values()}
         free = [number for number in range(SLOTS) if number not in used]
         if not free:
             raise ArenaFullError(
@@ -114,7 +114,7 @@ class Arena:
 
         :raises ArenaFullError: they do not fit; what was there stays.
         """
-        used = {manifest.slot for manifest in self._kept.values()}
+        used = {manifest.slot for manifest in self._manifests.values()}
         numbers = sorted(set(range(SLOTS)) - used, key=lambda n: (-self._slot_bytes(n), n))
         for number in numbers[: max(0, slots - len(used))]:
             if self._slot_bytes(number) < size_bytes:
@@ -127,13 +127,13 @@ class Arena:
         :raises OSError: the manifest cannot be written; the snapshot is not complete.
         """
         write_record(self.directory / _MANIFEST.format(manifest.step), manifest)
-        self._kept[manifest.step] = manifest
+        self._manifests[manifest.step] = manifest
 
     def release(self, steps: Iterable[int]) -> None:
         """Release the snapshots of these steps; their slots may be written again."""
         for step in steps:
             (self.directory / _MANIFEST.format(step)).unlink(missing_ok=True)
-            self._kept.pop(step, None)
+            self._manifests.pop(step, None)
 
     def rewrite(self, step: int, generation: int, name: str, offset: int, data: bytes) -> bool:
         """Write repaired bytes into a part of a complete snapshot; return false if the snapshot is not here
@@ -142,7 +142,7 @@ class Arena:
         :raises KeyError: it has no such part.
         :raises CorruptDataError: the bytes are not within the part.
         """
-        manifest = self._kept.get(step)
+        manifest = self._manifests.get(step)
         if manifest is None or manifest.generation != generation:
             return False
         part = manifest.part(name)
@@ -158,7 +158,7 @@ class Arena:
     def remove(self) -> None:
         """Remove the arena and release its memory."""
         self.close()
-        self._kept.clear()
+        self._manifests.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     # --- slots -----------------------------------------------------------------------------------
@@ -195,19 +195,19 @@ class Arena:
                     free_bytes=free,
                 )
         if wanted - here > (free := free_bytes(self.directory)):
-            raise self._full(wanted, free)
+            raise self._full_error(wanted, free)
         self._maps.pop(number, None)
         path, draft = self._slot_path(number), self.directory / _DRAFT.format(number)
         if here:
             path.rename(draft)
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            self._maps[number] = self._filled(descriptor, here, wanted)
+            self._maps[number] = self._map_grown(descriptor, here, wanted)
         finally:
             os.close(descriptor)
             draft.rename(path)
 
-    def _filled(self, descriptor: int, here: int, wanted: int) -> Bytes:
+    def _map_grown(self, descriptor: int, here: int, wanted: int) -> Bytes:
         """Map the file at its new size ``wanted``, or restore its old size if there is no memory."""
         try:
             os.ftruncate(descriptor, wanted)
@@ -217,17 +217,17 @@ class Arena:
             os.ftruncate(descriptor, here)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise
-            raise self._full(wanted, free_bytes(self.directory)) from None
+            raise self._full_error(wanted, free_bytes(self.directory)) from None
         return mapping
 
-    def _full(self, wanted: int, free: int) -> ArenaFullError:
+    def _full_error(self, wanted: int, free: int) -> ArenaFullError:
         return ArenaFullError(
             f"a snapshot needs a slot of {wanted} bytes, and {self.directory} has {free} free",
             needed_bytes=wanted,
             free_bytes=free,
         )
 
-    def _find(self) -> None:
+    def _load(self) -> None:
         """Load intact manifests whose slots are there; remove others and record the problems."""
         for path in sorted(self.directory.glob("step-*.json")):
             try:
@@ -240,7 +240,7 @@ class Arena:
                 with contextlib.suppress(OSError):
                     path.unlink()
                 continue
-            self._kept[manifest.step] = manifest
+            self._manifests[manifest.step] = manifest
         for draft in (*self.directory.glob(".step-*"), *self.directory.glob(_DRAFT.format("*"))):
             with contextlib.suppress(OSError):
                 draft.unlink()

@@ -240,11 +240,11 @@ class CheckpointStore:
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
-        there = [manifest.step for manifest in self.manifests()]
-        complete = [step for step in there if newest is None or step <= newest]
+        existing = [manifest.step for manifest in self.manifests()]
+        complete = [step for step in existing if newest is None or step <= newest]
         if not complete:
             return ()
-        undone = set(there) - set(complete)
+        undone = set(existing) - set(complete)
         oldest, newest = complete[:keep][-1], complete[0]
         for name in self.location.names():
             if found := _STEP.fullmatch(name):
@@ -294,13 +294,13 @@ class CheckpointStore:
         if step is None:
             manifests = self.manifests()
             if not manifests:
-                met = "".join(f"; {problem}" for problem in (*self.problems, *self.unfinished))
-                raise CheckpointMissingError(f"{self.location.url} has no complete checkpoint{met}")
+                reasons = "".join(f"; {problem}" for problem in (*self.problems, *self.unfinished))
+                raise CheckpointMissingError(f"{self.location.url} has no complete checkpoint{reasons}")
             return Checkpoint(self.location, _name_of(manifests[0].step), manifests[0])
         if _name_of(step) not in self.location.names():
-            there = ", ".join(map(str, self.steps())) or "none"
+            existing = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointMissingError(
-                f"{self.location.url} has no checkpoint of step {step}; complete ones: {there}"
+                f"{self.location.url} has no checkpoint of step {step}; complete ones: {existing}"
             )
         return Checkpoint(self.location, _name_of(step), self._manifest(_name_of(step)))
 
@@ -323,9 +323,9 @@ class CheckpointStore:
         with self.location.open(directory, MANIFEST) as file:
             data = file.read()
         # The format first: a manifest of another version is not corrupt.
-        said = decode_record(data, dict[str, Any], where).get("format")
-        if said not in READABLE:
-            raise ForeignCheckpointError(f"it is of format {said}; this version reads {FORMAT}")
+        found_format = decode_record(data, dict[str, Any], where).get("format")
+        if found_format not in READABLE:
+            raise ForeignCheckpointError(f"it is of format {found_format}; this version reads {FORMAT}")
         manifest = decode_record(data, CheckpointManifest, where)
         if _name_of(manifest.step) != directory:
             raise CorruptDataError(f"its manifest is of step {manifest.step}")
@@ -335,7 +335,7 @@ class CheckpointStore:
         sizes = self.location.sizes(directory)
         for number, file in enumerate(manifest.layers):
             if file.layer != number or not _DATA.fullmatch(file.name) or not is_consistent(file):
-                raise CorruptDataError(f"its manifest is wrong about layer {number}: {file}")
+                raise CorruptDataError(f"its manifest is inconsistent for layer {number}: {file}")
             size_bytes = sizes.get(file.name)
             if size_bytes is None:
                 raise CorruptDataError(f"{file.name} is missing")
@@ -344,7 +344,7 @@ class CheckpointStore:
         described = manifest.description
         if described is not None:
             if not _DESCRIPTION.fullmatch(described.name) or described.size_bytes > _MOST_DESCRIPTION_BYTES:
-                raise CorruptDataError(f"its manifest is wrong about the description: {described}")
+                raise CorruptDataError(f"its manifest is inconsistent for the description: {described}")
             if sizes.get(described.name) != described.size_bytes:
                 raise CorruptDataError(f"{described.name} is missing or incomplete")
 
@@ -359,12 +359,12 @@ class CheckpointStore:
 
     def _check_replaceable(self, directory: str, job: str) -> None:
         try:
-            there = self._sound_manifest(directory)
+            existing = self._sound_manifest(directory)
         except (CorruptDataError, CheckpointMissingError):
             return
-        if there.job != job:
+        if existing.job != job:
             raise ForeignCheckpointError(
-                f"{self.location.url}/{directory} is of job {there.job!r}; give {job!r} a directory of its own"
+                f"{self.location.url}/{directory} is of job {existing.job!r}; give {job!r} a directory of its own"
             )
 
     def _is_foreign(self, directory: str) -> bool:

@@ -95,27 +95,27 @@ def solve_lost_cells(code: Code, lost: frozenset[int]) -> CellSources | None:
     # Rows are integers: bit b stands for unknown cell b. Each row records the sources that were added to
     # make it.
     for number, (cells, _) in enumerate(sources):
-        row, made = sum(1 << unknown[cell] for cell in cells if cell in unknown), 1 << number
+        row, combined = sum(1 << unknown[cell] for cell in cells if cell in unknown), 1 << number
         for bit, (other, other_made) in pivots.items():
             if row >> bit & 1:
-                row, made = row ^ other, made ^ other_made
+                row, combined = row ^ other, combined ^ other_made
         if not row:
             continue
         bit = row.bit_length() - 1
         for other_bit, (other, other_made) in list(pivots.items()):
             if other >> bit & 1:
-                pivots[other_bit] = other ^ row, other_made ^ made
-        pivots[bit] = row, made
+                pivots[other_bit] = other ^ row, other_made ^ combined
+        pivots[bit] = row, combined
     if len(pivots) < len(unknown):
         return None
     return {cell: _sum_of(code, sources, pivots[bit][1], cell) for cell, bit in unknown.items()}
 
 
 def _sum_of(
-    code: Code, sources: Sequence[tuple[Cells, StoredCell]], made: int, cell: int
+    code: Code, sources: Sequence[tuple[Cells, StoredCell]], combined: int, cell: int
 ) -> tuple[StoredCell, ...]:
     """Return the sources in ``made``, and the known cells that occur in them an odd number of times."""
-    used = [source for number, source in enumerate(sources) if made >> number & 1]
+    used = [source for number, source in enumerate(sources) if combined >> number & 1]
     known: set[int] = set()
     for cells, _ in used:
         known ^= cells
@@ -154,11 +154,11 @@ def parse_scheme(scheme: str, plain: Sequence[str] = PLAIN) -> list[tuple[str, i
             parts.append((name, 0))
         else:
             raise ValueError(
-                f"{part.strip()!r} is no protection; "
-                f"there are {plain[0]}, arc:k (k ≥ 1), {', '.join(plain[1:])}, joined by '+'"
+                f"{part.strip()!r} is not a protection scheme; "
+                f"use {plain[0]}, arc:k (k ≥ 1), {', '.join(plain[1:])}, joined by '+'"
             )
     if len(parts) > 1 and ("none", 0) in parts:
-        raise ValueError(f"{scheme!r}: none cannot be joined with others")
+        raise ValueError(f"{scheme!r}: none cannot be combined with others")
     return parts
 
 
@@ -175,9 +175,9 @@ def _make_code(parts: tuple[tuple[str, int], ...], owners: int) -> Code:
     """Combine all parts of a scheme over cells that suit each of them."""
     schemes = [_parity(name, owners) for name, _ in parts if name not in {"arc", "aor"}]
     cells = lcm(1, *(part_cells for part_cells, _ in schemes))
-    made = [[(cells // part_cells, keeps[i]) for i in range(owners)] for part_cells, keeps in schemes]
+    combined = [[(cells // part_cells, keeps[i]) for i in range(owners)] for part_cells, keeps in schemes]
     copies = min(sum(count for name, count in parts if name == "arc"), owners - 1)
-    parity = [_refined(part[owner] for part in made) for owner in range(owners)]
+    parity = [_refined(part[owner] for part in combined) for owner in range(owners)]
     extra: list[tuple[Cells, ...]] = []
     for owner in range(owners):
         own = frozenset(range(owner * cells, (owner + 1) * cells))

@@ -60,7 +60,7 @@ def decode_description(data: Any, where: str) -> ModelDescription:
     description = decode_versioned(body, ModelDescription, where, DESCRIPTION_FORMAT)
     for name in (*description.files, *description.adapter_files):
         if not is_file_name(name):
-            raise CorruptDataError(f"{where} names a file {name!r}")
+            raise CorruptDataError(f"{where} has the invalid file name {name!r}")
     return description
 
 

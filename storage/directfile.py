@@ -92,16 +92,16 @@ class _Sink:
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
         self._direct: int | None = None
-        self._refused = not hasattr(os, "O_DIRECT")
+        self._rejected = not hasattr(os, "O_DIRECT")
         self._end = self._unsynced = 0
 
     def write(self, buffer: memoryview) -> None:
         """Write a full buffer."""
-        if self._direct is None and not self._refused:
+        if self._direct is None and not self._rejected:
             try:
                 self._direct = os.open(self._path, os.O_WRONLY | os.O_DIRECT)
             except OSError:
-                self._refused = True
+                self._rejected = True
         if self._direct is not None:
             try:
                 self._through(self._direct, buffer)
@@ -111,7 +111,7 @@ class _Sink:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self.close()
-                self._refused = True
+                self._rejected = True
             else:
                 return
         self._through(self._descriptor, buffer)

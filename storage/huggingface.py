@@ -52,20 +52,20 @@ def export_huggingface(
     :raises OSError: the directory cannot be written; nothing is left.
     """
     description = checkpoint.description()
-    beside = dict(description.adapter_files if description.adapter_files else description.files)
-    beside |= files or {}
+    files_beside = dict(description.adapter_files if description.adapter_files else description.files)
+    files_beside |= files or {}
     if description.adapter_files:
         return _write(
             checkpoint,
             directory,
             _adapter_tensors(checkpoint, description, dtype),
-            beside,
+            files_beside,
             "adapter_model",
             None,
         )
-    _check_config(checkpoint, beside)
+    _check_config(checkpoint, files_beside)
     tensors = _weights(checkpoint, description, dtype)
-    return _write(checkpoint, directory, tensors, beside, "model", max_shard_bytes)
+    return _write(checkpoint, directory, tensors, files_beside, "model", max_shard_bytes)
 
 
 def export_base(checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None) -> ExportSummary:
@@ -156,13 +156,13 @@ def _with_dtype(config: bytes, tensors: Sequence[FileTensor]) -> bytes:
     for tensor in tensors:
         if tensor.dtype in FLOATING:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.size_bytes
-    said = json.loads(config)
+    configuration = json.loads(config)
     if sizes:
         most = max(sizes, key=lambda dtype: sizes[dtype])
-        said.pop("torch_dtype", None)  # The same key before transformers 5.
-        said["dtype"] = most
-        _name_dtype(said, most)
-    return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
+        configuration.pop("torch_dtype", None)  # The same key before transformers 5.
+        configuration["dtype"] = most
+        _name_dtype(configuration, most)
+    return json.dumps(configuration, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _name_dtype(config: dict[str, Any], dtype: str) -> None:

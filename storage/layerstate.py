@@ -131,8 +131,8 @@ def decode_header(data: bytes, layer: int, payload_bytes: int) -> LayerHeader:
     header = decode_versioned(data, LayerHeader, f"the header of layer {layer}", HEADER_FORMAT)
     if (header.layer, header.size_bytes) != (layer, payload_bytes):
         raise CorruptDataError(
-            f"a header of layer {header.layer} with {header.size_bytes} bytes stands where layer {layer} "
-            f"with {payload_bytes} bytes should be"
+            f"a header of layer {header.layer} with {header.size_bytes} bytes was found instead of layer {layer} "
+            f"with {payload_bytes} bytes"
         )
     for entry in header.entries:
         wanted = math.prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, -1)

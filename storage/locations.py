@@ -21,8 +21,8 @@ from storage.directfile import sync_directory, write_synced
 from storage.errors import LocationError, LocationFullError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_REFUSED = {errno.EROFS: "it is read-only", errno.EACCES: "permission denied", errno.EPERM: "not permitted"}
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_REJECTED = {errno.EROFS: "it is read-only", errno.EACCES: "permission denied", errno.EPERM: "not permitted"}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 class CheckpointLocation(Protocol):
@@ -70,7 +70,7 @@ def open_location(url: str) -> CheckpointLocation:
     :raises LocationError: the URL's scheme is unknown, or its package is not installed.
     """
     if not url:
-        raise LocationError("an empty path; name a directory or a URL such as s3://bucket/checkpoints")
+        raise LocationError("the path is empty; give a directory or a URL such as s3://bucket/checkpoints")
     scheme, separator, path = url.partition("://")
     if not separator:
         return LocalLocation(Path(url))
@@ -87,7 +87,7 @@ class LocalLocation:
         self.url = str(root)
 
     def create(self) -> None:
-        with self._told("made"):
+        with self._translate_errors("made"):
             self.root.mkdir(parents=True, exist_ok=True)
 
     def draft(self, final: str, attempt: str) -> str:
@@ -97,9 +97,9 @@ class LocalLocation:
         return f"{stem}.bin"
 
     def begin(self, draft: str) -> None:
-        with self._told("written"):
+        with self._translate_errors("written"):
             for path in list(self.root.iterdir()):
-                self._settle(path)
+                self._finish(path)
             # Do not make its parents: if a file system is not mounted any more, another one would be
             # filled.
             (self.root / draft).mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ class LocalLocation:
         # No reader may see a file with its final name and half of its bytes.
         partial = path.with_name(f".{name}.{os.getpid()}")
         try:
-            with self._told("written"):
+            with self._translate_errors("written"):
                 write_synced(partial, pieces)
                 partial.replace(path)
         finally:
@@ -118,15 +118,15 @@ class LocalLocation:
 
     @contextlib.contextmanager
     def open(self, directory: str, name: str) -> Iterator[BinaryIO]:
-        with self._told("read"), (self.root / directory / name).open("rb", buffering=0) as file:
+        with self._translate_errors("read"), (self.root / directory / name).open("rb", buffering=0) as file:
             yield file
 
     def names(self) -> list[str]:
-        with self._told("read"):
+        with self._translate_errors("read"):
             return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
 
     def sizes(self, directory: str) -> dict[str, int]:
-        with self._told("read"):
+        with self._translate_errors("read"):
             try:
                 entries = list(os.scandir(self.root / directory))
             except FileNotFoundError:
@@ -135,7 +135,7 @@ class LocalLocation:
 
     def publish(self, draft: str, final: str) -> None:
         target, old = self.root / final, self.root / f".{final}.replaced"
-        with self._told("written"):
+        with self._translate_errors("written"):
             sync_directory(self.root / draft)
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
@@ -143,7 +143,7 @@ class LocalLocation:
             try:
                 (self.root / draft).rename(target)
             except OSError:
-                self._settle(old)
+                self._finish(old)
                 raise
             sync_directory(self.root)
         shutil.rmtree(old, ignore_errors=True)
@@ -153,14 +153,14 @@ class LocalLocation:
 
     def remove(self, directory: str) -> None:
         path = self.root / directory
-        with self._told("removed"), contextlib.suppress(FileNotFoundError):
+        with self._translate_errors("removed"), contextlib.suppress(FileNotFoundError):
             # Rename it first, so that a directory that is half removed does not look like a corrupt
             # checkpoint.
-            doomed = path.with_name(f".{directory.removeprefix('.')}.removed")
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            renamed = path.with_name(f".{directory.removeprefix('.')}.removed")
+            path.rename(renamed)
+            shutil.rmtree(renamed)
 
-    def _settle(self, path: Path) -> None:
+    def _finish(self, path: Path) -> None:
         """Finish a replacement or removal whose process was killed."""
         name = path.name
         if name.endswith(".replaced"):
@@ -174,7 +174,7 @@ class LocalLocation:
             shutil.rmtree(path, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _told(self, done: str) -> Iterator[None]:
+    def _translate_errors(self, done: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -188,9 +188,9 @@ def _place_error(url: str, done: str, error: OSError) -> LocationError:
         if error.errno == errno.EFBIG:
             return LocationFullError(f"{what}: a file would become larger than this process may write{path}")
         return LocationFullError(f"{what}: no space left{path}; remove something or keep fewer checkpoints")
-    if error.errno in _REFUSED:
-        return LocationError(f"{what}: {_REFUSED[error.errno]}{path}")
-    if error.errno in _GONE:
+    if error.errno in _REJECTED:
+        return LocationError(f"{what}: {_REJECTED[error.errno]}{path}")
+    if error.errno in _MISSING:
         return LocationError(f"{what}: it does not exist (any more){path}")
     return LocationError(f"{what}: {error.strerror or error}{path}")
 
@@ -206,10 +206,10 @@ class RemoteLocation:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             known = "a path, file://, or a URL whose fsspec package is installed (s3fs for s3://)"
-            raise LocationError(f"{url} cannot be used: {error}; what works is {known}") from None
+            raise LocationError(f"{url} cannot be used: {error}; use {known}") from None
 
     def create(self) -> None:
-        with self._told("made"):
+        with self._translate_errors("made"):
             self._files.makedirs(self._root, exist_ok=True)
 
     def draft(self, final: str, attempt: str) -> str:
@@ -219,19 +219,19 @@ class RemoteLocation:
         return f"{stem}-{attempt}.bin"
 
     def begin(self, draft: str) -> None:
-        with self._told("written"):
+        with self._translate_errors("written"):
             self._files.makedirs(f"{self._root}/{draft}", exist_ok=True)
 
     def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
         path = f"{self._root}/{directory}/{name}"
-        with self._told("written"):
+        with self._translate_errors("written"):
             file = self._files.open(path, "wb")
         try:
             # The source of the pieces may fail as well; its errors are not this location's.
             for piece in pieces:
-                with self._told("written"):
+                with self._translate_errors("written"):
                     file.write(piece)
-            with self._told("written"):
+            with self._translate_errors("written"):
                 file.close()
         except BaseException:
             # Some stores discard what they received; others complete the file, which is then removed.
@@ -245,7 +245,10 @@ class RemoteLocation:
 
     @contextlib.contextmanager
     def open(self, directory: str, name: str) -> Iterator[BinaryIO]:
-        with self._told("read"), self._files.open(f"{self._root}/{directory}/{name}", "rb") as file:
+        with (
+            self._translate_errors("read"),
+            self._files.open(f"{self._root}/{directory}/{name}", "rb") as file,
+        ):
             yield file
 
     def names(self) -> list[str]:
@@ -262,14 +265,14 @@ class RemoteLocation:
         names = set(self.sizes(draft))
         written = {name for name in names if name.endswith(f"-{attempt}.bin")}
         for name in written:
-            with self._told("removed"):
+            with self._translate_errors("removed"):
                 self._files.rm_file(f"{self._root}/{draft}/{name}")
         if names == written:
             self.remove(draft)
 
     def remove(self, directory: str) -> None:
         path = f"{self._root}/{directory}"
-        with self._told("removed"), contextlib.suppress(FileNotFoundError):
+        with self._translate_errors("removed"), contextlib.suppress(FileNotFoundError):
             # Remove the manifest first: without it the rest does not count.
             for name in sorted(self.sizes(directory), key=lambda n: not n.startswith("manifest")):
                 self._files.rm_file(f"{path}/{name}")
@@ -277,7 +280,7 @@ class RemoteLocation:
                 self._files.rm(path, recursive=True)
 
     def _entries(self, path: str) -> list[tuple[str, dict[str, Any]]]:
-        with self._told("read"):
+        with self._translate_errors("read"):
             self._files.invalidate_cache()
             try:
                 entries = self._files.ls(path, detail=True)
@@ -287,7 +290,7 @@ class RemoteLocation:
             return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
 
     @contextlib.contextmanager
-    def _told(self, done: str) -> Iterator[None]:
+    def _translate_errors(self, done: str) -> Iterator[None]:
         try:
             yield
         except StorageError:
@@ -297,5 +300,5 @@ class RemoteLocation:
         except (
             Exception
         ) as error:  # Every store raises its own errors; all of them mean that the operation failed.
-            said = str(error) or type(error).__name__
-            raise LocationError(f"{self.url} cannot be {done}: {said}") from error
+            reason = str(error) or type(error).__name__
+            raise LocationError(f"{self.url} cannot be {done}: {reason}") from error

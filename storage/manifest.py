@@ -220,7 +220,7 @@ def decode_record(data: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptDataError(f"{where} is no {kind.__name__} of this version: {error}") from None
+        raise CorruptDataError(f"{where} is not a {kind.__name__} of this version: {error}") from None
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
@@ -264,7 +264,7 @@ def check_parts(manifest: SnapshotManifest, size_bytes: int) -> None:
     end = 0
     for part in sorted(manifest.parts, key=lambda p: p.offset):
         if part.offset < end or part.size_bytes < 0:
-            raise CorruptDataError(f"part {part.name!r} begins at {part.offset}, inside of another one")
+            raise CorruptDataError(f"part {part.name!r} begins at {part.offset}, inside of another part")
         end = part.offset + part.size_bytes
     for part in manifest.parts:
         blocks = -(-part.size_bytes // BLOCK_BYTES) if part.size_bytes > BLOCK_BYTES else 0

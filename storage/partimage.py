@@ -241,16 +241,16 @@ def _header_of(whole: WholeLayer, parts: Sequence[LayerPart]) -> LayerHeader:
     scalars: Scalars = {}
     for part in parts:
         if part.layer != whole.layer:
-            raise CorruptDataError(f"a part of layer {part.layer} came for {place}")
+            raise CorruptDataError(f"a part of layer {part.layer} was given for {place}")
         for run in part.ranges:
             tensor = known.get(run.name)
             inside = tensor is not None and run.start + (run.count or 0) <= tensor.count
             if tensor is None or not inside or (run.role == "parameter" and run.dtype != tensor.dtype):
                 raise CorruptDataError(f"{place} has no such elements of {run.name}")
             if run.role == "optimizer":
-                told = _State(run.dtype, run.on_host, run.count is None)
-                if states.setdefault(run.name, {}).setdefault(run.key, told) != told:
-                    raise CorruptDataError(f"{place}: parts of {run.name} say different things of {run.key}")
+                state_of_run = _State(run.dtype, run.on_host, run.count is None)
+                if states.setdefault(run.name, {}).setdefault(run.key, state_of_run) != state_of_run:
+                    raise CorruptDataError(f"{place}: parts of {run.name} disagree on {run.key}")
         for name, values in part.scalars.items():
             if name not in known or scalars.setdefault(name, values) != values:
                 raise CorruptDataError(f"{place}: parts of {name} differ in {values}")
@@ -293,7 +293,7 @@ def _header_of(whole: WholeLayer, parts: Sequence[LayerPart]) -> LayerHeader:
     )
 
 
-# --- bytes of one part out of others' ---------------------------------------------------------------
+# --- bytes of one part from other parts -------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

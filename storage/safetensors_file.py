@@ -160,18 +160,18 @@ def count_tensors(path: Path) -> int:
 
 
 def _header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes:
-    said: dict[str, object] = {"__metadata__": metadata}
+    header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise StorageError(f"{tensor.name} is of {tensor.dtype}, which safetensors files cannot hold")
         start, end = end, end + tensor.size_bytes
-        said[tensor.name] = {
+        header[tensor.name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": tensor.entry.shape,
             "data_offsets": (start, end),
         }
-    body = msgspec.json.encode(said)
+    body = msgspec.json.encode(header)
     body += b" " * (-len(body) % _ALIGNMENT_BYTES)
     return len(body).to_bytes(8, "little") + body
 

@@ -139,13 +139,13 @@ def decode_bucket(
             runs.append((low, min(low + _RUN_BYTES, end), there is not None, moved))
 
     def fill(run: tuple[int, int, bool, list[tuple[int, int]]]) -> None:
-        low, high, begun, sources = run
+        low, high, in_place, sources = run
         # Bytes of several shards are combined block by block, while the block is in the cache.
-        step = _BLOCK_BYTES if begun + len(sources) > 1 else _RUN_BYTES
+        step = _BLOCK_BYTES if in_place + len(sources) > 1 else _RUN_BYTES
         for begin in range(low, high, step):
             target = bucket[begin - first : min(begin + step, high) - first]
             found = [fetch(owner, offset + begin - low, len(target)) for owner, offset in sources]
-            xor_of(target, [target, *found] if begun else found)
+            xor_of(target, [target, *found] if in_place else found)
 
     if len(runs) < 2:
         for run in runs:

@@ -87,12 +87,12 @@ class NodeFaultInjector:
     """
 
     def __init__(
-        self, *, node: str, devices: int, allowed: bool, hands: FaultActions, memory: SnapshotFaultTarget
+        self, *, node: str, devices: int, allowed: bool, actions: FaultActions, memory: SnapshotFaultTarget
     ) -> None:
         self._node = node
         self._devices = devices
         self._allowed = allowed
-        self._hands, self._memory = hands, memory
+        self._actions, self._memory = actions, memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
         self.message_faults = MessageFaultInjector(node)
@@ -110,7 +110,7 @@ class NodeFaultInjector:
         """
         request: ChaosRequest = decode_json(payload, ChaosRequest)
         if (known := self._answered.get(request.request)) is not None:
-            self._hands.send_answer(
+            self._actions.send_answer(
                 request.reply, known
             )  # The client asked again: the first answer was lost or late.
             return
@@ -121,10 +121,10 @@ class NodeFaultInjector:
         problem = self._problem(request)
         if problem is not None:
             log.warning("chaos_refused", do=request.do, reason=problem)
-            self._hands.publish_event("ChaosRejected", problem, {"fault": request.do})
+            self._actions.publish_event("ChaosRejected", problem, {"fault": request.do})
             self._answer(request, accepted=False, detail=problem)
             return
-        task = asyncio.get_running_loop().create_task(self._strike(request))
+        task = asyncio.get_running_loop().create_task(self._inject(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -144,9 +144,9 @@ class NodeFaultInjector:
         if request.for_s is not None and not 0 < request.for_s < float("inf"):
             return f"for_s is {request.for_s:g}; give a positive number of seconds"
         if request.factor is not None and not 1 <= request.factor <= MAX_FACTOR:
-            return f"factor is {request.factor:g}; give 1 (as quick as it is) to {MAX_FACTOR:g} times as long"
+            return f"factor is {request.factor:g}; give 1 (full speed) to {MAX_FACTOR:g} (that many times slower)"
         if request.do == "lossy":
-            return _weather_problem(request)
+            return _link_faults_problem(request)
         if (
             request.do in ("fill_memory", "fill_disk")
             and request.size_mib is not None
@@ -172,7 +172,7 @@ class NodeFaultInjector:
             return f"{self._node} holds no part of a snapshot that is complete everywhere now"
         return None
 
-    async def _strike(self, request: ChaosRequest) -> None:
+    async def _inject(self, request: ChaosRequest) -> None:
         at = time.monotonic() + NOTICE_S
         whole = _whole_node(request)
         details = {
@@ -188,9 +188,11 @@ class NodeFaultInjector:
             if (value := getattr(request, name)) is not None:
                 details[name] = value
         log.warning("chaos_injected", **details)
-        self._hands.publish_event("ChaosInjected", f"{_said(request)}, requested by {request.reply}", details)
+        self._actions.publish_event(
+            "ChaosInjected", f"{_describe(request)}, requested by {request.reply}", details
+        )
         self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
-        await self._hands.flush(ANNOUNCE_TIMEOUT_S)
+        await self._actions.flush(ANNOUNCE_TIMEOUT_S)
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         self._do(request)
 
@@ -201,29 +203,29 @@ class NodeFaultInjector:
                 for pid in self._pids(request):
                     signal_group(pid, signal.SIGKILL)
                 if _whole_node(request):
-                    if (zygote := self._hands.zygote_pid()) is not None:
+                    if (zygote := self._actions.zygote_pid()) is not None:
                         signal_group(zygote, signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 self._stop(request)
             case "hang":
-                for device in self._struck(request):
-                    self._hands.send(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
+                for device in self._target_devices(request):
+                    self._actions.send(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
             case "slow":
                 self._slow(request)
             case "term":
-                self._hands.leave("ftd chaos term")
+                self._actions.leave("ftd chaos term")
             case "flip":
                 self._memory.flip_bit(request.device)
             case "disconnect":
-                self._hands.disconnect(for_s)
+                self._actions.disconnect(for_s)
             case "raise":
                 # The text differs each time, so that the job's own code is not taken to fail repeatedly.
                 words = f"ftd chaos raise {request.request} ({request.reply})"
-                for device in self._struck(request):
-                    self._hands.send(device, RaiseError(detail=words))
+                for device in self._target_devices(request):
+                    self._actions.send(device, RaiseError(detail=words))
             case "lossy":
-                self.message_faults.begin(_weather(request), seed=request.seed, for_s=for_s)
+                self.message_faults.begin(_link_faults(request), seed=request.seed, for_s=for_s)
             case "fill_memory" | "fill_disk":
                 if (directory := self._fillable(request)) is not None:
                     self._filler.fill(directory, for_s)
@@ -236,7 +238,7 @@ class NodeFaultInjector:
         """
         pids = self._pids(request)
         if _whole_node(request):
-            pids += [pid for pid in (self._hands.zygote_pid(), os.getpid()) if pid is not None]
+            pids += [pid for pid in (self._actions.zygote_pid(), os.getpid()) if pid is not None]
         if request.for_s is not None:
             wake = f"sleep {request.for_s:g}; kill -CONT {' '.join(map(str, pids))}"
             subprocess.Popen(
@@ -252,16 +254,16 @@ class NodeFaultInjector:
 
     def _slow(self, request: ChaosRequest) -> None:
         """Slow the trainers down. A trainer that is started again meanwhile runs at full speed."""
-        for device in self._struck(request):
+        for device in self._target_devices(request):
             number = self._slowed[device] = self._slowed.get(device, 0) + 1
-            self._hands.send(device, Slow(factor=request.factor or DEFAULT_FACTOR))
+            self._actions.send(device, Slow(factor=request.factor or DEFAULT_FACTOR))
             if request.for_s is not None:
                 loop = asyncio.get_running_loop()
-                loop.call_later(request.for_s, self._quicken, device, number)
+                loop.call_later(request.for_s, self._end_slow, device, number)
 
-    def _quicken(self, device: int, number: int) -> None:
+    def _end_slow(self, device: int, number: int) -> None:
         if self._slowed.get(device) == number:
-            self._hands.send(device, Slow(factor=1.0))
+            self._actions.send(device, Slow(factor=1.0))
 
     def _fillable(self, request: ChaosRequest) -> Path | None:
         """Return the directory that a ``fill_memory`` or ``fill_disk`` request fills."""
@@ -273,27 +275,27 @@ class NodeFaultInjector:
         """Release the memory and disk space that was filled."""
         self._filler.close()
 
-    def _struck(self, request: ChaosRequest) -> tuple[int, ...]:
+    def _target_devices(self, request: ChaosRequest) -> tuple[int, ...]:
         return tuple(range(self._devices)) if request.device is None else (request.device,)
 
     def _pids(self, request: ChaosRequest) -> list[int]:
-        return self._hands.trainer_pids(None if _whole_node(request) else request.device)
+        return self._actions.trainer_pids(None if _whole_node(request) else request.device)
 
     def _answer(self, request: ChaosRequest, *, accepted: bool, detail: str) -> None:
         answer = Answer(request=request.request, accepted=accepted, detail=detail)
         self._answered[request.request] = answer
         while len(self._answered) > _REMEMBERED:
             del self._answered[next(iter(self._answered))]
-        self._hands.send_answer(request.reply, answer)
+        self._actions.send_answer(request.reply, answer)
 
 
-def _weather(request: ChaosRequest) -> LinkFaults:
+def _link_faults(request: ChaosRequest) -> LinkFaults:
     return LinkFaults(
         drop=request.drop or 0.0, duplicate=request.duplicate or 0.0, late_s=request.late_s or 0.0
     )
 
 
-def _weather_problem(request: ChaosRequest) -> str | None:
+def _link_faults_problem(request: ChaosRequest) -> str | None:
     for name in ("drop", "duplicate"):
         if not 0 <= (value := getattr(request, name) or 0.0) <= 1:
             return f"{name} is {value:g}; a probability is 0 to 1"
@@ -314,8 +316,8 @@ def _whole_node(request: ChaosRequest) -> bool:
             return True
 
 
-def _said(request: ChaosRequest) -> str:
+def _describe(request: ChaosRequest) -> str:
     """Return a label such as ``kill: the node`` or ``slow: trainer 1, for 20 s``."""
-    struck = "its trainers" if request.device is None else f"trainer {request.device}"
-    told = f"{request.do.replace('_', ' ')}: {'the node' if _whole_node(request) else struck}"
-    return told if request.for_s is None else f"{told}, for {request.for_s:g} s"
+    target = "its trainers" if request.device is None else f"trainer {request.device}"
+    label = f"{request.do.replace('_', ' ')}: {'the node' if _whole_node(request) else target}"
+    return label if request.for_s is None else f"{label}, for {request.for_s:g} s"

@@ -108,13 +108,17 @@ class NodeDaemon:
             trainers=self,
         )
         self._chaos = NodeFaultInjector(
-            node=config.node, devices=config.devices, allowed=config.chaos, hands=self, memory=self._snapshots
+            node=config.node,
+            devices=config.devices,
+            allowed=config.chaos,
+            actions=self,
+            memory=self._snapshots,
         )
         self._traces = TraceService(
             node=config.node, devices=config.devices, send=self.send, answer=self.send_answer
         )
-        self._hearing = NodeMessageRouter(self._topics, self._node, self)
-        self._voice: NodePublisher | None = None
+        self._router = NodeMessageRouter(self._topics, self._node, self)
+        self._publisher: NodePublisher | None = None
         self._signals = 0
 
     async def run(self) -> int:
@@ -135,9 +139,9 @@ class NodeDaemon:
             cause=self._driver.new_cause,
             environment=self._trainer_environment,
             preload=self._config.preload,
-            on_side_report=self._on_aside,
+            on_side_report=self._on_side_report,
         )
-        self._starving = StarvationMonitor(self._supervisor.pids, self._driver.feed, self._stamp)
+        self._starvation = StarvationMonitor(self._supervisor.pids, self._driver.feed, self._stamp)
         try:
             await self._listen()
             await self._metrics_server.start()
@@ -157,7 +161,9 @@ class NodeDaemon:
     async def _serve(self) -> int:
         """Run the machine and the background tasks until the machine or a signal ends the daemon."""
         driving = asyncio.ensure_future(self._driver.run())
-        beside = [asyncio.ensure_future(work) for work in (systemd.feed_watchdog(), self._starving.run())]
+        background = [
+            asyncio.ensure_future(work) for work in (systemd.feed_watchdog(), self._starvation.run())
+        ]
         ending: list[asyncio.Future[Any]] = [self._exit, driving]
         try:
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
@@ -165,9 +171,9 @@ class NodeDaemon:
                 driving.result()  # Only an error ends the driver: raise it here.
             return self._exit.result()
         finally:
-            for task in (driving, *beside):
+            for task in (driving, *background):
                 task.cancel()
-            await asyncio.gather(driving, *beside, return_exceptions=True)
+            await asyncio.gather(driving, *background, return_exceptions=True)
 
     async def _end(self) -> None:
         """Release everything: trainers, connection, sockets and files."""
@@ -175,14 +181,14 @@ class NodeDaemon:
         self._traces.close()
         self._chaos.close()
         await self._supervisor.close()
-        if self._voice is not None:
-            await self._voice.close(DISCONNECT_TIMEOUT_S)
+        if self._publisher is not None:
+            await self._publisher.close(DISCONNECT_TIMEOUT_S)
         await self._rendezvous.close()
         await self._snapshots.close()
         await self._metrics_server.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    # --- setting up --------------------------------------------------------------------------------
+    # --- start -------------------------------------------------------------------------------------
 
     def _make_directory(self) -> None:
         """Make a private directory of this process, so that two daemons of one name cannot collide."""
@@ -245,19 +251,19 @@ class NodeDaemon:
         )
         log.info("incarnation_began", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))
-        self._voice = NodePublisher(
+        self._publisher = NodePublisher(
             self._config,
             self._incarnation,
             message_faults=self._chaos.message_faults,
             clock=self._driver.now,
-            on_message=self._hearing.on_message,
+            on_message=self._router.on_message,
             on_connected=lambda: self._driver.feed(BrokerConnected(**self._stamp())),
             on_lost=lambda: self._driver.feed(BrokerDisconnected(**self._stamp())),
             on_acknowledged=self._metrics.common.broker_round_trip.observe,
             on_event=self._metrics.on_published,
         )
 
-    # --- what happens ------------------------------------------------------------------------------
+    # --- events for the machine --------------------------------------------------------------------
 
     def _stamp(self) -> dict[str, Any]:
         return {"at": self._driver.now(), "cause": self._driver.new_cause()}
@@ -274,7 +280,7 @@ class NodeDaemon:
     def _on_trainer(self, event: Event) -> None:
         match event:
             case TrainerReported(report=protocol.TrainerHeartbeat()):
-                self._starving.record_heartbeat(event.device, event.at)
+                self._starvation.record_heartbeat(event.device, event.at)
             case TrainerReported(report=Resumed(generation=generation)):
                 self._snapshots.stager.resumed(event.device, generation)
             case TrainerConnected():
@@ -285,7 +291,7 @@ class NodeDaemon:
                 )
         self._driver.feed(event)
 
-    def _on_aside(self, device: int, frame: protocol.DaemonReport) -> None:
+    def _on_side_report(self, device: int, frame: protocol.DaemonReport) -> None:
         match frame:
             case Traced():
                 self._traces.on_traced(device, frame)
@@ -294,7 +300,7 @@ class NodeDaemon:
             case protocol.ModelDescribed():
                 self._snapshots.set_description(frame.job_id, frame.description)
 
-    # --- what the machine wants ----------------------------------------------------------------------
+    # --- effects of the machine ----------------------------------------------------------------------
 
     async def _perform(self, effect: effects.Effect) -> None:
         wanted = cast(
@@ -302,11 +308,11 @@ class NodeDaemon:
         )  # The driver handles timers, and all other effects are the coordinator's.
         match wanted:
             case effects.SendSignal():
-                self._speaking().send_signal(wanted.signal)
+                self._present_publisher().send_signal(wanted.signal)
             case effects.PublishNode():
-                self._speaking().publish_state(wanted)
+                self._present_publisher().publish_state(wanted)
             case effects.EmitEvent():
-                self._speaking().publish_event(wanted)
+                self._present_publisher().publish_event(wanted)
             case effects.StartTrainer():
                 self._supervisor.start_trainer(wanted.device)
             case effects.KillTrainer():
@@ -331,7 +337,7 @@ class NodeDaemon:
             case effects.StopPersisting():
                 self._snapshots.stop_persisting(wanted.attempt)
             case effects.RenewIncarnation():
-                await self._speaking().close(DISCONNECT_TIMEOUT_S)
+                await self._present_publisher().close(DISCONNECT_TIMEOUT_S)
                 self._begin_incarnation()
             case effects.ExitDaemon():
                 if not self._exit.done():
@@ -341,16 +347,16 @@ class NodeDaemon:
 
     def _now(self) -> NodeSample:
         return NodeSample(
-            connected=self._voice is not None and self._voice.connected,
+            connected=self._publisher is not None and self._publisher.connected,
             internal_errors=self._driver.bugs,
             trainers=len(self._supervisor.pids()),
             rendezvous_rejected=self._rendezvous.rejected,
             **self._snapshots.metrics(),
         )
 
-    def _speaking(self) -> NodePublisher:
-        assert self._voice is not None, "the machine is fed only after the first incarnation began"
-        return self._voice
+    def _present_publisher(self) -> NodePublisher:
+        assert self._publisher is not None, "the machine is fed only after the first incarnation began"
+        return self._publisher
 
     def _prepare(self, effect: effects.PrepareTrainer) -> None:
         try:
@@ -375,15 +381,15 @@ class NodeDaemon:
 
         self._snapshots.stager.resume(resume, effect.device, send)
 
-    # --- what is heard -------------------------------------------------------------------------------
+    # --- received messages ---------------------------------------------------------------------------
 
     @property
     def incarnation(self) -> int:
         return self._incarnation
 
     def on_command(self, message: ToNode) -> None:
-        if self._voice is not None and message.incarnation == self._incarnation:
-            self._voice.observe_command(message.command)
+        if self._publisher is not None and message.incarnation == self._incarnation:
+            self._publisher.observe_command(message.command)
         self._driver.feed(CommandArrived(at=self._driver.now(), cause=message.cause, message=message))
 
     def on_chaos(self, payload: bytes) -> None:
@@ -393,9 +399,9 @@ class NodeDaemon:
         self._traces.on_request(payload)
 
     def on_state(self, seen: NodeStateMessage | None) -> None:
-        self._speaking().observe_state(seen)
+        self._present_publisher().observe_state(seen)
 
-    # --- chaos' hands ----------------------------------------------------------------------------------
+    # --- actions of fault injection --------------------------------------------------------------------
 
     def trainer_pids(self, device: int | None) -> list[int]:
         return self._supervisor.pids(device)
@@ -407,7 +413,7 @@ class NodeDaemon:
         self._driver.feed(TerminationRequested(**self._stamp(), reason=reason))
 
     def disconnect(self, for_s: float) -> None:
-        self._speaking().interrupt(for_s)
+        self._present_publisher().interrupt(for_s)
 
     def publish_event(
         self, event: str, reason: str, details: dict[str, Any], *, over_mqtt: bool = True
@@ -416,16 +422,16 @@ class NodeDaemon:
         effect = effects.EmitEvent(
             cause=self._driver.new_cause(), name=event, reason=reason, node=self._node, details=details
         )
-        self._speaking().publish_event(effect, over_mqtt=over_mqtt)
+        self._present_publisher().publish_event(effect, over_mqtt=over_mqtt)
 
     def send(self, device: int, frame: protocol.Instruction) -> bool:
         return self._supervisor.send(device, frame)
 
     def send_answer(self, client: str, answer: Answer) -> None:
-        self._speaking().send_answer(client, answer)
+        self._present_publisher().send_answer(client, answer)
 
     async def flush(self, timeout_s: float) -> None:
-        await self._speaking().flush(timeout_s)
+        await self._present_publisher().flush(timeout_s)
 
 
 def _listening_address(host: str) -> str:

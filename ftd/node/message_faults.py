@@ -26,26 +26,26 @@ class FaultyLink:
     def __init__(self) -> None:
         self._queue: deque[tuple[float, Callable[[], None]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._weather: LinkFaults | None = None
+        self._faults: LinkFaults | None = None
         self._random = Random(0)
 
     def begin(self, faults: LinkFaults, seed: str) -> None:
         """Inject these faults from now on. The same seed treats the same messages in the same way."""
-        self._weather, self._random = faults, Random(seed)
+        self._faults, self._random = faults, Random(seed)
 
     def end(self) -> None:
         """Inject no more faults. Delayed messages are still delivered."""
-        self._weather = None
+        self._faults = None
 
     def deliver(self, deliver: Callable[[], None]) -> None:
         """Call ``deliver`` now, later, twice or never."""
-        weather = self._weather
-        if weather is None:
+        faults = self._faults
+        if faults is None:
             lost, times, late_s = False, 1, 0.0
         else:
-            lost = self._random.random() < weather.drop
-            times = 2 if self._random.random() < weather.duplicate else 1
-            late_s = self._random.uniform(0.0, weather.late_s)
+            lost = self._random.random() < faults.drop
+            times = 2 if self._random.random() < faults.duplicate else 1
+            late_s = self._random.uniform(0.0, faults.late_s)
         if lost:
             return
         now = asyncio.get_running_loop().time()

@@ -36,16 +36,16 @@ class NodeMessageHandler(Protocol):
 class NodeMessageRouter:
     """Maps each topic that the node subscribes to onto the decoder of its messages."""
 
-    def __init__(self, topics: Topics, node: str, ears: NodeMessageHandler) -> None:
-        self._node, self._ears, self._all = node, ears, topics.command
-        take: dict[str, Callable[[bytes, bool], None]] = {
+    def __init__(self, topics: Topics, node: str, handler: NodeMessageHandler) -> None:
+        self._node, self._handler, self._all = node, handler, topics.command
+        decoders: dict[str, Callable[[bytes, bool], None]] = {
             topics.node_command(node): self._command,
             topics.command: self._command_to_several,
             topics.chaos(node): self._chaos,
             topics.trace(node): self._trace,
             topics.node_state(node): self._state,
         }
-        self._take = take
+        self._decoders = decoders
 
     def on_message(self, topic: str, payload: bytes, retained: bool) -> None:
         """Decode a message and hand it on, or report that it was rejected.
@@ -53,34 +53,34 @@ class NodeMessageRouter:
         A broken message on the topic that all nodes receive is only logged, since the coordinator reports
         it; otherwise a thousand nodes would report it at once.
         """
-        take = self._take.get(topic)
-        if take is None:
+        decoders = self._decoders.get(topic)
+        if decoders is None:
             return
         try:
-            take(payload, retained)
+            decoders(payload, retained)
         except WireError as error:
             details = {"topic": topic, "why": str(error)}
-            self._ears.publish_event(
+            self._handler.publish_event(
                 "MessageRejected", f"{topic}: {error}", details, over_mqtt=topic != self._all
             )
 
     def _command(self, payload: bytes, retained: bool) -> None:
         check_not_retained(retained)
-        self._ears.on_command(decode_to_node(payload, self._node))
+        self._handler.on_command(decode_to_node(payload, self._node))
 
     def _command_to_several(self, payload: bytes, retained: bool) -> None:
         check_not_retained(retained)
-        message = decode_to_nodes(payload).addressed(self._node, self._ears.incarnation)
+        message = decode_to_nodes(payload).addressed(self._node, self._handler.incarnation)
         if message is not None:
-            self._ears.on_command(message)
+            self._handler.on_command(message)
 
     def _chaos(self, payload: bytes, retained: bool) -> None:
         if not retained:  # A fault that somebody left retained must not be injected at every start.
-            self._ears.on_chaos(payload)
+            self._handler.on_chaos(payload)
 
     def _trace(self, payload: bytes, retained: bool) -> None:
         if not retained:
-            self._ears.on_trace(payload)
+            self._handler.on_trace(payload)
 
     def _state(self, payload: bytes, retained: bool) -> None:
-        self._ears.on_state(decode_json(payload, NodeStateMessage) if payload else None)
+        self._handler.on_state(decode_json(payload, NodeStateMessage) if payload else None)

@@ -60,7 +60,7 @@ class NodePublisher:
         self._watch = on_event
         self._gate = EventRateLimiter()
         self._state: NodeStateMessage | None = None
-        self._introduced = False
+        self._state_published = False
         """Whether the state was published since the connection was made."""
         self._state_timer: asyncio.TimerHandle | None = None
         self._rejected = False
@@ -79,7 +79,7 @@ class NodePublisher:
             # of that node's answer to the command.
             unacknowledged=(self._topics.command,),
             will=Will(topic=self._topic, payload=encode_json(will)),
-            on_message=self._hear,
+            on_message=self._on_any_message,
             on_connected=self._note_connected,
             on_lost=on_lost,
             on_acknowledged=on_acknowledged,
@@ -114,10 +114,10 @@ class NodePublisher:
         self._disturbance.outgoing.deliver(lambda: self._session.publish(topic, payload, qos=0))
 
     def _note_connected(self) -> None:
-        self._introduced = False
+        self._state_published = False
         self._on_connected()
 
-    def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
+    def _on_any_message(self, topic: str, payload: bytes, retained: bool) -> None:
         if topic in self._commands:
             self._disturbance.incoming.deliver(lambda: self._on_message(topic, payload, retained))
         else:
@@ -155,12 +155,12 @@ class NodePublisher:
     # --- the retained state ------------------------------------------------------------------------
 
     def publish_state(self, effect: PublishNode) -> None:
-        said = self._state_message(effect.state, effect.generation, effect.step, effect.reason)
+        message = self._state_message(effect.state, effect.generation, effect.step, effect.reason)
         before = self._state
         # The machine publishes OFFLINE only when the node leaves on purpose; the last will reports an
         # unexpected end.
-        self._state = msgspec.structs.replace(said, graceful=effect.state is NodeState.OFFLINE)
-        if not self._introduced or before is None or before.state is not said.state:
+        self._state = msgspec.structs.replace(message, graceful=effect.state is NodeState.OFFLINE)
+        if not self._state_published or before is None or before.state is not message.state:
             self.publish_state_now()
         elif self._state_timer is None:
             self._state_timer = asyncio.get_running_loop().call_later(STATE_PERIOD_S, self.publish_state_now)
@@ -170,7 +170,7 @@ class NodePublisher:
         if self._state_timer is not None:
             self._state_timer.cancel()
             self._state_timer = None
-        self._introduced = self._session.connected
+        self._state_published = self._session.connected
         if self._state is not None and not self._rejected:
             self._session.publish(self._topic, encode_json(self._state), retain=True)
 

@@ -54,7 +54,7 @@ class RendezvousRejected(Exception):
     """The server does not serve a request; the text is sent to the client."""
 
 
-class _Unproven(RendezvousRejected):
+class _Unauthenticated(RendezvousRejected):
     """The client did not prove that it is a trainer of this cluster."""
 
 
@@ -120,13 +120,13 @@ class RendezvousServer:
         self._generations: dict[int, _Generation] = {}
         self._newest = 0
         self._connections: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._complaints = RateLimitedLog(log, "rendezvous_rejected")
+        self._unauthenticated: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._rejections = RateLimitedLog(log, "rendezvous_rejected")
 
     @property
     def rejected(self) -> int:
         """Number of connections without a valid proof or with malformed frames."""
-        return self._complaints.count
+        return self._rejections.count
 
     @property
     def port(self) -> int:
@@ -163,33 +163,33 @@ class RendezvousServer:
         if task is None or len(self._connections) >= MAX_CONNECTIONS:
             writer.close()
             return
-        if len(self._strangers) >= MAX_UNAUTHENTICATED:
-            next(iter(self._strangers.values())).transport.abort()
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            next(iter(self._unauthenticated.values())).transport.abort()
         self._connections.add(task)
-        self._strangers[task] = writer
+        self._unauthenticated[task] = writer
         try:
-            await self._converse(reader, writer)
+            await self._serve_requests(reader, writer)
         except (ConnectionError, asyncio.CancelledError, TimeoutError):
             pass  # The trainer disconnected or sent nothing, or this daemon stops: all of them are normal.
         except (ProtocolError, RendezvousRejected) as error:
             peer = writer.get_extra_info("peername")
-            if isinstance(error, _Unproven | ProtocolError):
-                self._complaints.warn(reason=str(error), peer=peer)
+            if isinstance(error, _Unauthenticated | ProtocolError):
+                self._rejections.warn(reason=str(error), peer=peer)
             else:
                 log.info("generation_superseded", reason=str(error), peer=peer)
             with contextlib.suppress(ConnectionError):
                 writer.write(encode(StoreRejected(reason=str(error))))
         finally:
             self._connections.discard(task)
-            self._strangers.pop(task, None)
+            self._unauthenticated.pop(task, None)
             writer.close()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection: a StoreHello, then requests, each answered before the next is decoded."""
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             generation = self._enter(await _hello(reader))
         try:
-            self._strangers.pop(_task(), None)
+            self._unauthenticated.pop(_task(), None)
             writer.write(encode(StoreValues(values=())))
             decoder: Decoder[StoreRequest] = Decoder(StoreRequest, MAX_STORE_FRAME_BYTES)
             while data := await reader.read(65536):
@@ -205,10 +205,10 @@ class RendezvousServer:
         :raises RendezvousRejected: the frame is no hello, its proof is wrong, or its generation is over.
         """
         if not isinstance(request, StoreHello):
-            raise _Unproven("the first frame must be StoreHello")
+            raise _Unauthenticated("the first frame must be StoreHello")
         proof = make_proof(self._secret, request.generation)
         if not hmac.compare_digest(request.proof.encode(), proof.encode()):
-            raise _Unproven(
+            raise _Unauthenticated(
                 "wrong secret, or the proof of another generation: check that all nodes have the same secret"
             )
         if request.generation < self._newest:
@@ -252,8 +252,8 @@ class RendezvousServer:
                     raise RendezvousRejected(f"timeout_s is {timeout_s}")
                 try:
                     return StoreValues(values=await generation.get(keys, timeout_s))
-                except RendezvousRejected as refusal:
-                    return StoreRejected(reason=str(refusal))
+                except RendezvousRejected as rejection:
+                    return StoreRejected(reason=str(rejection))
             case StoreCheck(keys=keys):
                 return StoreValues(values=(b"1" if all(k in generation.values for k in keys) else b"0",))
             case StoreDelete(key=key):

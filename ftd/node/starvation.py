@@ -44,29 +44,29 @@ class StarvationMonitor:
         :param stamp: returns the fields that every event has.
         """
         self._pids, self._feed, self._stamp = pids, feed, stamp
-        self._heard_at: dict[int, float] = {}
-        self._known: dict[int, dict[int, float]] = {}
+        self._heartbeat_at: dict[int, float] = {}
+        self._delays: dict[int, dict[int, float]] = {}
 
     def record_heartbeat(self, device: int, at: float) -> None:
         """Note that a heartbeat of this device's trainer arrived."""
-        self._heard_at[device] = at
-        self._known.pop(device, None)
+        self._heartbeat_at[device] = at
+        self._delays.pop(device, None)
 
     async def run(self) -> None:
         """Check silent trainers until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             now = time.monotonic()
-            for device, at in self._heard_at.items():
+            for device, at in self._heartbeat_at.items():
                 if now - at >= QUIET_S:
-                    self._look(device)
+                    self._check_trainer(device)
 
-    def _look(self, device: int) -> None:
-        waited = {
+    def _check_trainer(self, device: int) -> None:
+        delays = {
             thread: s for pid in self._pids(device) for thread, s in read_scheduling_delays(pid).items()
         }
-        before, self._known[device] = self._known.get(device), waited
+        before, self._delays[device] = self._delays.get(device), delays
         if before is not None:
-            longest_s = max((s - before.get(thread, s) for thread, s in waited.items()), default=0.0)
+            longest_s = max((s - before.get(thread, s) for thread, s in delays.items()), default=0.0)
             if longest_s > 0:
                 self._feed(TrainerStarved(**self._stamp(), device=device, for_s=longest_s))

@@ -40,7 +40,7 @@ log = structlog.get_logger()
 OUTPUT_TAIL_BYTES = 8192
 ATTACH_TIMEOUT_S = 30.0
 """Limit from the fork to the trainer's first frame. The forked process has torch already, so this is generous."""
-_LAST_WORDS_S = 0.05
+_OUTPUT_TIMEOUT_S = 0.05
 """Time that a failure report waits for the rest of a dead trainer's output."""
 _CLOSED_BUT_ALIVE_S = 1.0
 _MAX_GREETING_BYTES = 4096
@@ -91,17 +91,17 @@ class TrainerSupervisor:
         self._feed = feed
         self._cause = cause
         self._environment = environment
-        self._aside = on_side_report
+        self._on_side_report = on_side_report
         self._current: dict[int, TrainerProcess] = {}
-        self._unborn: dict[int, list[TrainerProcess]] = {device: [] for device in range(devices)}
+        self._unforked: dict[int, list[TrainerProcess]] = {device: [] for device in range(devices)}
         self._by_pid: dict[int, TrainerProcess] = {}
-        self._births: dict[int, asyncio.Event] = {}
+        self._fork_notices: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._insisting: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
         self._closing = False
-        self._zygote = Zygote(on_notice=self._zygote_said, on_end=self._zygote_ended, preload=preload)
+        self._zygote = Zygote(on_notice=self._on_zygote_notice, on_end=self._on_zygote_end, preload=preload)
 
     async def start(self) -> None:
         """Listen for trainers and start the zygote; return before torch is imported."""
@@ -112,8 +112,8 @@ class TrainerSupervisor:
 
     async def close(self) -> None:
         """End every trainer and the zygote, at once except for trainers in their grace period."""
-        if self._insisting:
-            await asyncio.wait(tuple(self._insisting))
+        if self._ending:
+            await asyncio.wait(tuple(self._ending))
         self._closing = True
         for trainer in [*self._by_pid.values(), *self._current.values()]:
             self._end(trainer, grace_s=0.0)
@@ -126,7 +126,7 @@ class TrainerSupervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._socket_path.unlink(missing_ok=True)
 
-    # --- what the agent machine asks for ---------------------------------------------------------
+    # --- requests of the agent machine -----------------------------------------------------------
 
     def start_trainer(self, device: int) -> None:
         """Fork a trainer for ``device``; ``TrainerConnected`` or ``TrainerFailed`` follows."""
@@ -134,7 +134,7 @@ class TrainerSupervisor:
             self.kill_trainer(device, grace_s=0.0)
         trainer = TrainerProcess(device=device)
         self._current[device] = trainer
-        self._unborn[device].append(trainer)
+        self._unforked[device].append(trainer)
         self._zygote.spawn(
             zygote_protocol.Spawn(
                 device=device, socket_path=str(self._socket_path), environment=self._environment(device)
@@ -181,7 +181,7 @@ class TrainerSupervisor:
 
     # --- the zygote ------------------------------------------------------------------------------
 
-    def _zygote_said(self, notice: zygote_protocol.ZygoteNotice) -> None:
+    def _on_zygote_notice(self, notice: zygote_protocol.ZygoteNotice) -> None:
         match notice:
             case zygote_protocol.ZygoteReady():
                 log.info("zygote_warm", pid=notice.pid, import_s=round(notice.import_s, 3))
@@ -192,14 +192,14 @@ class TrainerSupervisor:
                     self._run(self._exited(self._by_pid[notice.pid], notice))
 
     def _spawned(self, notice: zygote_protocol.Spawned) -> None:
-        if not self._unborn.get(notice.device):
+        if not self._unforked.get(notice.device):
             signal_group(notice.pid, signal.SIGKILL)
             return
-        trainer = self._unborn[notice.device].pop(0)
+        trainer = self._unforked[notice.device].pop(0)
         trainer.pid = notice.pid
         self._by_pid[notice.pid] = trainer
-        if notice.pid in self._births:
-            self._births.pop(notice.pid).set()
+        if notice.pid in self._fork_notices:
+            self._fork_notices.pop(notice.pid).set()
         if trainer.retired:  # It was ended before it was forked.
             signal_group(notice.pid, signal.SIGKILL)
 
@@ -208,20 +208,20 @@ class TrainerSupervisor:
         signal_group(notice.pid, signal.SIGKILL)  # Child processes of the trainer must not outlive it.
         if not trainer.retired:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(trainer.output_ended.wait(), _LAST_WORDS_S)
+                await asyncio.wait_for(trainer.output_ended.wait(), _OUTPUT_TIMEOUT_S)
             self._fail(trainer, "exited", _exit_sentence(notice.status))
         self._by_pid.pop(notice.pid, None)
 
-    def _zygote_ended(self, status: int, detail: str) -> None:
+    def _on_zygote_end(self, status: int, detail: str) -> None:
         """Report the zygote's trainers as failed: they die with it, and nobody will report their exit status."""
         if self._closing:
             return
         log.warning("zygote_ended", status=status, detail=detail)
-        lost = [*self._by_pid.values(), *(t for unborn in self._unborn.values() for t in unborn)]
+        lost = [*self._by_pid.values(), *(t for unforked in self._unforked.values() for t in unforked)]
         asyncio.get_running_loop().call_later(1.0, reap, set(self._by_pid))
         self._by_pid.clear()
-        for unborn in self._unborn.values():
-            unborn.clear()
+        for unforked in self._unforked.values():
+            unforked.clear()
         for trainer in lost:
             trainer.exited.set()
             if trainer.pid is not None:
@@ -240,7 +240,7 @@ class TrainerSupervisor:
         self._connections.add(task)
         try:
             greeting = await self._greeting(reader, writer)
-            trainer = await self._newborn(greeting.pid)
+            trainer = await self._forked_trainer(greeting.pid)
             if trainer is None or trainer.device != greeting.device:
                 raise ProtocolError(f"process {greeting.pid} is no trainer of this node")
             match greeting:
@@ -274,12 +274,12 @@ class TrainerSupervisor:
             raise ProtocolError(f"process {pid} claims to be {greeting.pid}")
         return greeting
 
-    async def _newborn(self, pid: int) -> TrainerProcess | None:
+    async def _forked_trainer(self, pid: int) -> TrainerProcess | None:
         """Return the trainer of this pid; it may connect before the zygote's notice of the fork is read."""
         if pid not in self._by_pid:
-            birth = self._births.setdefault(pid, asyncio.Event())
+            forked = self._fork_notices.setdefault(pid, asyncio.Event())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(birth.wait(), ATTACH_TIMEOUT_S)
+                await asyncio.wait_for(forked.wait(), ATTACH_TIMEOUT_S)
         return self._by_pid.get(pid)
 
     async def _listen(
@@ -300,13 +300,13 @@ class TrainerSupervisor:
                     self._fail(trainer, "exited", f"its frames are malformed: {error}")
                     return
                 for frame in frames:
-                    self._hear(trainer, frame)
+                    self._handle_report(trainer, frame)
         try:
             await asyncio.wait_for(trainer.exited.wait(), _CLOSED_BUT_ALIVE_S)
         except TimeoutError:
             self._fail(trainer, "exited", "it closed its connection but did not exit")
 
-    def _hear(self, trainer: TrainerProcess, frame: protocol.Report) -> None:
+    def _handle_report(self, trainer: TrainerProcess, frame: protocol.Report) -> None:
         if trainer.retired:
             return
         match frame:
@@ -315,7 +315,7 @@ class TrainerSupervisor:
             case protocol.Raised():
                 self._fail(trainer, _CAUSES[frame.where], frame.detail)
             case Traced() | protocol.StagingCorrupted() | protocol.ModelDescribed():
-                self._aside(trainer.device, frame)
+                self._on_side_report(trainer.device, frame)
             case Prepared(profile=ModelProfile() as profile) if problem := problem_of_profile(profile):
                 detail = f"the model was measured, but the profile's {problem}"
                 self._fail(trainer, "unprepared", detail)
@@ -351,8 +351,8 @@ class TrainerSupervisor:
             return
         if self._current.get(trainer.device) is trainer:
             del self._current[trainer.device]
-        said = trainer.output.decode("utf-8", errors="replace").strip()
-        detail = f"{what}\n{said}" if said and cause == "exited" else what
+        output = trainer.output.decode("utf-8", errors="replace").strip()
+        detail = f"{what}\n{output}" if output and cause == "exited" else what
         self._end(trainer, grace_s=0.0)
         self._feed(
             TrainerFailed(
@@ -373,11 +373,11 @@ class TrainerSupervisor:
             return
         signal_group(trainer.pid, signal.SIGTERM)
         signal_group(trainer.pid, signal.SIGCONT)  # A stopped process would never handle the SIGTERM.
-        task = asyncio.get_running_loop().create_task(self._insist(trainer, trainer.pid, grace_s))
-        self._insisting.add(task)
-        task.add_done_callback(self._insisting.discard)
+        task = asyncio.get_running_loop().create_task(self._kill_after(trainer, trainer.pid, grace_s))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
-    async def _insist(self, trainer: TrainerProcess, pid: int, grace_s: float) -> None:
+    async def _kill_after(self, trainer: TrainerProcess, pid: int, grace_s: float) -> None:
         try:
             await asyncio.wait_for(trainer.exited.wait(), grace_s)
         except TimeoutError:

@@ -62,18 +62,18 @@ class TraceService:
             if not self._send(request.device, frame):
                 problem = f"{self._node} runs no trainer on device {request.device} now"
         if problem is not None:
-            self._say(request, Answer(request=request.request, accepted=False, detail=problem))
+            self._send_answer(request, Answer(request=request.request, accepted=False, detail=problem))
             return
-        late = asyncio.get_running_loop().call_later(request.within_s, self._give_up, request.request)
-        self._waiting[request.request] = (request, late)
+        timer = asyncio.get_running_loop().call_later(request.within_s, self._abandon, request.request)
+        self._waiting[request.request] = (request, timer)
 
     def on_traced(self, device: int, traced: Traced) -> None:
         """Answer the request with the trainer's report; ignore a report that is late."""
         found = self._waiting.pop(traced.request, None)
         if found is None:
             return
-        request, late = found
-        late.cancel()
+        request, timer = found
+        timer.cancel()
         data = TraceData(
             node=self._node,
             device=device,
@@ -84,23 +84,23 @@ class TraceService:
         )
         log.info("traced", device=device, spans=len(traced.spans), dropped=traced.dropped)
         detail = f"{len(traced.spans)} spans of rank {traced.rank}"
-        self._say(
+        self._send_answer(
             request,
             Answer(request=request.request, accepted=True, detail=detail, data=msgspec.to_builtins(data)),
         )
 
     def close(self) -> None:
         """Drop the requests that are not answered yet."""
-        for _, late in self._waiting.values():
-            late.cancel()
+        for _, timer in self._waiting.values():
+            timer.cancel()
         self._waiting.clear()
 
-    def _give_up(self, number: str) -> None:
+    def _abandon(self, number: str) -> None:
         request, _ = self._waiting.pop(number)
         detail = (
             f"{self._node}/{request.device} did not train {request.steps} steps within {request.within_s:g} s"
         )
-        self._say(request, Answer(request=number, accepted=False, detail=detail))
+        self._send_answer(request, Answer(request=number, accepted=False, detail=detail))
 
     def _problem(self, request: TraceRequest) -> str | None:
         """Return why this request is rejected, or ``None``."""
@@ -111,12 +111,12 @@ class TraceService:
         if request.first_step < 0:
             return f"first_step is {request.first_step}; give 0 to begin with the next step"
         if not 0 < request.within_s <= MOST_WITHIN_S:
-            return f"within_s is {request.within_s:g}; give at most {MOST_WITHIN_S:g} seconds"
+            return f"within_s is {request.within_s:g}; give a positive number of at most {MOST_WITHIN_S:g} seconds"
         if len(self._waiting) >= _MOST_WAITING:
             return f"{self._node} is busy with {_MOST_WAITING} traces; ask again later"
         return None
 
-    def _say(self, request: TraceRequest, answer: Answer) -> None:
+    def _send_answer(self, request: TraceRequest, answer: Answer) -> None:
         self._answered[request.request] = answer
         while len(self._answered) > _REMEMBERED:
             del self._answered[next(iter(self._answered))]

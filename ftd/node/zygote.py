@@ -43,14 +43,14 @@ class Zygote:
         self._process: asyncio.subprocess.Process | None = None
         self._warm = asyncio.Event()
         self._waiting: list[zygote_protocol.Spawn] = []
-        self._keeper: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+        self._task = asyncio.get_running_loop().create_task(self._keep_running())
 
     async def wait_until_warm(self) -> None:
         """Return once torch is imported and forks are quick."""
@@ -65,26 +65,26 @@ class Zygote:
 
     async def close(self) -> None:
         """End the zygote; the kernel kills its trainers."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         process = self._process
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         failures = 0
         while True:
             await asyncio.sleep(_RESTART_DELAYS_S[min(failures, len(_RESTART_DELAYS_S) - 1)])
-            status, said = await self._live()
+            status, stderr_tail = await self._run_once()
             failures = 0 if self._warm.is_set() else failures + 1
             self._warm.clear()
             self._waiting.clear()
-            self._on_end(status, said)
+            self._on_end(status, stderr_tail)
 
-    async def _live(self) -> tuple[int, str]:
+    async def _run_once(self) -> tuple[int, str]:
         """Run one zygote process until it ends, and return its exit status and the tail of its stderr."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -100,14 +100,14 @@ class Zygote:
         self._process = process
         assert process.stdout is not None
         assert process.stderr is not None
-        said = asyncio.get_running_loop().create_task(self._overhear(process.stderr))
+        stderr_tail = asyncio.get_running_loop().create_task(self._read_stderr(process.stderr))
         try:
             await self._listen(process.stdout)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            return await process.wait(), await said
+            return await process.wait(), await stderr_tail
         finally:
-            said.cancel()
+            stderr_tail.cancel()
 
     async def _listen(self, stream: asyncio.StreamReader) -> None:
         decoder: frames.Decoder[zygote_protocol.ZygoteNotice] = frames.Decoder(zygote_protocol.ZygoteNotice)
@@ -125,13 +125,13 @@ class Zygote:
                         self._write(request)
                 self._on_notice(notice)
 
-    async def _overhear(self, stream: asyncio.StreamReader) -> str:
-        kept = bytearray()
+    async def _read_stderr(self, stream: asyncio.StreamReader) -> str:
+        tail = bytearray()
         while data := await stream.read(1 << 14):
-            kept += data
-            del kept[:-_STDERR_TAIL_BYTES]
+            tail += data
+            del tail[:-_STDERR_TAIL_BYTES]
             log.info("zygote_output", text=data.decode(errors="replace").rstrip())
-        return kept.decode(errors="replace").strip()
+        return tail.decode(errors="replace").strip()
 
     def _write(self, request: zygote_protocol.Spawn) -> None:
         assert self._process is not None

@@ -63,10 +63,10 @@ class Persister:
     ) -> None:
         self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
         self._rate_bytes_s = rate_bytes_s
-        self._feed, self._stamp, self._tell = feed, stamp, report_corruption
+        self._feed, self._stamp, self._report_corruption = feed, stamp, report_corruption
         self._order: Persist | None = None
         self._flow = RateLimiter()
-        self._described: tuple[str, bytes] = ("", b"")
+        self._description: tuple[str, bytes] = ("", b"")
         self._task: asyncio.Task[None] | None = None
 
     def set_description(self, job_id: str, description: bytes) -> None:
@@ -83,7 +83,7 @@ class Persister:
                 reason="files are too large to be included",
                 files=left_out,
             )
-        self._described = job_id, description
+        self._description = job_id, description
 
     def begin(self, order: Persist) -> None:
         """Start to write, and feed ``PersistEnded`` when it ends. An earlier order is abandoned."""
@@ -140,7 +140,7 @@ class Persister:
     async def _write(self, order: Persist, flow: RateLimiter) -> list[LayerFile]:
         written: list[LayerFile] = []
         store, draft = await run_in_thread(lambda: _begin(order))
-        job_id, description = self._described
+        job_id, description = self._description
         if job_id == order.job_id and 0 in order.layers:
             await run_in_thread(partial(store.write_description, draft, description), _NICENESS)
         under_way: asyncio.Task[LayerFile] | None = None
@@ -168,7 +168,7 @@ class Persister:
                 node=self._node,
                 arenas=self._arenas,
                 client=client,
-                report_corruption=self._tell(order.job_id, record.step),
+                report_corruption=self._report_corruption(order.job_id, record.step),
             )
             try:
                 await restorer.run(order.layers, LayerStream(put))

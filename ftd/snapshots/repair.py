@@ -42,7 +42,7 @@ class RepairedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _PartSource:
     """A part in some node's memory; ``held`` if it is in this node's."""
 
     node: str
@@ -51,7 +51,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _OwnerParts:
     """Another node's small part of some layers, with its shard and replica parts."""
 
     node: str
@@ -68,7 +68,7 @@ class Repairer:
     node: str
     arenas: NodeArenas
     client: ShardClient
-    _theirs: dict[str, tuple[SnapshotManifest, ...]] = field(default_factory=dict)
+    _manifests: dict[str, tuple[SnapshotManifest, ...]] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
     """Why each node could not help."""
 
@@ -79,7 +79,7 @@ class Repairer:
         :raises OSError: this node's own memory is gone.
         """
         first, end = part.block(number)
-        for twins in (self._twins_here, self._twins_there):
+        for twins in (self._twins_in_own_memory, self._twins_on_other_nodes):
             for kept in await twins(held, part):
                 try:
                     data = await self._read(kept, first, end)
@@ -89,59 +89,61 @@ class Repairer:
                 if part.is_block_intact(number, data):
                     return RepairedBlock(data=data, sources=(kept.node,))
                 self._reasons[kept.node] = f"{kept.part.name} is corrupt there as well"
-        mine = None if held.owner else self._share_of(held, part)
+        mine = None if held.owner else self._group_of(held, part)
         if mine is None:
-            raise self._lost(part, "no node holds the same bytes")
+            raise self._error(part, "no node holds the same bytes")
         group, layout = mine
         if layout.parted:
-            target, sources = await self._out_of_parts(group, layout, held, part, first, end)
+            target, sources = await self._make_from_parts(group, layout, held, part, first, end)
         else:
             target, sources = await self._decoded(layout.within(group), layout, part, first, end)
         data = target.tobytes()
         if not part.is_block_intact(number, data):
-            raise self._lost(part, f"what {', '.join(sources)} keep makes other bytes than were written")
+            raise self._error(part, f"what {', '.join(sources)} keep makes other bytes than were written")
         return RepairedBlock(data=data, sources=sources)
 
-    def _lost(self, part: SnapshotPart, why: str) -> RepairError:
+    def _error(self, part: SnapshotPart, why: str) -> RepairError:
         reasons = "; ".join(f"{node}: {reason}" for node, reason in sorted(self._reasons.items()))
         return RepairError(f"{part.name}: {why}{f' ({reasons})' if reasons else ''}")
 
-    # --- the same bytes elsewhere ------------------------------------------------------------------
+    # --- equal bytes elsewhere ---------------------------------------------------------------------
 
-    async def _twins_here(self, held: ArenaSnapshot, part: SnapshotPart) -> list[_Kept]:
+    async def _twins_in_own_memory(self, held: ArenaSnapshot, part: SnapshotPart) -> list[_PartSource]:
         found = self.arenas.find(self.restore.job_id, self.restore.step)
         return [
-            _Kept(self.node, other, one)
+            _PartSource(self.node, other, one)
             for one in found
             if one.manifest.generation == self.restore.generation
             for other in one.manifest.parts
             if _same(other, part) and (one, other) != (held, part)
         ]
 
-    async def _twins_there(self, _: ArenaSnapshot, part: SnapshotPart) -> list[_Kept]:
-        there = [(node, await self._of(node)) for node in sorted(set(self.restore.sources) - {self.node})]
+    async def _twins_on_other_nodes(self, _: ArenaSnapshot, part: SnapshotPart) -> list[_PartSource]:
+        there = [
+            (node, await self._manifests_of(node)) for node in sorted(set(self.restore.sources) - {self.node})
+        ]
         return [
-            _Kept(node, other, None)
+            _PartSource(node, other, None)
             for node, manifests in there
             for manifest in manifests
             for other in manifest.parts
             if _same(other, part)
         ]
 
-    async def _of(self, node: str) -> tuple[SnapshotManifest, ...]:
-        if node not in self._theirs:
+    async def _manifests_of(self, node: str) -> tuple[SnapshotManifest, ...]:
+        if node not in self._manifests:
             source = SnapshotSource(node=node, address=self.restore.sources[node])
-            self._theirs[node] = ()
+            self._manifests[node] = ()
             try:
                 answer = await self.client.manifest(source, self.restore.job_id, self.restore.step)
             except PeerError as error:
                 self._reasons[node] = str(error)
             else:
                 found = answer.manifests if answer is not None else ()
-                self._theirs[node] = tuple(m for m in found if m.generation == self.restore.generation)
-        return self._theirs[node]
+                self._manifests[node] = tuple(m for m in found if m.generation == self.restore.generation)
+        return self._manifests[node]
 
-    async def _read(self, kept: _Kept, first: int, end: int) -> bytes:
+    async def _read(self, kept: _PartSource, first: int, end: int) -> bytes:
         if kept.held is not None:
             return bytes(self.arenas.view(kept.held, kept.part)[first:end])
         target = bytearray(end - first)
@@ -157,9 +159,9 @@ class Repairer:
         )
         return RangeRequest(locations=(place,), first=first, into=into)
 
-    # --- out of others' parts ------------------------------------------------------------------------
+    # --- from other owners' parts --------------------------------------------------------------------
 
-    async def _out_of_parts(
+    async def _make_from_parts(
         self,
         group: SnapshotGroup,
         mine: GroupLayout,
@@ -171,7 +173,7 @@ class Repairer:
         """Make the bytes from the same elements elsewhere, whatever ranges the other owners hold."""
         image = self._own_image(held, mine)
         if image is None:
-            raise self._lost(part, "the small part that describes its elements is corrupt as well")
+            raise self._error(part, "the small part that describes its elements is corrupt as well")
         replica = part.name == mine.name_of("replica")
         others = await self._parts_of_others(group)
         target = np.zeros(end - first, dtype=np.uint8)
@@ -182,7 +184,7 @@ class Repairer:
                 done = at + left.start - some.start
                 size, node = await self._fetch_elements(others, left, target[done:])
                 if not size:
-                    raise self._lost(part, "no node holds the same elements")
+                    raise self._error(part, "no node holds the same elements")
                 sources.add(node)
                 left = replace(left, start=left.start + size)
         return target, tuple(sorted(sources))
@@ -197,29 +199,29 @@ class Repairer:
                         return image
         return None
 
-    async def _parts_of_others(self, group: SnapshotGroup) -> list[_Parts]:
+    async def _parts_of_others(self, group: SnapshotGroup) -> list[_OwnerParts]:
         """Return what other nodes hold of these layers."""
-        found: list[_Parts] = []
+        found: list[_OwnerParts] = []
         for node in sorted(set(self.restore.sources) - {self.node}):
-            for manifest in await self._of(node):
+            for manifest in await self._manifests_of(node):
                 parts = {part.name: part for part in manifest.parts}
                 for owner in range(len(group.owners)):
                     for layout in find_layouts(manifest, group, owner):
                         small = parts.get(layout.name_of("small"))
                         shards = [parts.get(layout.name_of(kind)) for kind in ("shard", "replica")]
                         if small is not None and (image := await self._image_of(node, small)) is not None:
-                            found.append(_Parts(node, image, shards[0], shards[1]))
+                            found.append(_OwnerParts(node, image, shards[0], shards[1]))
         return found
 
     async def _image_of(self, node: str, small: SnapshotPart) -> ShardedImage | None:
         try:
-            return _image(await self._read(_Kept(node, small, None), 0, small.size_bytes))
+            return _image(await self._read(_PartSource(node, small, None), 0, small.size_bytes))
         except PeerError as error:
             self._reasons[node] = str(error)
             return None
 
     async def _fetch_elements(
-        self, others: list[_Parts], wanted: TensorByteRange, into: Bytes
+        self, others: list[_OwnerParts], wanted: TensorByteRange, into: Bytes
     ) -> tuple[int, str]:
         """Fetch the first of these bytes; return how many were fetched, and from which node. A node that fails
         is not asked again.
@@ -241,9 +243,9 @@ class Repairer:
                 return size, one.node
         return 0, ""
 
-    # --- out of other bytes ------------------------------------------------------------------------
+    # --- from other shards -------------------------------------------------------------------------
 
-    def _share_of(self, held: ArenaSnapshot, part: SnapshotPart) -> tuple[SnapshotGroup, GroupLayout] | None:
+    def _group_of(self, held: ArenaSnapshot, part: SnapshotPart) -> tuple[SnapshotGroup, GroupLayout] | None:
         """Return the group that a part is a shard or replica of, and this node's layout of it."""
         for group in self.restore.groups:
             if self.node in group.owners:
@@ -265,7 +267,7 @@ class Repairer:
             try:
                 ranges = await asyncio.to_thread(ranges_to_recompute, layout, owner, present, first, end)
             except TooManyLossesError as error:
-                raise self._lost(part, str(error)) from None
+                raise self._error(part, str(error)) from None
             stores = {other: FetchedRanges(some) for other, some in ranges.items()}
             failed = await self._fill(group, shards, stores)
             if not failed:
@@ -290,7 +292,7 @@ class Repairer:
         for other, node in enumerate(group.owners):
             if other == owner or node not in self.restore.sources:
                 continue
-            for manifest in await self._of(node):
+            for manifest in await self._manifests_of(node):
                 for theirs in find_layouts(manifest, group, other):
                     part = next((p for p in manifest.parts if p.name == theirs.name_of("shard")), None)
                     fits = (

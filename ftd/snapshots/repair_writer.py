@@ -24,7 +24,7 @@ log = structlog.get_logger("ftd.node")
 
 REPAIR_WRITE_TIMEOUT_S = 60.0
 """Limit of one write. The trainer's thread may have to finish a snapshot first."""
-_AGAIN_S = 5.0
+_REPEAT_S = 5.0
 _POLL_S = 0.02
 
 
@@ -63,7 +63,7 @@ class RepairWriter:
                 await self._copies.rewrite(held, part, first, data)
             elif not self._trainers.trainer_pids(_device(held)):
                 self._arenas.write(held, part, first, data)
-            elif now - asked_at >= _AGAIN_S:
+            elif now - asked_at >= _REPEAT_S:
                 asked_at = now
                 frame = RepairWrite(
                     step=manifest.step,
@@ -76,10 +76,10 @@ class RepairWriter:
             await asyncio.sleep(_POLL_S)
 
     def find_own_parts(
-        self, kept: Restore | None, device: int | None
+        self, snapshot: Restore | None, device: int | None
     ) -> list[tuple[ArenaSnapshot, SnapshotPart]]:
         """Return the parts with bytes that this node holds of its own, of one device or of all."""
-        found = self._arenas.find(kept.job_id, kept.step) if kept is not None else ()
+        found = self._arenas.find(snapshot.job_id, snapshot.step) if snapshot is not None else ()
         return [
             (held, part)
             for held in found

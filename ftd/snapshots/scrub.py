@@ -65,30 +65,34 @@ class Scrubber:
     ) -> None:
         self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
         self._rate_bytes_s, self._period_s = rate_bytes_s, period_s
-        self._mend, self._say, self._spoiled = write_block, publish_event, on_unrepairable
-        self._kept: Restore | None = None
+        self._write_block, self._publish_event, self._on_unrepairable = (
+            write_block,
+            publish_event,
+            on_unrepairable,
+        )
+        self._snapshot: Restore | None = None
         self._flow = RateLimiter()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def snapshot(self) -> Restore | None:
         """The snapshot that is being read."""
-        return self._kept
+        return self._snapshot
 
-    def start(self, kept: Restore, *, at_once: bool = False) -> None:
+    def start(self, snapshot: Restore, *, at_once: bool = False) -> None:
         """Read this snapshot, which is complete everywhere, from now on, and no other.
 
         :param at_once: read it even if it was read a moment ago.
         """
-        before, self._kept = self._kept, kept
-        if at_once or before is None or _key(before) != _key(kept):
+        before, self._snapshot = self._snapshot, snapshot
+        if at_once or before is None or _key(before) != _key(snapshot):
             self.stop()
-            self._kept, self._flow = kept, RateLimiter(self._rate_bytes_s)
+            self._snapshot, self._flow = snapshot, RateLimiter(self._rate_bytes_s)
             self._task = asyncio.ensure_future(self._work(self._flow))
 
     def stop(self) -> None:
         """Stop reading, because the job is over or another snapshot replaces this one."""
-        self._kept = None
+        self._snapshot = None
         self._flow.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -101,21 +105,21 @@ class Scrubber:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _work(self, flow: RateLimiter) -> None:
-        while (kept := self._kept) is not None:
+        while (snapshot := self._snapshot) is not None:
             try:
-                held = self._held(kept)
+                held = self._held(snapshot)
                 changed = await run_in_thread(lambda held=held: self._read(held, flow), _NICENESS)  # type: ignore[misc]
                 # A snapshot that was released meanwhile may have other bytes.
-                there = self._held(kept)
+                there = self._held(snapshot)
                 if changed := [one for one in changed if one.held in there]:
-                    await self._repair(kept, changed)
+                    await self._repair(snapshot, changed)
             except (OSError, ValueError, PeerError) as error:  # The memory was removed with its job.
-                log.warning("scrub_failed", step=kept.step, reason=str(error))
+                log.warning("scrub_failed", step=snapshot.step, reason=str(error))
             await asyncio.sleep(self._period_s)
 
-    def _held(self, kept: Restore) -> list[ArenaSnapshot]:
-        found = self._arenas.find(kept.job_id, kept.step)
-        return [one for one in found if one.manifest.generation == kept.generation]
+    def _held(self, snapshot: Restore) -> list[ArenaSnapshot]:
+        found = self._arenas.find(snapshot.job_id, snapshot.step)
+        return [one for one in found if one.manifest.generation == snapshot.generation]
 
     def _read(self, held: list[ArenaSnapshot], flow: RateLimiter) -> list[CorruptBlocks]:
         """Return the corrupt blocks. Runs in a thread; the result is empty if it was cancelled."""
@@ -133,60 +137,60 @@ class Scrubber:
                     found.append(CorruptBlocks(held=one, part=part, blocks=tuple(blocks)))
         return found
 
-    async def _repair(self, kept: Restore, changed: list[CorruptBlocks]) -> None:
+    async def _repair(self, snapshot: Restore, changed: list[CorruptBlocks]) -> None:
         for one in changed:
-            self._tell_damaged(kept, one, "it is being repaired from other nodes")
-        spoiled = False
+            self._report_corrupt(snapshot, one, "it is being repaired from other nodes")
+        unrepairable = False
         async with ShardClient(self._token, tls=self._tls) as client:
-            repairer = Repairer(restore=kept, node=self._node, arenas=self._arenas, client=client)
+            repairer = Repairer(restore=snapshot, node=self._node, arenas=self._arenas, client=client)
             for one in changed:
                 sources: set[str] = set()
                 try:
                     for number in one.blocks:
-                        made = await repairer.repair_block(one.held, one.part, number)
-                        await self._mend(one.held, one.part, number, made.data)
-                        sources |= set(made.sources)
+                        repaired = await repairer.repair_block(one.held, one.part, number)
+                        await self._write_block(one.held, one.part, number, repaired.data)
+                        sources |= set(repaired.sources)
                 except RepairError as error:
-                    if one.held not in self._held(kept):
+                    if one.held not in self._held(snapshot):
                         return  # It was released: nobody needs it any more.
-                    spoiled = True
-                    self._tell_damaged(
-                        kept, one, f"it cannot be repaired, and a new snapshot is requested: {error}"
+                    unrepairable = True
+                    self._report_corrupt(
+                        snapshot, one, f"it cannot be repaired, and a new snapshot is requested: {error}"
                     )
                 else:
-                    self._tell_repaired(kept, one, sorted(sources))
-        if spoiled:
-            self._spoiled(kept.step)
+                    self._report_repaired(snapshot, one, sorted(sources))
+        if unrepairable:
+            self._on_unrepairable(snapshot.step)
 
-    def _details(self, kept: Restore, one: CorruptBlocks) -> dict[str, Any]:
+    def _details(self, snapshot: Restore, one: CorruptBlocks) -> dict[str, Any]:
         owner = one.held.owner or self._node
-        return {"owner": owner, "job": kept.job_id, "step": kept.step, "part": one.part.name}
+        return {"owner": owner, "job": snapshot.job_id, "step": snapshot.step, "part": one.part.name}
 
-    def _tell_damaged(self, kept: Restore, one: CorruptBlocks, remedy: str) -> None:
-        self._say(
+    def _report_corrupt(self, snapshot: Restore, one: CorruptBlocks, remedy: str) -> None:
+        self._publish_event(
             "ShardCorrupted",
-            f"{self._node}: {_blocks(one)} of {_called(one)} of the snapshot of step {kept.step} changed in "
+            f"{self._node}: {_blocks(one)} of {_label(one)} of the snapshot of step {snapshot.step} changed in "
             f"memory; {remedy}",
-            self._details(kept, one),
+            self._details(snapshot, one),
         )
 
-    def _tell_repaired(self, kept: Restore, one: CorruptBlocks, sources: list[str]) -> None:
+    def _report_repaired(self, snapshot: Restore, one: CorruptBlocks, sources: list[str]) -> None:
         size_bytes = sum(end - first for first, end in map(one.part.block, one.blocks))
-        self._say(
+        self._publish_event(
             "ShardRepaired",
-            f"{self._node}: {_blocks(one)} of {_called(one)} of the snapshot of step {kept.step} made again "
+            f"{self._node}: {_blocks(one)} of {_label(one)} of the snapshot of step {snapshot.step} repaired "
             f"from {', '.join(sources)}",
-            {**self._details(kept, one), "sources": sources, "size_bytes": size_bytes},
+            {**self._details(snapshot, one), "sources": sources, "size_bytes": size_bytes},
         )
 
 
-def _key(kept: Restore) -> tuple[str, int, int]:
-    return kept.job_id, kept.step, kept.generation
+def _key(snapshot: Restore) -> tuple[str, int, int]:
+    return snapshot.job_id, snapshot.step, snapshot.generation
 
 
 def _blocks(one: CorruptBlocks) -> str:
     return "1 block" if len(one.blocks) == 1 else f"{len(one.blocks)} blocks"
 
 
-def _called(one: CorruptBlocks) -> str:
+def _label(one: CorruptBlocks) -> str:
     return f"{one.part.name} (a copy for {one.held.owner})" if one.held.owner else one.part.name

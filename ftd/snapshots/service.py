@@ -66,14 +66,14 @@ class SnapshotService:
         :param stamp: returns the fields ``at`` and ``cause`` of an event.
         """
         self._config = config
-        self._feed, self._stamp, self._tell = feed, stamp, publish_event
+        self._feed, self._stamp, self._publish_event = feed, stamp, publish_event
         self._token = bearer_token(secret)
         tls = config.snapshot_tls
         self._tls = tls.client_context() if tls is not None else None
         self._arenas = NodeArenas(
             config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
         )
-        self._copies = CopyStore(self._arenas, node=config.node, changed=self._say_copies)
+        self._copies = CopyStore(self._arenas, node=config.node, changed=self._feed_copies)
         self._server = ShardServer(
             self._arenas,
             self._token,
@@ -91,7 +91,7 @@ class SnapshotService:
             rate_bytes_s=config.checkpoint_rate_bytes_s,
             feed=feed,
             stamp=stamp,
-            report_corruption=self._teller,
+            report_corruption=self._corruption_reporter,
         )
         self._mender = RepairWriter(self._arenas, self._copies, trainers)
         self._scrubber = Scrubber(
@@ -105,13 +105,13 @@ class SnapshotService:
             publish_event=publish_event,
             on_unrepairable=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
         )
-        self.stager = self._made_stager()
+        self.stager = self._make_staging()
         """Stages layers for trainers that roll back."""
         self._serving, self._checkpoint_url = False, ""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def _made_stager(self) -> TrainerStaging:
+    def _make_staging(self) -> TrainerStaging:
         return TrainerStaging(
             node=self._config.node,
             arenas=self._arenas,
@@ -119,7 +119,7 @@ class SnapshotService:
             tls=self._tls,
             feed=self._feed,
             stamp=self._stamp,
-            report_corruption=self._teller,
+            report_corruption=self._corruption_reporter,
             # A shard that was decoded is repaired at once: it may be needed at the next failure.
             on_staged=lambda restore: self._scrubber.start(restore, at_once=True),
         )
@@ -189,10 +189,10 @@ class SnapshotService:
         began = time.monotonic()
         held, problems = await asyncio.to_thread(self._arenas.scan)
         for problem in problems:
-            self._say_damaged(self._config.node, problem)
+            self._report_corruption(self._config.node, problem)
         if held:
             log.info("snapshots_found", snapshots=held, took_s=round(time.monotonic() - began, 3))
-            self._feed(SnapshotsFound(**self._stamp(), snapshots=_named(held)))
+            self._feed(SnapshotsFound(**self._stamp(), snapshots=_held_snapshots(held)))
 
     # --- a job's arenas --------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class SnapshotService:
             return "", None
         if not self._arenas.acquire():
             reason = f"another daemon of this name uses {self._arenas.root}"
-            self._tell("SnapshotsUnavailable", reason, {"device": device})
+            self._publish_event("SnapshotsUnavailable", reason, {"device": device})
             return "", None
         self._arenas.remove_others(job.job_id)
         self._copies.begin(job.job_id, self._config.snapshot_limit_bytes)
@@ -269,7 +269,7 @@ class SnapshotService:
 
     async def _send_copy(self, order: SendSnapshotCopy) -> None:
         began = time.monotonic()
-        said: dict[str, Any] = {"generation": order.generation, "step": order.step}
+        key: dict[str, Any] = {"generation": order.generation, "step": order.step}
         held = [
             one
             for one in self._arenas.find(order.job_id, order.step)
@@ -284,23 +284,23 @@ class SnapshotService:
                 size = await sender.send(held, to)
         except (PeerError, OSError, ValueError) as error:
             detail = f"no copy at its replica peer {order.replica_peer.node}: {error}"
-            log.warning("send_copy_failed", reason=detail, **said)
-            self._feed(SnapshotCopyFailed(**self._stamp(), failure=SnapshotFailed(**said, detail=detail)))
+            log.warning("send_copy_failed", reason=detail, **key)
+            self._feed(SnapshotCopyFailed(**self._stamp(), failure=SnapshotFailed(**key, detail=detail)))
         else:
-            log.info("copy_sent", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **said)
-            self._feed(SnapshotCopyCommitted(**self._stamp(), **said, size_bytes=size))
+            log.info("copy_sent", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **key)
+            self._feed(SnapshotCopyCommitted(**self._stamp(), **key, size_bytes=size))
 
-    def _say_copies(self) -> None:
-        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=_named(self._copies.held())))
+    def _feed_copies(self) -> None:
+        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=_held_snapshots(self._copies.held())))
 
-    def _teller(self, job_id: str, step: int) -> ReportCorruption:
-        return lambda node, part, detail: self._say_damaged(
+    def _corruption_reporter(self, job_id: str, step: int) -> ReportCorruption:
+        return lambda node, part, detail: self._report_corruption(
             node, Corruption(job_id=job_id, step=step, part=part, detail=detail)
         )
 
-    def _say_damaged(self, node: str, damage: Corruption) -> None:
+    def _report_corruption(self, node: str, damage: Corruption) -> None:
         where = f"{damage.part} of the snapshot of step {damage.step}" if damage.step else damage.part
-        self._tell(
+        self._publish_event(
             "ShardCorrupted",
             f"{node}: {where} cannot be used: {damage.detail}",
             {"owner": node, "job": damage.job_id, "step": damage.step, "part": damage.part},
@@ -312,7 +312,7 @@ class SnapshotService:
         task.add_done_callback(self._tasks.discard)
 
 
-def _named(held: list[tuple[str, int, int, str]]) -> tuple[HeldSnapshot, ...]:
+def _held_snapshots(held: list[tuple[str, int, int, str]]) -> tuple[HeldSnapshot, ...]:
     return tuple(
         HeldSnapshot(job_id=job, step=step, generation=generation, owner=owner)
         for job, step, generation, owner in held

@@ -39,8 +39,8 @@ Send = Callable[[str], None]
 class _Trainer:
     layers: frozenset[int]
     send: Send
-    told: bool = False
-    again: bool = False
+    informed: bool = False
+    retry: bool = False
     """Whether the layers are being staged a second time, without borrowed bytes."""
 
 
@@ -64,12 +64,17 @@ class TrainerStaging:
         on_staged: Callable[[Restore], None],
     ) -> None:
         self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
-        self._feed, self._stamp, self._tell, self._done = feed, stamp, report_corruption, on_staged
+        self._feed, self._stamp, self._report_corruption, self._on_staged = (
+            feed,
+            stamp,
+            report_corruption,
+            on_staged,
+        )
         self._resume: Resume | None = None
         self._directory = Path()
         self._trainers: dict[int, _Trainer] = {}
         """By device: the trainers that have not resumed yet."""
-        self._there: set[int] = set()
+        self._staged_layers: set[int] = set()
         """Layers that are staged."""
         self._task: asyncio.Task[None] | None = None
         self._job: str | None = None
@@ -93,27 +98,29 @@ class TrainerStaging:
         if self._task is None or self._resume is None or resume.generation != self._resume.generation:
             self.clear()
             self._resume = resume
-            self._begin(restore, layers_of(resume.plan, self._node), again=False)
+            self._begin(restore, layers_of(resume.plan, self._node), retry=False)
         layers = layers_of(resume.plan, self._node, device)
         self._trainers[device] = _Trainer(layers=frozenset(layers), send=send)
-        self._tell_trainers()
+        self._inform_trainers()
 
-    def handle_corrupt(self, device: int, said: StagingCorrupted) -> None:
+    def handle_corrupt(self, device: int, report: StagingCorrupted) -> None:
         """Handle a trainer's report that it cannot use what was staged."""
         resume, trainer = self._resume, self._trainers.get(device)
-        if resume is None or resume.restore is None or trainer is None or not trainer.told:
+        if resume is None or resume.restore is None or trainer is None or not trainer.informed:
             return
-        if said.generation != resume.generation:
+        if report.generation != resume.generation:
             return
-        log.warning("staging_corrupt", device=device, part=said.part, reason=said.detail)
-        if said.part:
-            self._tell(resume.restore.job_id, resume.restore.step)(self._node, said.part, said.detail)
-        if trainer.again:
-            self._fail(f"device {device} cannot use its staged layers: {said.detail}")
+        log.warning("staging_corrupt", device=device, part=report.part, reason=report.detail)
+        if report.part:
+            self._report_corruption(resume.restore.job_id, resume.restore.step)(
+                self._node, report.part, report.detail
+            )
+        if trainer.retry:
+            self._fail(f"device {device} cannot use its staged layers: {report.detail}")
             return
-        trainer.again, trainer.told = True, False
-        self._there -= trainer.layers
-        self._begin(resume.restore, sorted(trainer.layers), again=True)
+        trainer.retry, trainer.informed = True, False
+        self._staged_layers -= trainer.layers
+        self._begin(resume.restore, sorted(trainer.layers), retry=True)
 
     def resumed(self, device: int, generation: int) -> None:
         """Note that this trainer has read its layers; after the last trainer the staged layers are removed."""
@@ -132,7 +139,7 @@ class TrainerStaging:
     def clear(self) -> None:
         """Remove what was staged; no trainer reads it any more."""
         self.abandon()
-        self._there.clear()
+        self._staged_layers.clear()
         self._resume = None
         if self._job is not None:
             self._arenas.remove_staging(self._job)
@@ -147,22 +154,24 @@ class TrainerStaging:
 
     # --- the task ----------------------------------------------------------------------------------
 
-    def _begin(self, restore: Restore, layers: Collection[int], *, again: bool) -> None:
-        self._task = asyncio.ensure_future(self._stage(self._task, restore, tuple(layers), again))
+    def _begin(self, restore: Restore, layers: Collection[int], *, retry: bool) -> None:
+        self._task = asyncio.ensure_future(self._stage(self._task, restore, tuple(layers), retry))
 
     async def _stage(
-        self, before: asyncio.Task[None] | None, restore: Restore, layers: tuple[int, ...], again: bool
+        self, before: asyncio.Task[None] | None, restore: Restore, layers: tuple[int, ...], retry: bool
     ) -> None:
         if before is not None:
             await before
-        assert self._resume is not None, "it is cancelled before that is forgotten"
+        assert self._resume is not None, "the task is cancelled before the resume is dropped"
         began, generation = time.monotonic(), self._resume.generation
         try:
-            if not again:
+            if not retry:
                 self._job = restore.job_id
                 self._directory = self._arenas.make_staging(restore.job_id, generation)
             done = await self._put(
-                restore, layers, StagingDirectory(self._directory, borrows=not again, staged=self._staged)
+                restore,
+                layers,
+                StagingDirectory(self._directory, borrows=not retry, staged=self._on_layer_staged),
             )
         except LayerRestoreError as error:
             self._fail(str(error), error.bad, damaged=error.corrupt)
@@ -179,7 +188,7 @@ class TrainerStaging:
                 generation=generation,
                 step=restore.step,
                 layers=len(layers),
-                again=again,
+                retry=retry,
                 **done,
                 took_s=round(time.monotonic() - began, 3),
             )
@@ -196,25 +205,25 @@ class TrainerStaging:
                 node=self._node,
                 arenas=self._arenas,
                 client=client,
-                report_corruption=self._tell(restore.job_id, restore.step),
+                report_corruption=self._report_corruption(restore.job_id, restore.step),
             )
             done = await restorer.run(layers, stage)
             # Called here because the last trainer's resume cancels this task.
-            self._done(restore)
+            self._on_staged(restore)
             return dataclasses.asdict(done)
 
-    def _staged(self, layer: int) -> None:
-        self._there.add(layer)
-        self._tell_trainers()
+    def _on_layer_staged(self, layer: int) -> None:
+        self._staged_layers.add(layer)
+        self._inform_trainers()
 
-    def _tell_trainers(self) -> None:
+    def _inform_trainers(self) -> None:
         for trainer in self._trainers.values():
-            if not trainer.told and trainer.layers <= self._there:
-                trainer.told = True
+            if not trainer.informed and trainer.layers <= self._staged_layers:
+                trainer.informed = True
                 trainer.send(str(self._directory))
 
     def _fail(self, detail: str, bad: tuple[str, ...] = (), *, damaged: bool = False) -> None:
-        assert self._resume is not None, "there is nothing that can fail"
+        assert self._resume is not None, "only a running staging can fail"
         generation = self._resume.generation
         log.warning("staging_failed", generation=generation, reason=detail, bad=bad)
         self._trainers.clear()

@@ -142,8 +142,12 @@ def test_a_silent_broker_is_shown_instead_of_the_phase(ground: Playground, scree
         broker = ground.cluster.pid("broker")
         os.kill(broker, signal.SIGSTOP)
         try:
-            await page.until(f"/^[?] no message for [0-9]+ s$/.test({PILL}.textContent)", "how long it is quiet")
-            await page.until("/^[?] .*: no message for [0-9]+ s$/.test(document.title)", "a title that says so")
+            await page.until(
+                f"/^[?] no message for [0-9]+ s$/.test({PILL}.textContent)", "how long it is quiet"
+            )
+            await page.until(
+                "/^[?] .*: no message for [0-9]+ s$/.test(document.title)", "a title that says so"
+            )
             await page.until("document.querySelector('#banner').innerText.includes('broker')", "why")
             assert not await page.value(WELL) and await page.value("document.body.className") == "stale"
             await page.shoot(screenshots / "no message.png")

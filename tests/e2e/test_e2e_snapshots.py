@@ -150,7 +150,7 @@ def test_interval_and_protection_are_switched_on_a_running_job(
     ground.until_event("SnapshotCompleted")
     (chosen,) = run.named("ProtectionChanged")
     assert (chosen["details"]["protection"], chosen["details"]["by"]) == ("arc:3", "auto")
-    assert "is no protection" in asked(ground, "protect", "raid")
+    assert "is not a protection scheme" in asked(ground, "protect", "raid")
     assert "is not an interval" in asked(ground, "every", "often")
     assert asked(ground, "every", "0") == "snapshots: none from now on; the newest stays\n"
     assert asked(ground, "protect", "aec2").startswith("protection: aec2, from the next step boundary on")

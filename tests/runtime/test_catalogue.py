@@ -87,9 +87,9 @@ def test_the_names_of_protections() -> None:
     assert scheme_of("buddy") == "arc:1" and scheme_of("aec + buddy") == "aec+arc:1"
     losses = {"none": 0, "buddy": 1, "arc:3": 3, "aec": 1, "aec2": 2, "aec+arc:1": 2}
     assert {protection: tolerated_losses(scheme_of(protection)) for protection in losses} == losses
-    with pytest.raises(ValueError, match="no protection"):
+    with pytest.raises(ValueError, match="not a protection scheme"):
         tolerated_losses(scheme_of("raid5"))
     with pytest.raises(
-        ValueError, match=r"'aor' is no protection; there are none, arc:k .*, aec, aec2, joined"
+        ValueError, match=r"'aor' is not a protection scheme; use none, arc:k .*, aec, aec2, joined"
     ):
         tolerated_losses(scheme_of("aor"))  # For jobs of a cluster.

@@ -253,7 +253,7 @@ def test_an_impossible_protection_is_reported_and_training_continues(
     trainers = start(cluster, data(steps=40), TWO_AND_TWO, tmp_path, protection="aec3")
     step = snap(cluster, trainers)
     for trainer in trainers:
-        assert "'aec3' is no protection" in trainer.take(SnapshotFailed, step=step).detail
+        assert "'aec3' is not a protection scheme" in trainer.take(SnapshotFailed, step=step).detail
     finish(trainers)
 
 

@@ -376,7 +376,9 @@ def test_a_step_that_is_not_a_number_is_rejected(place: Path, step: Any) -> None
 
 def test_a_protection_that_scripts_cannot_use_is_not_offered(place: Path) -> None:
     for protection in ("raid", "aor"):
-        with pytest.raises(SnapshotError, match=f"'{protection}' is no protection; there are none") as caught:
+        with pytest.raises(
+            SnapshotError, match=f"'{protection}' is not a protection scheme; use none"
+        ) as caught:
             Snapshotter("job", directory=place, protection=protection, state={})
         assert "aor" not in str(caught.value).partition("there are")[2]
     with pytest.raises(SnapshotError, match="protection: None must be a string"):

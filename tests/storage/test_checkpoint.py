@@ -57,7 +57,7 @@ def root_of(store: CheckpointStore) -> Path:
     return Path(store.location.url)
 
 
-# --- whole ones ------------------------------------------------------------------------------------
+# --- complete checkpoints --------------------------------------------------------------------------
 
 
 def test_another_process_reads_the_layers_that_were_written(url: str) -> None:
@@ -142,7 +142,7 @@ def test_an_abandoned_draft_leaves_nothing_and_others_stay(url: str) -> None:
     assert len(store.location.sizes(STEP_7)) == LAYERS + 2  # The manifest and the description.
 
 
-# --- what does not become one ----------------------------------------------------------------------
+# --- incomplete checkpoints ------------------------------------------------------------------------
 
 
 def test_missing_and_duplicate_layers_are_not_committed(url: str) -> None:
@@ -156,7 +156,7 @@ def test_missing_and_duplicate_layers_are_not_committed(url: str) -> None:
     with pytest.raises(CorruptDataError, match=r"layer-0077\.bin is missing"):
         store.commit(draft, [files[0], lying, files[2]], **about())
     escaping = msgspec.structs.replace(files[1], name="../../etc/passwd")
-    with pytest.raises(CorruptDataError, match="wrong about layer 1"):
+    with pytest.raises(CorruptDataError, match="inconsistent for layer 1"):
         store.commit(draft, [files[0], escaping, files[2]], **about())
     assert store.steps() == ()
     store.commit(draft, files, **about())
@@ -216,7 +216,7 @@ def test_threads_share_one_rate() -> None:
         RateLimiter(bytes_per_s=0)
 
 
-# --- damage ----------------------------------------------------------------------------------------
+# --- corruption ------------------------------------------------------------------------------------
 
 
 def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
@@ -236,14 +236,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut manifest": (lambda d: os.truncate(d / MANIFEST, 200), "truncated or changed"),
     "empty manifest": (lambda d: os.truncate(d / MANIFEST, 0), "truncated or changed"),
     "other version": (rewritten(lambda m: m.update(format=3)), "format 3; this version reads 2"),
-    "newer fields": (rewritten(lambda m: m.update(new=2)), "no CheckpointManifest"),
+    "newer fields": (rewritten(lambda m: m.update(new=2)), "not a CheckpointManifest"),
     "other step": (rewritten(lambda m: m.update(step=8)), "manifest is of step 8"),
-    "path trick": (rewritten(lambda m: m["layers"][1].update(name="../x.bin")), "wrong about layer 1"),
-    "negative": (rewritten(lambda m: m["layers"][1].update(payload_bytes=-5)), "wrong about layer 1"),
+    "path trick": (rewritten(lambda m: m["layers"][1].update(name="../x.bin")), "inconsistent for layer 1"),
+    "negative": (rewritten(lambda m: m["layers"][1].update(payload_bytes=-5)), "inconsistent for layer 1"),
     "missing file": (lambda d: (d / "layer-0001.bin").unlink(), "layer-0001.bin is missing"),
     "cut file": (lambda d: os.truncate(d / "layer-0001.bin", 5000), "layer-0001.bin has 5000 bytes"),
     "lost description": (lambda d: (d / "description.bin").unlink(), "description.bin is missing"),
-    "description's name": (rewritten(lambda m: m["description"].update(name="../x")), "wrong about the desc"),
+    "description's name": (
+        rewritten(lambda m: m["description"].update(name="../x")),
+        "inconsistent for the desc",
+    ),
     "longer file": (lambda d: os.truncate(d / "layer-0001.bin", 90000), "has 90000 bytes"),
 }
 
@@ -303,7 +306,7 @@ def test_the_description_is_read_and_verified_and_older_formats_have_none(store:
     rewritten(lambda m: (m.update(format=1), m.pop("description")))(root_of(store) / "step-000000000009")
     assert store.open(9).description() == ModelDescription() and holds(store, 9)
     files = encode_description(ModelDescription(files={"../x": b""}))
-    with pytest.raises(CorruptDataError, match=r"names a file '\.\./x'"):
+    with pytest.raises(CorruptDataError, match=r"has the invalid file name '\.\./x'"):
         store.write_description(store.begin(10), files)
 
 
@@ -549,7 +552,7 @@ def test_a_directory_that_vanishes_is_reported_and_not_made_again(store: Checkpo
 
 @pytest.mark.parametrize(
     ("url", "words"),
-    [("", "empty path"), ("nosuch://bucket/x", "nosuch"), ("s3://bucket/x", "s3fs|fsspec package")],
+    [("", "path is empty"), ("nosuch://bucket/x", "nosuch"), ("s3://bucket/x", "s3fs|fsspec package")],
 )
 def test_an_unusable_url_is_rejected_with_a_remedy(url: str, words: str) -> None:
     with pytest.raises(LocationError, match=words):

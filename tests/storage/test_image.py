@@ -110,7 +110,7 @@ def with_layer(**changes: object) -> Change:
     [
         (with_layer(offset=16), "layer 1 begins at 16 of its bucket, not at 0"),
         (with_layer(layer=3), "a header of layer 1"),
-        (with_layer(buffers=b""), "32 bytes should be"),
+        (with_layer(buffers=b""), "instead of layer 1 with 32 bytes"),
         (with_layer(buffers=bytes(32), size_bytes=16), "layer 1 has 32 bytes in common with its replicas"),
         (with_layer(header=b"\x01"), "header of layer 1 is malformed"),
         (lambda i: msgspec.structs.replace(i, bucket_bytes=5), "layers of 96 bytes in a bucket of 5"),

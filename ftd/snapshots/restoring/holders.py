@@ -62,13 +62,13 @@ class SnapshotHolders:
         """Return the holders of layers of the group among the nodes that were asked: this node first, then
         owners, then their replica peers. All arenas of a node count.
         """
-        keepers = []
+        holders = []
         for place, node in enumerate(holder_nodes(group)):
             owner = min(place, len(group.owners) - 1)
-            for manifest, held, damaged in self._known.get(node, ()):
-                parts = {part.name: part for part in manifest.parts if part.name not in damaged}
+            for manifest, held, corrupt in self._known.get(node, ()):
+                parts = {part.name: part for part in manifest.parts if part.name not in corrupt}
                 for layout in find_layouts(manifest, group, owner):
-                    keepers.append(
+                    holders.append(
                         ShardHolder(
                             node=node,
                             owner=owner,
@@ -79,14 +79,14 @@ class SnapshotHolders:
                             replica=parts.get(layout.name_of("replica")),
                         )
                     )
-        return sorted(keepers, key=lambda keeper: keeper.node != self.node)
+        return sorted(holders, key=lambda holder: holder.node != self.node)
 
     async def _manifests_of(self, node: str) -> list[tuple[SnapshotManifest, ArenaSnapshot | None, set[str]]]:
         job, step = self.restore.job_id, self.restore.step
         found: list[tuple[SnapshotManifest, ArenaSnapshot | None]]
         if node == self.node:
             held = self.arenas.find(job, step)
-            damaged = set(await asyncio.to_thread(self.arenas.find_corrupt, held))
+            corrupt = set(await asyncio.to_thread(self.arenas.find_corrupt, held))
             found = [(one.manifest, one) for one in held]
         else:
             try:
@@ -95,8 +95,8 @@ class SnapshotHolders:
             except PeerError as error:
                 self.report_lost(node, "manifest", str(error))
                 return []
-            damaged = set(answer.corrupt) if answer is not None else set()
+            corrupt = set(answer.corrupt) if answer is not None else set()
             found = [(manifest, None) for manifest in answer.manifests] if answer is not None else []
-        for name in sorted(damaged):
+        for name in sorted(corrupt):
             self.report_lost(node, name, "its digest does not match")
-        return [(m, own, damaged) for m, own in found if m.generation == self.restore.generation]
+        return [(m, own, corrupt) for m, own in found if m.generation == self.restore.generation]

@@ -60,7 +60,7 @@ class HeldParts:
     shard: tuple[SnapshotPart, Read] | None
     replica: tuple[SnapshotPart, Read] | None
 
-    def copies(self, lose: ReportLost) -> list[PartCopy]:
+    def copies(self, report_lost: ReportLost) -> list[PartCopy]:
         """Return the parts that are intact and long enough."""
         found: list[PartCopy] = []
         for image in self.image.held:
@@ -70,7 +70,9 @@ class HeldParts:
             part, read = kept
             end = image.offset + image.size_bytes
             if part.size_bytes < end:
-                lose(self.node, part.name, f"{part.size_bytes} bytes, and {end} are told of")
+                report_lost(
+                    self.node, part.name, f"it has {part.size_bytes} bytes, and its layout needs {end}"
+                )
             else:
                 found.append(PartCopy(node=self.node, part=part, image=image, read=read))
         return found
@@ -87,15 +89,15 @@ class LostPartsError(PeerError):
 
 def homes_of(kept: Sequence[HeldParts], layer: int) -> list[int]:
     """Return the layers whose parts hold what ``layer`` shares with them, ascending."""
-    return sorted(set(_told_of(kept, layer).homes.values()))
+    return sorted(set(_description_of(kept, layer).homes.values()))
 
 
 async def assemble_from_holders(
     kept: Sequence[HeldParts],
     layer: int,
     homes: Mapping[int, Sequence[HeldParts]],
-    lose: ReportLost,
-    gone: set[tuple[str, SnapshotPart]],
+    report_lost: ReportLost,
+    unreadable: set[tuple[str, SnapshotPart]],
 ) -> tuple[bytes, Bytes]:
     """Return header and payload of a layer.
 
@@ -104,36 +106,37 @@ async def assemble_from_holders(
     :raises LostPartsError: no node holds some part.
     :raises CorruptDataError: the parts do not make up the layer.
     """
-    whole = _told_of(kept, layer)
-    pieces = await _all_parts(kept, layer, lose, gone)
+    whole = _description_of(kept, layer)
+    parts = await _all_parts(kept, layer, report_lost, unreadable)
     for home, some in homes.items():
-        pieces += [
-            (select_tied(whole, part), data) for part, data in await _all_parts(some, home, lose, gone)
+        parts += [
+            (select_tied(whole, part), data)
+            for part, data in await _all_parts(some, home, report_lost, unreadable)
         ]
-    return await asyncio.to_thread(assemble_from_parts, whole, pieces)
+    return await asyncio.to_thread(assemble_from_parts, whole, parts)
 
 
-def _told_of(kept: Sequence[HeldParts], layer: int) -> WholeLayer:
+def _description_of(kept: Sequence[HeldParts], layer: int) -> WholeLayer:
     return next(one for some in kept for one in some.image.layers if one.layer == layer)
 
 
 async def _all_parts(
-    kept: Sequence[HeldParts], layer: int, lose: ReportLost, gone: set[tuple[str, SnapshotPart]]
+    kept: Sequence[HeldParts], layer: int, report_lost: ReportLost, unreadable: set[tuple[str, SnapshotPart]]
 ) -> list[tuple[LayerPart, Bytes]]:
     """Return parts that cover the layer. If one cannot be read, others replace it."""
     here = [one for one in kept if any(whole.layer == layer for whole in one.image.layers)]
-    copies = [copy for one in here for copy in one.copies(lose)]
+    copies = [copy for one in here for copy in one.copies(report_lost)]
     done: dict[PartCopy, tuple[LayerPart, Bytes]] = {}
     while True:
-        there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in gone]
-        chosen, lacking = choose_covering(there)
-        if lacking:
-            raise LostPartsError(layer, lacking)
+        there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in unreadable]
+        chosen, missing = choose_covering(there)
+        if missing:
+            raise LostPartsError(layer, missing)
         new = [copy for copy in chosen if copy not in done]
         if not new:
             return [done[copy] for copy in chosen]
-        pieces = await asyncio.gather(*(_read(copy, layer, lose, gone) for copy in new))
-        done |= {copy: piece for copy, piece in zip(new, pieces, strict=True) if piece is not None}
+        parts = await asyncio.gather(*(_read(copy, layer, report_lost, unreadable) for copy in new))
+        done |= {copy: piece for copy, piece in zip(new, parts, strict=True) if piece is not None}
 
 
 def choose_covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Span]]:
@@ -142,7 +145,7 @@ def choose_covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Sp
     Where several copies hold the next element, the first of them is chosen.
     """
     chosen: list[PartCopy] = []
-    lacking: list[Span] = []
+    missing: list[Span] = []
     reached = Fraction(0)
     while reached < 1:
         copy = next((one for one in copies if one.span[0] <= reached < one.span[1]), None)
@@ -151,19 +154,19 @@ def choose_covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Sp
             reached = copy.span[1]
         else:
             begin = min((one.span[0] for one in copies if one.span[0] > reached), default=Fraction(1))
-            lacking.append((reached, begin))
+            missing.append((reached, begin))
             reached = begin
-    return chosen, lacking
+    return chosen, missing
 
 
 async def _read(
-    copy: PartCopy, layer: int, lose: ReportLost, gone: set[tuple[str, SnapshotPart]]
+    copy: PartCopy, layer: int, report_lost: ReportLost, unreadable: set[tuple[str, SnapshotPart]]
 ) -> tuple[LayerPart, Bytes] | None:
     """Return what the copy holds of the layer, or ``None`` if it cannot be read."""
     part = next(one for one in copy.image.layers if one.layer == layer)
     try:
         return part, await copy.read(copy.image.offset + part.offset, part.size_bytes)
     except (PeerError, CorruptDataError) as error:
-        gone.add((copy.node, copy.part))
-        lose(copy.node, copy.part.name, str(error))
+        unreadable.add((copy.node, copy.part))
+        report_lost(copy.node, copy.part.name, str(error))
         return None

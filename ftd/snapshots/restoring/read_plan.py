@@ -16,7 +16,7 @@ from ftd.errors import PeerError
 from ftd.snapshots.restoring.holders import ShardHolder
 from storage.shards import Bytes, RangeSources, ShardLayout, decode_bucket, merge_ranges, range_sources
 
-_LEAST_LENT_BYTES = 256 * 1024
+_MIN_BORROWED_BYTES = 256 * 1024
 """Smallest range that is borrowed. Its reader verifies whole blocks, which is not worthwhile for less."""
 _ALIGNMENT_BYTES = 64
 
@@ -107,16 +107,16 @@ class ReadPlan:
         found = self.read()
         for one in self.ranges:
             if one.holder is not None:
-                lent = range(one.offset, one.offset + one.end - one.first)
-                found.setdefault(one.holder.owner, []).append(lent)
-        own = [owner for owner, keeper in self.usable.items() if keeper.held is not None]
+                borrowed = range(one.offset, one.offset + one.end - one.first)
+                found.setdefault(one.holder.owner, []).append(borrowed)
+        own = [owner for owner, holder in self.usable.items() if holder.held is not None]
         return sum(len(some) for owner in own for some in merge_ranges(found.get(owner, ())))
 
     def read(self) -> dict[int, list[range]]:
         """Return by owner the ranges of the shard that are read here."""
         found = self.asked()
-        for stretch, owner, offset in self.copied:
-            found.setdefault(owner, []).append(range(offset, offset + stretch.end - stretch.first))
+        for byte_range, owner, offset in self.copied:
+            found.setdefault(owner, []).append(range(offset, offset + byte_range.end - byte_range.first))
         for one in self.placed.values():
             found.setdefault(one.owner, []).append(one.bytes)
         return found
@@ -136,46 +136,51 @@ class ReadPlan:
         in memory.
         """
         copied: dict[int, list[range]] = {}
-        for stretch, owner, offset in self.copied:
-            copied.setdefault(owner, []).append(range(offset, offset + stretch.end - stretch.first))
-        for stretch in self.decoded:
+        for byte_range, owner, offset in self.copied:
+            copied.setdefault(owner, []).append(range(offset, offset + byte_range.end - byte_range.first))
+        for byte_range in self.decoded:
             for low, high, sources in range_sources(
-                self.layout, frozenset(self.usable), stretch.first, stretch.end
+                self.layout, frozenset(self.usable), byte_range.first, byte_range.end
             ):
                 for owner, offset in sources:
                     some = range(offset, offset + high - low)
                     if not any(_within(some, copy) for copy in copied.get(owner, ())):
-                        yield low, owner, some, stretch.offset + low - stretch.first
+                        yield low, owner, some, byte_range.offset + low - byte_range.first
 
 
 def plan_read(
-    layout: ShardLayout, usable: Mapping[int, ShardHolder], first: int, end: int, *, lend: bool
+    layout: ShardLayout, usable: Mapping[int, ShardHolder], first: int, end: int, *, borrow: bool
 ) -> ReadPlan:
     """Plan how bytes [first, end) of the bucket are read.
 
-    :param lend: whether bytes of this node's own arena may be borrowed.
+    :param borrow: whether bytes of this node's own arena may be borrowed.
     :raises TooManyLossesError: the usable shards do not determine these bytes.
     """
     plan = ReadPlan(layout=layout, usable=usable)
-    for low, high, sources in _joined(range_sources(layout, frozenset(usable), first, end)):
+    for low, high, sources in _join(range_sources(layout, frozenset(usable), first, end)):
         owner, offset = sources[0]
-        if lend and len(sources) == 1 and high - low >= _LEAST_LENT_BYTES and _lendable(usable[owner]):
+        if (
+            borrow
+            and len(sources) == 1
+            and high - low >= _MIN_BORROWED_BYTES
+            and _can_be_borrowed(usable[owner])
+        ):
             plan.ranges.append(ByteRange(first=low, end=high, offset=offset, holder=usable[owner]))
             continue
         if plan.ranges and plan.ranges[-1].holder is not None:
             plan.size_bytes += -plan.size_bytes % _ALIGNMENT_BYTES
-        stretch = ByteRange(first=low, end=high, offset=plan.size_bytes, holder=None)
+        byte_range = ByteRange(first=low, end=high, offset=plan.size_bytes, holder=None)
         plan.size_bytes += high - low
-        plan.ranges.append(stretch)
+        plan.ranges.append(byte_range)
         if len(sources) == 1:
-            plan.copied.append((stretch, owner, offset))
+            plan.copied.append((byte_range, owner, offset))
         else:
-            plan.decoded.append(stretch)
-    plan.placed = _placed(plan)
+            plan.decoded.append(byte_range)
+    plan.placed = _choose_in_place(plan)
     return plan
 
 
-def _placed(plan: ReadPlan) -> dict[int, InPlaceReceive]:
+def _choose_in_place(plan: ReadPlan) -> dict[int, InPlaceReceive]:
     """Choose for each decoded range one input that no other range needs, to be received in place."""
     sources = sorted(plan.sources(), key=lambda source: (source[1], source[2].start))
     ends = [0] + [0] * len(sources)
@@ -186,19 +191,19 @@ def _placed(plan: ReadPlan) -> dict[int, InPlaceReceive]:
     found: dict[int, InPlaceReceive] = {}
     for number, (low, owner, some, place) in enumerate(sources):
         before = number and sources[number - 1][1] == owner and ends[number] > some.start
-        behind = number + 1 < len(sources) and sources[number + 1]
+        following = number + 1 < len(sources) and sources[number + 1]
         if plan.usable[owner].held is not None or before:
             continue
-        if not behind or behind[1] != owner or behind[2].start >= some.stop:
+        if not following or following[1] != owner or following[2].start >= some.stop:
             found.setdefault(low, InPlaceReceive(owner, some, place))
     return found
 
 
-def _lendable(keeper: ShardHolder) -> bool:
-    return keeper.held is not None and keeper.shard is not None and keeper.shard.in_blocks
+def _can_be_borrowed(holder: ShardHolder) -> bool:
+    return holder.held is not None and holder.shard is not None and holder.shard.in_blocks
 
 
-def _joined(runs: Iterable[RangeSources]) -> Iterator[RangeSources]:
+def _join(runs: Iterable[RangeSources]) -> Iterator[RangeSources]:
     """Join consecutive ranges that come from the same shard, or that are all decoded."""
     last: RangeSources | None = None
     for low, high, sources in runs:
@@ -228,9 +233,11 @@ async def execute_read(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], 
     """
     asked = plan.asked()
     stores = {owner: FetchedRanges(asked.get(owner, [])) for owner in plan.read() if owner not in own}
-    for stretch, owner, offset in plan.copied:
+    for byte_range, owner, offset in plan.copied:
         if owner in stores:
-            stores[owner].add(offset, memory[stretch.offset : stretch.offset + stretch.end - stretch.first])
+            stores[owner].add(
+                offset, memory[byte_range.offset : byte_range.offset + byte_range.end - byte_range.first]
+            )
     for one in plan.placed.values():
         stores[one.owner].add(one.bytes.start, memory[one.offset : one.offset + len(one.bytes)])
 
@@ -241,10 +248,10 @@ async def execute_read(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], 
 
     def copy_own() -> list[int]:
         """Copy from this node's memory and return the owners whose bytes are corrupt."""
-        for stretch, owner, offset in plan.copied:
+        for byte_range, owner, offset in plan.copied:
             if owner in own:
-                size = stretch.end - stretch.first
-                memory[stretch.offset : stretch.offset + size] = own[owner][offset : offset + size]
+                size = byte_range.end - byte_range.first
+                memory[byte_range.offset : byte_range.offset + size] = own[owner][offset : offset + size]
         kept = ((owner, plan.usable[owner].shard, ranges) for owner, ranges in plan.read().items())
         return [
             owner
@@ -254,13 +261,13 @@ async def execute_read(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], 
 
     def make() -> None:
         placed = {low: (one.owner, one.bytes.start) for low, one in plan.placed.items()}
-        for stretch in plan.decoded:
-            target = memory[stretch.offset : stretch.offset + stretch.end - stretch.first]
-            decode_bucket(plan.layout, frozenset(plan.usable), shard, target, stretch.first, placed)
+        for byte_range in plan.decoded:
+            target = memory[byte_range.offset : byte_range.offset + byte_range.end - byte_range.first]
+            decode_bucket(plan.layout, frozenset(plan.usable), shard, target, byte_range.first, placed)
 
     copying = asyncio.ensure_future(asyncio.to_thread(copy_own))
     try:
-        await _fetched(plan, stores, read)
+        await _fetch_all(plan, stores, read)
     finally:
         bad = await copying
     if bad:
@@ -269,7 +276,7 @@ async def execute_read(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], 
     return sum(len(some) for store in stores.values() for some, _ in store.pieces)
 
 
-async def _fetched(plan: ReadPlan, stores: Mapping[int, FetchedRanges], read: Read) -> None:
+async def _fetch_all(plan: ReadPlan, stores: Mapping[int, FetchedRanges], read: Read) -> None:
     """Fetch from all nodes at once.
 
     :raises ShardsUnusableError: some shards could not be fetched.

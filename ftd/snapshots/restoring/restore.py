@@ -91,33 +91,33 @@ class Restorer:
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
         if missing := sorted(set(layers) - covered):
             raise LayerRestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
-        keepers = SnapshotHolders(
+        holders = SnapshotHolders(
             restore=self.restore,
             node=self.node,
             arenas=self.arenas,
             client=self.client,
-            report_lost=self._lose,
+            report_lost=self._report_lost,
         )
-        await keepers.ask(groups)
+        await holders.ask(groups)
         for group in groups:
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
-            await self._restore_group(group, keepers, wanted, target)
+            await self._restore_group(group, holders, wanted, target)
         return RestoreStatistics(
             own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
         )
 
-    # --- who has what ----------------------------------------------------------------------------
+    # --- holders ---------------------------------------------------------------------------------
 
-    def _lose(self, node: str, part: str, detail: str) -> None:
+    def _report_lost(self, node: str, part: str, detail: str) -> None:
         self._bad.add(node)
         self.report_corruption(node, part, detail)
 
     def _source(self, node: str) -> SnapshotSource:
         return SnapshotSource(node=node, address=self.restore.sources[node])
 
-    def _located(self, keeper: ShardHolder, part: SnapshotPart) -> PartLocation:
+    def _located(self, holder: ShardHolder, part: SnapshotPart) -> PartLocation:
         return PartLocation(
-            source=self._source(keeper.node), job_id=self.restore.job_id, step=self.restore.step, part=part
+            source=self._source(holder.node), job_id=self.restore.job_id, step=self.restore.step, part=part
         )
 
     # --- one group -------------------------------------------------------------------------------
@@ -125,17 +125,17 @@ class Restorer:
     async def _restore_group(
         self, group: SnapshotGroup, known: SnapshotHolders, layers: list[int], target: RestoreTarget
     ) -> None:
-        keepers = known.holders_of(group)
-        if any(keeper.layout.parted for keeper in keepers):
+        holders = known.holders_of(group)
+        if any(holder.layout.parted for holder in holders):
             await self._restore_parts(group, known, sorted(layers), target.put)
             return
         # The devices of a stage divide the layers among themselves, and each share is a group of its own.
         left = set(layers)
-        shares = {share.first_layer: share for share in (one.layout.within(group) for one in keepers)}
+        shares = {share.first_layer: share for share in (one.layout.within(group) for one in holders)}
         for first, share in sorted(shares.items()):
             wanted = sorted(left.intersection(range(first, share.end_layer)))
             if wanted:
-                same = [one for one in keepers if one.layout.within(group) == share]
+                same = [one for one in holders if one.layout.within(group) == share]
                 await self._restore_share(share, same, wanted, target)
                 left -= set(wanted)
         self._check_headers(sorted(left))
@@ -148,30 +148,30 @@ class Restorer:
             raise LayerRestoreError(f"no node that is present has the headers of {layers} {where}", self._bad)
 
     async def _restore_share(
-        self, group: SnapshotGroup, keepers: list[ShardHolder], layers: list[int], target: RestoreTarget
+        self, group: SnapshotGroup, holders: list[ShardHolder], layers: list[int], target: RestoreTarget
     ) -> None:
-        image = await self._image(group, keepers)
+        image = await self._image(group, holders)
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
         )
         usable: dict[int, ShardHolder] = {}
         spare: list[ShardHolder] = []
-        for keeper in keepers:
+        for holder in holders:
             if (
-                keeper.shard is None
-                or keeper.shard.size_bytes != layout.shard_bytes(keeper.owner)
-                or keeper.layout.bucket_bytes != image.bucket_bytes
+                holder.shard is None
+                or holder.shard.size_bytes != layout.shard_bytes(holder.owner)
+                or holder.layout.bucket_bytes != image.bucket_bytes
             ):
                 continue
-            if usable.setdefault(keeper.owner, keeper) is not keeper:
-                spare.append(keeper)
+            if usable.setdefault(holder.owner, holder) is not holder:
+                spare.append(holder)
         if len(usable) < len(group.owners):
             self._decoded += 1
         for run in target.group_layers(layers):
             first, last = image.layer(run[0]), image.layer(run[-1])
             end = last.offset + last.size_bytes
-            stretches, memory = await self._bucket(group, layout, usable, spare, first.offset, end, target)
-            await target.put_located([_found(layer, stretches) for layer in map(image.layer, run)], memory)
+            ranges, memory = await self._bucket(group, layout, usable, spare, first.offset, end, target)
+            await target.put_located([_locate(layer, ranges) for layer in map(image.layer, run)], memory)
 
     async def _restore_parts(
         self, group: SnapshotGroup, known: SnapshotHolders, layers: Sequence[int], put: PutLayer
@@ -181,7 +181,7 @@ class Restorer:
         if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
             self._decoded += 1
         by_group = {group.first_layer: kept}
-        gone: set[tuple[str, SnapshotPart]] = set()
+        unreadable: set[tuple[str, SnapshotPart]] = set()
         there = {layer.layer for one in kept for layer in one.image.layers}
         self._check_headers(sorted(set(layers) - there))
         for layer in layers:
@@ -193,10 +193,12 @@ class Restorer:
                     by_group[other.first_layer] = await self._kept_parts(other, known)
                 homes[home] = by_group[other.first_layer]
             try:
-                header, payload = await assemble_from_holders(kept, layer, homes, self._lose, gone)
+                header, payload = await assemble_from_holders(
+                    kept, layer, homes, self._report_lost, unreadable
+                )
             except LostPartsError as error:
                 other = self._group_of(error.layer)
-                lost = {node for node, _ in gone}
+                lost = {node for node, _ in unreadable}
                 here = {one.node for one in by_group[other.first_layer]} - lost
                 names = ", ".join(owner for owner in other.owners if owner not in here)
                 raise LayerRestoreError(f"{_where(group)}: {error} (missing: {names})", self._bad) from None
@@ -213,62 +215,62 @@ class Restorer:
 
     async def _kept_parts(self, group: SnapshotGroup, known: SnapshotHolders) -> list[HeldParts]:
         kept: list[HeldParts] = []
-        for keeper in known.holders_of(group):
-            if keeper.small is None:
+        for holder in known.holders_of(group):
+            if holder.small is None:
                 continue
             try:
-                image = ShardedImage.from_bytes(await self._whole(keeper, keeper.small))
-                if [one.layer for one in image.layers] != list(keeper.layout.layers):
+                image = ShardedImage.from_bytes(await self._whole(holder, holder.small))
+                if [one.layer for one in image.layers] != list(holder.layout.layers):
                     raise CorruptDataError("it belongs to other layers")
             except (PeerError, CorruptDataError) as error:
-                self._lose(keeper.node, keeper.small.name, str(error))
+                self._report_lost(holder.node, holder.small.name, str(error))
                 continue
             shard, replica = (
-                None if part is None else (part, partial(self._range, keeper, part))
-                for part in (keeper.shard, keeper.replica)
+                None if part is None else (part, partial(self._range, holder, part))
+                for part in (holder.shard, holder.replica)
             )
             kept.append(
-                HeldParts(node=keeper.node, small=keeper.small, image=image, shard=shard, replica=replica)
+                HeldParts(node=holder.node, small=holder.small, image=image, shard=shard, replica=replica)
             )
         return kept
 
-    async def _range(self, keeper: ShardHolder, part: SnapshotPart, first: int, size: int) -> Bytes:
+    async def _range(self, holder: ShardHolder, part: SnapshotPart, first: int, size: int) -> Bytes:
         """Read bytes of a part.
 
         :raises PeerError: they cannot be read (any more).
         """
         target = np.empty(size, dtype=np.uint8)
-        if keeper.held is None:
-            place = self._located(keeper, part)
+        if holder.held is None:
+            place = self._located(holder, part)
             await self.client.fetch([RangeRequest(locations=(place,), first=first, into=target.data)])
             self._fetched_bytes += size
             return target
         try:
-            view = self.arenas.view(keeper.held, part)
+            view = self.arenas.view(holder.held, part)
         except OSError as error:
             raise PeerError(str(error)) from None
         memory = np.frombuffer(view, dtype=np.uint8)
         target[:] = memory[first : first + size]
         if not await asyncio.to_thread(part.are_ranges_intact, memory, [range(first, first + size)]):
             raise PeerError("its digest does not match")
-        if keeper.held not in self.arenas.find(self.restore.job_id, self.restore.step):
+        if holder.held not in self.arenas.find(self.restore.job_id, self.restore.step):
             raise PeerError("the snapshot was released")
         self._own_bytes += size
         return target
 
-    async def _image(self, group: SnapshotGroup, keepers: list[ShardHolder]) -> GroupImage:
+    async def _image(self, group: SnapshotGroup, holders: list[ShardHolder]) -> GroupImage:
         """Read the small part from the first holder that has an intact one."""
-        for keeper in keepers:
-            if keeper.small is None:
+        for holder in holders:
+            if holder.small is None:
                 continue
             try:
-                image = GroupImage.from_bytes(await self._whole(keeper, keeper.small))
-                if image.bucket_bytes != keeper.layout.bucket_bytes or [
+                image = GroupImage.from_bytes(await self._whole(holder, holder.small))
+                if image.bucket_bytes != holder.layout.bucket_bytes or [
                     one.layer for one in image.layers
                 ] != list(range(group.first_layer, group.end_layer)):
                     raise CorruptDataError("it belongs to other layers")
             except (PeerError, CorruptDataError) as error:
-                self._lose(keeper.node, keeper.small.name, str(error))
+                self._report_lost(holder.node, holder.small.name, str(error))
             else:
                 return image
         raise LayerRestoreError(
@@ -276,14 +278,14 @@ class Restorer:
             self._bad,
         )
 
-    async def _whole(self, keeper: ShardHolder, part: SnapshotPart) -> bytes:
-        if keeper.held is not None:
-            data = bytes(self.arenas.view(keeper.held, part))
+    async def _whole(self, holder: ShardHolder, part: SnapshotPart) -> bytes:
+        if holder.held is not None:
+            data = bytes(self.arenas.view(holder.held, part))
             if not part.are_ranges_intact(data, [range(len(data))]):
                 raise CorruptDataError("its digest does not match")
             return data
         target = bytearray(part.size_bytes)
-        place = self._located(keeper, part)
+        place = self._located(holder, part)
         await self.client.fetch([RangeRequest(locations=(place,), first=0, into=memoryview(target))])
         return bytes(target)
 
@@ -307,7 +309,7 @@ class Restorer:
         while True:
             try:
                 plan = await asyncio.to_thread(
-                    plan_read, layout, dict(usable), first, end, lend=target.borrows
+                    plan_read, layout, dict(usable), first, end, borrow=target.borrows
                 )
             except TooManyLossesError as error:
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
@@ -321,8 +323,8 @@ class Restorer:
                 self._fetched_bytes += await self._carry_out(plan, memory)
             except ShardsUnusableError as failed:
                 for owner, problem in failed.owners:
-                    keeper = usable.pop(owner)
-                    self._lose(keeper.node, keeper.part_name("shard"), str(problem))
+                    holder = usable.pop(owner)
+                    self._report_lost(holder.node, holder.part_name("shard"), str(problem))
                     if spare:
                         other = spare.pop(0)
                         usable[other.owner] = other
@@ -336,31 +338,33 @@ class Restorer:
         :raises ShardsUnusableError: a shard could not be read, or its memory was released meanwhile.
         """
         own: dict[int, Bytes] = {}
-        here = [owner for owner, keeper in plan.usable.items() if keeper.held is not None]
+        here = [owner for owner, holder in plan.usable.items() if holder.held is not None]
         for owner in set(plan.read()).intersection(here):
-            keeper = plan.usable[owner]
-            if keeper.held is not None and keeper.shard is not None:
+            holder = plan.usable[owner]
+            if holder.held is not None and holder.shard is not None:
                 try:
-                    own[owner] = np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
+                    own[owner] = np.frombuffer(self.arenas.view(holder.held, holder.shard), dtype=np.uint8)
                 except OSError as error:
                     raise ShardsUnusableError([(owner, error)]) from None
         fetched = await execute_read(plan, memory, own, self._fetch)
         there = self.arenas.find(self.restore.job_id, self.restore.step) if here else ()
-        if gone := [owner for owner in here if plan.usable[owner].held not in there]:
-            raise ShardsUnusableError([(owner, PeerError("the snapshot was released")) for owner in gone])
+        if unreadable := [owner for owner in here if plan.usable[owner].held not in there]:
+            raise ShardsUnusableError(
+                [(owner, PeerError("the snapshot was released")) for owner in unreadable]
+            )
         return fetched
 
-    async def _fetch(self, keeper: ShardHolder, pieces: Sequence[tuple[int, Bytes]]) -> None:
-        assert keeper.shard is not None, "without it, it is not usable"
-        places = (self._located(keeper, keeper.shard),)
+    async def _fetch(self, holder: ShardHolder, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        assert holder.shard is not None, "a usable holder has a shard"
+        places = (self._located(holder, holder.shard),)
         await self.client.fetch(
             RangeRequest(locations=places, first=first, into=memory.data) for first, memory in pieces
         )
 
 
-def _found(layer: LayerImage, stretches: Iterable[ByteRange]) -> LocatedLayer:
+def _locate(layer: LayerImage, ranges: Iterable[ByteRange]) -> LocatedLayer:
     begin, end = layer.offset, layer.offset + layer.size_bytes
-    return layer, [s.clipped(begin, end) for s in stretches if s.first < end and begin < s.end]
+    return layer, [s.clipped(begin, end) for s in ranges if s.first < end and begin < s.end]
 
 
 def _where(group: SnapshotGroup) -> str:

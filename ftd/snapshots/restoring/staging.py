@@ -92,7 +92,7 @@ class StagingDirectory:
         self._staged = staged
         self._path = ""
         """Path of the memory that ``allocate`` returned last."""
-        self._lenders: dict[Path, BorrowedSnapshot] = {}
+        self._borrowed: dict[Path, BorrowedSnapshot] = {}
 
     def group_layers(self, layers: Iterable[int]) -> list[list[int]]:
         """Return consecutive layers as one group."""
@@ -105,15 +105,15 @@ class StagingDirectory:
         return runs
 
     def allocate(self, size_bytes: int) -> Bytes:
-        self._path, memory = _made(self._directory, size_bytes)
+        self._path, memory = _make_file(self._directory, size_bytes)
         return memory
 
     async def put_located(self, run: Sequence[LocatedLayer], memory: Bytes) -> None:
         def write() -> None:
-            for layer, stretches in run:
-                pieces = tuple(_pieces(layer, stretches, self._path))
-                lenders = {self._lender(s): None for s in stretches if s.holder is not None}
-                staged = StagedLayer(header=layer.header, chunks=pieces, borrowed=tuple(lenders))
+            for layer, ranges in run:
+                chunks = tuple(_chunks(layer, ranges, self._path))
+                borrowed = {self._borrowed_from(s): None for s in ranges if s.holder is not None}
+                staged = StagedLayer(header=layer.header, chunks=chunks, borrowed=tuple(borrowed))
                 write_staged(self._directory, layer.layer, staged)
 
         await asyncio.to_thread(write)
@@ -122,25 +122,25 @@ class StagingDirectory:
 
     async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
         def write() -> None:
-            pieces: tuple[PayloadChunk, ...] = ()
+            chunks: tuple[PayloadChunk, ...] = ()
             if len(payload):
-                path, memory = _made(self._directory, len(payload))
+                path, memory = _make_file(self._directory, len(payload))
                 memory[:] = payload
-                pieces = (PayloadChunk(size_bytes=len(payload), path=path),)
-            write_staged(self._directory, layer, StagedLayer(header=header, chunks=pieces))
+                chunks = (PayloadChunk(size_bytes=len(payload), path=path),)
+            write_staged(self._directory, layer, StagedLayer(header=header, chunks=chunks))
 
         await asyncio.to_thread(write)
         self._staged(layer)
 
-    def _lender(self, stretch: ByteRange) -> BorrowedSnapshot:
-        assert stretch.holder is not None and stretch.holder.held is not None
-        held = stretch.holder.held
-        if held.directory not in self._lenders:
-            self._lenders[held.directory] = held.as_borrowed()
-        return self._lenders[held.directory]
+    def _borrowed_from(self, some: ByteRange) -> BorrowedSnapshot:
+        assert some.holder is not None and some.holder.held is not None
+        held = some.holder.held
+        if held.directory not in self._borrowed:
+            self._borrowed[held.directory] = held.as_borrowed()
+        return self._borrowed[held.directory]
 
 
-def _made(directory: Path, size_bytes: int) -> tuple[str, Bytes]:
+def _make_file(directory: Path, size_bytes: int) -> tuple[str, Bytes]:
     """Return a new file of ``size_bytes``, allocated, and its memory.
 
     :raises OSError: there is no room.
@@ -159,7 +159,7 @@ def _made(directory: Path, size_bytes: int) -> tuple[str, Bytes]:
     return path, memory
 
 
-def _pieces(layer: LayerImage, stretches: Sequence[ByteRange], path: str) -> Iterator[PayloadChunk]:
+def _chunks(layer: LayerImage, ranges: Sequence[ByteRange], path: str) -> Iterator[PayloadChunk]:
     """Yield the chunks of the layer's payload.
 
     :param path: file of the bytes that are not borrowed.
@@ -172,20 +172,20 @@ def _pieces(layer: LayerImage, stretches: Sequence[ByteRange], path: str) -> Ite
             continue
         first = layer.offset + run.offset
         end = first + run.size_bytes
-        for stretch in stretches:
-            if stretch.first < end and first < stretch.end:
-                yield _piece(stretch.clipped(first, end), path)
+        for some in ranges:
+            if some.first < end and first < some.end:
+                yield _chunk(some.clipped(first, end), path)
 
 
-def _piece(stretch: ByteRange, path: str) -> PayloadChunk:
-    size = stretch.end - stretch.first
-    if stretch.holder is None:
-        return PayloadChunk(size_bytes=size, path=path, offset=stretch.offset)
-    held, part = stretch.holder.held, stretch.holder.shard
+def _chunk(some: ByteRange, path: str) -> PayloadChunk:
+    size = some.end - some.first
+    if some.holder is None:
+        return PayloadChunk(size_bytes=size, path=path, offset=some.offset)
+    held, part = some.holder.held, some.holder.shard
     assert held is not None and part is not None
     return PayloadChunk(
         size_bytes=size,
         path=str(held.slot.absolute()),
-        offset=part.offset + stretch.offset,
-        part=part.slice_blocks(stretch.offset, stretch.offset + size),
+        offset=part.offset + some.offset,
+        part=part.slice_blocks(some.offset, some.offset + size),
     )

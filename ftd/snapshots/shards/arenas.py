@@ -33,7 +33,7 @@ log = structlog.get_logger("ftd.node")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
 _DEVICE = re.compile(r"device-(\d{1,4})()", re.ASCII)
 _COPY = re.compile(r"copy-(\d{1,4})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})", re.ASCII)
-_GONE = ".gone-"
+_RETIRED = ".gone-"
 _STAGING = "staging-"
 _REMOVALS = 5
 _REMOVAL_PAUSE_S = 0.1
@@ -191,7 +191,7 @@ class NodeArenas:
         """Release the memory of a job that is over."""
         if self.acquire():
             path = self._job(job_id)
-            self._forget(path)
+            self._unmap(path)
             # Trainers that are being killed may still add a file.
             for _ in range(_REMOVALS):
                 shutil.rmtree(path, ignore_errors=True)
@@ -233,12 +233,12 @@ class NodeArenas:
 
     def retire_copies(self, directory: Path) -> Path:
         """Take a directory of copies out of use and return its new path, for the caller to remove."""
-        self._forget(directory)
-        gone = directory.with_name(f"{_GONE}{time.monotonic_ns()}")
-        directory.rename(gone)
-        return gone
+        self._unmap(directory)
+        retired = directory.with_name(f"{_RETIRED}{time.monotonic_ns()}")
+        directory.rename(retired)
+        return retired
 
-    # --- what they hold --------------------------------------------------------------------------
+    # --- contents --------------------------------------------------------------------------------
 
     def scan(self) -> tuple[list[tuple[str, int, int, str]], list[Corruption]]:
         """Return what is complete and what is corrupt, before any trainer runs.
@@ -258,7 +258,7 @@ class NodeArenas:
             if not job.is_dir() or not _JOB.fullmatch(job.name):
                 continue
             self.remove_staging(job.name)
-            self._remove_gone(job)
+            self._remove_retired(job)
             whole: dict[tuple[int, int, str], bool] = {}
             for directory, owner in self._arenas(job):
                 arena = Arena.open(directory)
@@ -267,11 +267,11 @@ class NodeArenas:
                 ]
                 for manifest in arena.snapshots:
                     key = manifest.step, manifest.generation, owner
-                    damaged = _damage(manifest, directory, arena.find_corrupt(manifest))
-                    problems += damaged
-                    if damaged and owner:
+                    corrupt = _corruptions(manifest, directory, arena.find_corrupt(manifest))
+                    problems += corrupt
+                    if corrupt and owner:
                         arena.release([manifest.step])
-                    there = manifest.job_id == job.name and not (damaged and owner)
+                    there = manifest.job_id == job.name and not (corrupt and owner)
                     whole[key] = whole.get(key, True) and there
                 arena.close()
             held += [(job.name, *key) for key, there in sorted(whole.items()) if there]
@@ -345,7 +345,7 @@ class NodeArenas:
             if not part.is_intact(self.view(one, part))
         )
 
-    def _forget(self, directory: Path) -> None:
+    def _unmap(self, directory: Path) -> None:
         """Drop the mappings below a directory; views that are still in use keep theirs alive."""
         for slot in [slot for slot in tuple(self._maps) if directory in slot.parents]:
             self._maps.pop(slot, None)
@@ -359,9 +359,9 @@ class NodeArenas:
                 found.append((match[2], int(match[1]), path))
         return [(path, owner) for owner, _, path in sorted(found)]
 
-    def _remove_gone(self, job: Path) -> None:
+    def _remove_retired(self, job: Path) -> None:
         for path in self._entries(job):
-            if path.name.startswith(_GONE):
+            if path.name.startswith(_RETIRED):
                 shutil.rmtree(path, ignore_errors=True)
 
     @staticmethod
@@ -376,7 +376,7 @@ def _manifest_name(step: int) -> str:
     return f"step-{step:012d}.json"
 
 
-def _damage(manifest: SnapshotManifest, directory: Path, parts: tuple[str, ...]) -> list[Corruption]:
+def _corruptions(manifest: SnapshotManifest, directory: Path, parts: tuple[str, ...]) -> list[Corruption]:
     return [
         Corruption(
             job_id=manifest.job_id,

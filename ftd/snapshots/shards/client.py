@@ -68,7 +68,7 @@ class ShardClient:
         self._stall_s = stall_s
         self._block_bytes = block_bytes
         self._streams = asyncio.Semaphore(streams)
-        self._ways: dict[str, asyncio.Lock] = {}
+        self._address_locks: dict[str, asyncio.Lock] = {}
         self._connections: dict[str, ShardConnection] = {}
         """By address: connections that are idle."""
 
@@ -125,52 +125,53 @@ class ShardClient:
 
     async def _fetch_one(self, wanted: RangeRequest) -> None:
         problem = PeerError("no source has it")
-        for place in wanted.locations:
+        for location in wanted.locations:
             try:
-                await self._fetch_from(place, wanted)
+                await self._fetch_from(location, wanted)
             except PeerError as error:
                 problem = error
-                log.warning("fetch_failed", part=place.part.name, reason=str(error))
+                log.warning("fetch_failed", part=location.part.name, reason=str(error))
             else:
                 return
         raise problem
 
-    async def _fetch_from(self, place: PartLocation, wanted: RangeRequest) -> None:
-        size, part = len(wanted.into), place.part
+    async def _fetch_from(self, location: PartLocation, wanted: RangeRequest) -> None:
+        size, part = len(wanted.into), location.part
         if wanted.first < 0 or wanted.first + size > part.size_bytes:
-            raise PeerError(f"{place.source} has {part.size_bytes} bytes of {part.name}")
+            raise PeerError(f"{location.source} has {part.size_bytes} bytes of {part.name}")
         if part.in_blocks:
-            await self._fetch_range(place, wanted)
+            await self._fetch_range(location, wanted)
         elif size == part.size_bytes:
-            await _all(self._fetch_block(block) for block in self._blocks(place, 0, wanted.into))
+            await _all(self._fetch_block(block) for block in self._blocks(location, 0, wanted.into))
             if not await asyncio.to_thread(part.is_intact, wanted.into):
-                raise corrupt_answer_error(place)
+                raise corrupt_answer_error(location)
         else:
-            blocks = self._blocks(place, wanted.first, wanted.into)
+            blocks = self._blocks(location, wanted.first, wanted.into)
             await _all(self._fetch_hashed(block) for block in blocks)
 
-    def _blocks(self, place: PartLocation, first: int, into: memoryview) -> list[BlockTransfer]:
+    def _blocks(self, location: PartLocation, first: int, into: memoryview) -> list[BlockTransfer]:
         step = self._block_bytes
-        if place.part.in_blocks:  # Whole blocks, since each request is verified by itself.
+        if location.part.in_blocks:  # Whole blocks, since each request is verified by itself.
             step = max(step // VERIFIED_BYTES, 1) * VERIFIED_BYTES
         return [
-            BlockTransfer(place, first + done, into[done : done + step]) for done in range(0, len(into), step)
+            BlockTransfer(location, first + done, into[done : done + step])
+            for done in range(0, len(into), step)
         ]
 
-    async def _fetch_range(self, place: PartLocation, wanted: RangeRequest) -> None:
+    async def _fetch_range(self, location: PartLocation, wanted: RangeRequest) -> None:
         """Fetch the blocks that cover the range: inner ones straight into place, those at the edges into
         memory of their own. Each is verified while later ones arrive.
         """
-        part, first, end = place.part, wanted.first, wanted.first + len(wanted.into)
+        part, first, end = location.part, wanted.first, wanted.first + len(wanted.into)
         numbers = part.blocks_covering(first, end)
         edges = [n for n in numbers if part.block(n)[0] < first or part.block(n)[1] > end]
-        beside = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}
-        requests = [BlockTransfer(place, part.block(n)[0], memory) for n, memory in beside.items()]
-        if inner := [n for n in numbers if n not in beside]:
+        edge_blocks = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}
+        requests = [BlockTransfer(location, part.block(n)[0], memory) for n, memory in edge_blocks.items()]
+        if inner := [n for n in numbers if n not in edge_blocks]:
             low, high = part.block(inner[0])[0], part.block(inner[-1])[1]
-            requests += self._blocks(place, low, wanted.into[low - first : high - first])
+            requests += self._blocks(location, low, wanted.into[low - first : high - first])
         await _all(one for request in requests for one in (self._fetch_block(request), verify(request)))
-        for n, memory in beside.items():
+        for n, memory in edge_blocks.items():
             start, stop = part.block(n)
             low, high = max(first, start), min(end, stop)
             wanted.into[low - first : high - first] = memory[low - start : high - start]
@@ -181,13 +182,13 @@ class ShardClient:
         await self._fetch_block(block)
         if await asyncio.to_thread(digest_of, block.into) != block.digest:
             raise PeerError(
-                f"{block.location.source} sent other bytes of {block.location.part.name} than it said"
+                f"{block.location.source} sent bytes of {block.location.part.name} that do not match its digest"
             )
 
     async def _fetch_block(self, block: BlockTransfer) -> None:
         # One request at a time to each node: concurrent ones would only share its bandwidth.
-        way = self._ways.setdefault(block.location.source.address, asyncio.Lock())
-        async with way, self._streams:
+        lock = self._address_locks.setdefault(block.location.source.address, asyncio.Lock())
+        async with lock, self._streams:
             await self.retry(block.location.source, lambda: self._receive(block))
 
     async def request(self, method: str, address: str, path: str, body: bytes, timeout_s: float) -> bytes:

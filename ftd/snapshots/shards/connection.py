@@ -117,7 +117,7 @@ class ShardConnection(asyncio.BufferedProtocol):
         if self._last:
             self.close()
 
-    # --- what the event loop calls ---------------------------------------------------------------
+    # --- callbacks of the event loop -------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(

@@ -69,12 +69,12 @@ class CopyStore:
         self._arenas, self._node, self._changed = arenas, node, changed
         self._job_id: str | None = None
         self._limit_bytes: int | None = None
-        self._kept = 0
+        self._retained_step = 0
         self._open: dict[Key, Arena] = {}
         self._drafts: dict[Key, CopyDraft] = {}
         self._making = asyncio.Lock()
 
-    # --- the job's life ----------------------------------------------------------------------------
+    # --- lifetime of a job -------------------------------------------------------------------------
 
     def begin(self, job_id: str, limit_bytes: int | None) -> None:
         """Accept copies of this job's snapshots from now on, and load those that are here already.
@@ -95,7 +95,7 @@ class CopyStore:
         for arena in self._open.values():
             arena.close()
         self._open.clear()
-        self._job_id, self._kept = None, 0
+        self._job_id, self._retained_step = None, 0
 
     def held(self) -> list[tuple[str, int, int, str]]:
         """Return (job, step, generation, owner) of what is complete here."""
@@ -113,7 +113,7 @@ class CopyStore:
         """
         if job_id != self._job_id:
             return []
-        self._kept, before, gone = step, self.held(), []
+        self._retained_step, before, retired = step, self.held(), []
         for key, draft in list(self._drafts.items()):
             if draft.manifest.step < step:
                 self._drop(key)
@@ -123,10 +123,10 @@ class CopyStore:
                 arena.close()
                 del self._open[key]
                 with contextlib.suppress(OSError):
-                    gone.append(self._arenas.retire_copies(arena.directory))
+                    retired.append(self._arenas.retire_copies(arena.directory))
         if self.held() != before:
             self._changed()
-        return gone
+        return retired
 
     # --- one copy ----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class CopyStore:
             if draft is not None and draft.manifest == manifest:
                 return dict(draft.received)
             if draft is not None and _order(draft.manifest) > _order(manifest):
-                raise CopyRejectedError(f"a copy of step {draft.manifest.step} has begun")
+                raise CopyRejectedError(f"a copy of step {draft.manifest.step} is being received")
             self._drop(key)
             slot = await asyncio.to_thread(self._make_room, self._arena_of(key), manifest)
             if manifest.job_id != self._job_id:
@@ -182,18 +182,18 @@ class CopyStore:
         turn = draft.turn
         intact = await asyncio.to_thread(lambda: [part.is_intact(draft.window(part)) for part in parts])
         if draft.turn != turn or self._drafts.get(key) is not draft:
-            raise CopyRejectedError("another copy was begun meanwhile")
-        damaged = tuple(part.name for part, fine in zip(parts, intact, strict=True) if not fine)
-        for name in damaged:
+            raise CopyRejectedError("another copy was offered meanwhile")
+        corrupt = tuple(part.name for part, fine in zip(parts, intact, strict=True) if not fine)
+        for name in corrupt:
             draft.received[name] = 0
-        if not damaged:
+        if not corrupt:
             self._open[key].commit(msgspec.structs.replace(draft.manifest, slot=draft.slot.number))
             del self._drafts[key]
             log.info(
                 "copy_committed", owner=key[0], device=key[1], step=step, size_bytes=draft.manifest.size_bytes
             )
             self._changed()
-        return damaged
+        return corrupt
 
     async def rewrite(self, held: ArenaSnapshot, part: SnapshotPart, first: int, data: bytes) -> None:
         """Write repaired bytes into a copy; do nothing if it is not held any more."""
@@ -208,7 +208,7 @@ class CopyStore:
         if draft is not None:
             draft.turn += 1
 
-    # --- what may be offered -------------------------------------------------------------------------
+    # --- checks of offers ----------------------------------------------------------------------------
 
     def _check(self, key: Key, manifest: SnapshotManifest) -> None:
         """:raises CopyRejectedError: the offer cannot be valid."""
@@ -217,10 +217,14 @@ class CopyStore:
             raise CopyRejectedError(f"{self._node} holds no copies of job {manifest.job_id[:80]!r} now")
         if owner == self._node:
             raise CopyRejectedError(f"{owner} is the node itself")
-        if manifest.step < self._kept:
-            raise CopyRejectedError(f"step {self._kept} is complete everywhere: nobody needs {manifest.step}")
+        if manifest.step < self._retained_step:
+            raise CopyRejectedError(
+                f"step {self._retained_step} is complete everywhere, and {manifest.step} is not needed any more"
+            )
         if not 0 < len(manifest.parts) <= MAX_PARTS:
-            raise CopyRejectedError(f"{len(manifest.parts)} parts")
+            raise CopyRejectedError(
+                f"the offer has {len(manifest.parts)} parts; 1 to {MAX_PARTS} are allowed"
+            )
         end = max(part.offset + part.size_bytes for part in manifest.parts)
         try:
             check_parts(manifest, end)
@@ -231,7 +235,7 @@ class CopyStore:
         for part in manifest.parts:
             digests = _DIGEST.fullmatch(part.digest) and _BLOCKS.fullmatch(part.blocks)
             if not _PART.fullmatch(part.name) or not digests:
-                raise CopyRejectedError(f"{part.name[:80]!r} is no part")
+                raise CopyRejectedError(f"{part.name[:80]!r} is not a valid part")
         if key not in self._open and len(self._open) >= MAX_COPIES:
             raise CopyNoSpaceError(f"{self._node} holds copies of {MAX_COPIES} devices already")
 
@@ -249,7 +253,7 @@ class CopyStore:
         """
         arena = self._open.get(key)
         if arena is None:
-            assert self._job_id is not None, "the offer is of this job"
+            assert self._job_id is not None, "offers for other jobs are rejected"
             try:
                 arena = self._open[key] = Arena.open(self._arenas.copy_directory(self._job_id, *key))
             except (OSError, ValueError) as error:
@@ -267,8 +271,8 @@ class CopyStore:
                 arena.limit_bytes = max(0, self._limit_bytes - taken)
             # As trainers do: retain the one that is complete everywhere, and the newest of the others.
             steps = sorted(m.step for m in arena.snapshots)
-            kept = self._kept if self._kept in steps else steps[0] if steps else None
-            arena.release([step for step in steps[:-1] if step != kept])
+            retained = self._retained_step if self._retained_step in steps else steps[0] if steps else None
+            arena.release([step for step in steps[:-1] if step != retained])
             return arena.begin(max(part.offset + part.size_bytes for part in manifest.parts))
         except (StorageError, OSError) as error:
             raise CopyNoSpaceError(f"{self._node} cannot hold it: {error}") from None

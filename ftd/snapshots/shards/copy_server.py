@@ -38,13 +38,13 @@ class CopyServer:
         self._streams = 0
 
     def add_to(self, app: web.Application) -> None:
-        place = "/v1/{job}/{step}/copies/{owner}/{device}"
-        app.router.add_put(place, self._offer)
-        app.router.add_post(place, self._commit)
-        app.router.add_put(f"{place}/{{part:.+}}", self._part)
+        route = "/v1/{job}/{step}/copies/{owner}/{device}"
+        app.router.add_put(route, self._offer)
+        app.router.add_post(route, self._commit)
+        app.router.add_put(f"{route}/{{part:.+}}", self._part)
 
     async def _offer(self, request: web.Request) -> web.StreamResponse:
-        job, step, key = _named(request)
+        job, step, key = _parse_copy(request)
         body = bytearray()
         try:
             async with asyncio.timeout(self._stall_s):
@@ -62,15 +62,15 @@ class CopyServer:
         try:
             received = await self._copies.offer(key, manifest)
         except CopyRejectedError as error:
-            raise _refusal(error) from None
+            raise _rejection(error) from None
         return web.Response(body=encode_record(CopyProgress(received=received)))
 
     async def _part(self, request: web.Request) -> web.StreamResponse:
-        job, step, key = _named(request)
+        job, step, key = _parse_copy(request)
         try:
             draft = self._copies.draft(key, job, step)
         except CopyRejectedError as error:
-            raise _refusal(error) from None
+            raise _rejection(error) from None
         part = next((p for p in draft.manifest.parts if p.name == request.match_info["part"]), None)
         if part is None:
             raise web.HTTPNotFound(text="no such part was offered")
@@ -78,7 +78,7 @@ class CopyServer:
         if self._streams >= MAX_RECEIVED:
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
         if first != draft.received[part.name]:
-            raise web.HTTPConflict(text=f"{draft.received[part.name]} bytes of {part.name} are here")
+            raise web.HTTPConflict(text=f"{draft.received[part.name]} bytes of {part.name} have arrived")
         self._streams += 1
         draft.turn += 1
         try:
@@ -110,7 +110,7 @@ class CopyServer:
             here = draft.received[part.name]
             if not chunk:
                 if here != end:
-                    raise web.HTTPBadRequest(text=f"{here} bytes are here where {end} were to be")
+                    raise web.HTTPBadRequest(text=f"the body ended at byte {here} instead of {end}")
                 return
             if here + len(chunk) > end:
                 raise web.HTTPBadRequest(text="more bytes than announced")
@@ -119,21 +119,21 @@ class CopyServer:
             meter.record(len(chunk))
 
     async def _commit(self, request: web.Request) -> web.StreamResponse:
-        job, step, key = _named(request)
+        job, step, key = _parse_copy(request)
         try:
-            damaged = await self._copies.commit(key, job, step)
+            corrupt = await self._copies.commit(key, job, step)
         except CopyRejectedError as error:
-            raise _refusal(error) from None
+            raise _rejection(error) from None
         except OSError as error:
             raise web.HTTPInsufficientStorage(text=f"its manifest cannot be written: {error}") from None
-        if damaged:
+        if corrupt:
             raise web.HTTPUnprocessableEntity(
-                text=f"{', '.join(damaged[:3])}: the bytes differ from the offer"
+                text=f"{', '.join(corrupt[:3])}: the bytes differ from the offer"
             )
         return web.Response(status=204)
 
 
-def _named(request: web.Request) -> tuple[str, int, Key]:
+def _parse_copy(request: web.Request) -> tuple[str, int, Key]:
     """Return job, step and copy that a request names.
 
     :raises web.HTTPException: 404: the names are not valid.
@@ -148,7 +148,7 @@ def _named(request: web.Request) -> tuple[str, int, Key]:
     return found["job"], int(found["step"]), (found["owner"], int(found["device"]))
 
 
-def _refusal(error: CopyRejectedError) -> web.HTTPException:
+def _rejection(error: CopyRejectedError) -> web.HTTPException:
     kind = web.HTTPInsufficientStorage if isinstance(error, CopyNoSpaceError) else web.HTTPConflict
     return kind(text=str(error))
 
@@ -166,5 +166,7 @@ def _range_of(request: web.Request, part: SnapshotPart) -> tuple[int, int]:
     if request.content_length is None:
         raise web.HTTPLengthRequired
     if request.content_length != last + 1 - first:
-        raise web.HTTPBadRequest(text=f"{request.content_length} bytes are no bytes {first} to {last}")
+        raise web.HTTPBadRequest(
+            text=f"a length of {request.content_length} does not fit bytes {first} to {last}"
+        )
     return first, last + 1

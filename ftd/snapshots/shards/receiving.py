@@ -28,9 +28,11 @@ class BlockTransfer:
         source, part = self.location.source, self.location.part
         check_status(source, status, 206)
         first, last = self.first + self.received, self.first + len(self.into) - 1
-        said = headers.get("content-length"), headers.get("content-range")
-        if said != (str(last + 1 - first), f"bytes {first}-{last}/{part.size_bytes}"):
-            raise PeerError(f"{source} answered bytes {first}-{last} with {said[1]} of length {said[0]}")
+        lengths = headers.get("content-length"), headers.get("content-range")
+        if lengths != (str(last + 1 - first), f"bytes {first}-{last}/{part.size_bytes}"):
+            raise PeerError(
+                f"{source} answered bytes {first}-{last} with {lengths[1]} of length {lengths[0]}"
+            )
         digest = headers.get(DIGEST_HEADER.lower(), "")
         if self.hashed and not _DIGEST.fullmatch(digest):
             raise PeerError(f"{source} sent no digest with the bytes")

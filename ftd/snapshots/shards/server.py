@@ -83,12 +83,12 @@ class ShardServer:
         self._streams = 0
         self._verifying = asyncio.Lock()
         self._verified: tuple[float, tuple[ArenaSnapshot, ...], tuple[str, ...]] = (0.0, (), ())
-        self._complaints = RateLimitedLog(log, "unauthorised")
+        self._rejections = RateLimitedLog(log, "unauthorised")
 
     @property
     def unauthorized(self) -> int:
         """Number of requests without the token or with a wrong one."""
-        return self._complaints.count
+        return self._rejections.count
 
     @property
     def port(self) -> int:
@@ -102,9 +102,9 @@ class ShardServer:
         app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
         if self._copies is not None:
             self._copies.add_to(app)
-        self._doorway = BoundedHttpServer(
+        self._http_server = BoundedHttpServer(
             app,
-            self._complaints,
+            self._rejections,
             max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
             admission_timeout_s=self._greeting_s,
@@ -114,25 +114,25 @@ class ShardServer:
             lingering_time=_LINGER_S,
         )
         limit = self._greeting_s if self._tls is not None else None
-        await self._doorway.start(self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit)
-        self._port = self._doorway.port
+        await self._http_server.start(self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit)
+        self._port = self._http_server.port
 
     async def close(self) -> None:
         """Stop serving; running streams are cut."""
-        await self._doorway.close()
+        await self._http_server.close()
 
-    # --- who is let in ---------------------------------------------------------------------------
+    # --- authentication --------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._authorization):
-            self._complaints.warn(peer=request.remote, path=request.path[:200])
+            self._rejections.warn(peer=request.remote, path=request.path[:200])
             return web.Response(status=401, headers={"WWW-Authenticate": "Bearer", "Connection": "close"})
-        self._doorway.admit(request.protocol)
+        self._http_server.admit(request.protocol)
         return await handler(request)
 
-    # --- what is asked for -----------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     def _held(self, request: web.Request) -> tuple[ArenaSnapshot, ...]:
         """Return the snapshots that a request names.
@@ -148,12 +148,12 @@ class ShardServer:
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         held = self._held(request)
         async with self._verifying:
-            at, verified, damaged = self._verified
+            at, verified, corrupt = self._verified
             # A corrupt part may have been repaired since.
-            if verified != held or damaged or time.monotonic() - at > _VERIFIED_S:
-                damaged = await asyncio.to_thread(self._arenas.find_corrupt, held)
-                self._verified = time.monotonic(), held, damaged
-        answer = NodeManifest(manifests=tuple(one.manifest for one in held), corrupt=damaged)
+            if verified != held or corrupt or time.monotonic() - at > _VERIFIED_S:
+                corrupt = await asyncio.to_thread(self._arenas.find_corrupt, held)
+                self._verified = time.monotonic(), held, corrupt
+        answer = NodeManifest(manifests=tuple(one.manifest for one in held), corrupt=corrupt)
         return web.Response(body=encode_record(answer), content_type="application/octet-stream")
 
     async def _part(self, request: web.Request) -> web.StreamResponse:

@@ -69,4 +69,4 @@ def check_status(source: SnapshotSource, status: int, wanted: int) -> None:
         case 404 | 412:
             raise PeerError(f"{source} does not have this snapshot any more")
         case _ if status != wanted:
-            raise PeerError(f"{source} answered {status}")
+            raise PeerError(f"{source} answered with status {status}")

@@ -80,7 +80,7 @@ class SnapshotAgent:
         self._copying: dict[str, asyncio.Lock] = {}
         self._newest: dict[str, int] = {}
         """The newest known generation of each job."""
-        self._over: dict[str, int] = {}
+        self._removed: dict[str, int] = {}
         """Last generation of each removed job: requests of such a run that are still under way are rejected."""
 
     def resume(self) -> None:
@@ -97,7 +97,7 @@ class SnapshotAgent:
         for arena in self._copies.values():
             arena.close()
 
-    # --- what there is ---------------------------------------------------------------------------
+    # --- held snapshots --------------------------------------------------------------------------
 
     def held(self, job: str) -> list[HeldRankSnapshot]:
         """Return what is complete here, by the manifests; bytes are verified when they are read."""
@@ -134,7 +134,7 @@ class SnapshotAgent:
         await asyncio.gather(*map(ask, self._peers))
         return found
 
-    # --- protecting ------------------------------------------------------------------------------
+    # --- protection ------------------------------------------------------------------------------
 
     def begin(self, run: ProtectedRun) -> None:
         """Protect the snapshots of a run from now on.
@@ -155,7 +155,7 @@ class SnapshotAgent:
     async def _follow(self, run: ProtectedRun) -> None:
         """Protect the newest of rank 0's snapshots, one after the other, until the job is removed."""
         directory = self._job(run.job) / "rank-0"
-        done, told, rest_s = 0, "", _POLL_S
+        done, last_error, rest_s = 0, "", _POLL_S
         while directory.exists():
             steps = [key[1] for key in _keys(directory) if key[0] == run.generation]
             newest = max(steps, default=0)
@@ -168,12 +168,12 @@ class SnapshotAgent:
                 for what in PROTECTION_PHASES:
                     await gather_all(self._everywhere(message, what))
             except (PeerError, OSError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("snapshot_not_protected", job=run.job, step=newest, reason=told)
+                if str(error) != last_error:
+                    last_error = str(error)
+                    log.warning("snapshot_not_protected", job=run.job, step=newest, reason=last_error)
                 await asyncio.sleep(_PAUSE_S)
             else:
-                done, told, rest_s = newest, "", _POLL_S
+                done, last_error, rest_s = newest, "", _POLL_S
 
     def _everywhere(self, message: ProtectRequest, what: ProtectionPhase) -> list[Awaitable[None]]:
         here = {"pin": self.pin, "copy": self.copy, "release": self.settle}[what]
@@ -191,7 +191,7 @@ class SnapshotAgent:
         :raises PeerError: a rank went on without the step, or has not completed it in time.
         """
         run, job = message.run, self._job(message.run.job)
-        self._refuse_if_over(run)
+        self._check_not_over(run)
         self._newest[run.job] = max(self._newest.get(run.job, 0), run.generation)
         try:
             job.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ class SnapshotAgent:
         :raises PeerError: a copy cannot be fetched, or there is no memory for it.
         """
         run = message.run
-        self._refuse_if_over(run)
+        self._check_not_over(run)
         async with self._copying.setdefault(run.job, asyncio.Lock()):
             try:
                 for host in run.hosts_copied_by(self.address):
@@ -223,8 +223,8 @@ class SnapshotAgent:
                     f"{self.address} cannot hold copies of step {message.step}: {error}"
                 ) from None
 
-    def _refuse_if_over(self, run: ProtectedRun) -> None:
-        if run.generation <= self._over.get(run.job, 0):
+    def _check_not_over(self, run: ProtectedRun) -> None:
+        if run.generation <= self._removed.get(run.job, 0):
             raise PeerError("the job is over")
 
     async def _completed(self, run: ProtectedRun, directory: Path, key: SnapshotKey) -> None:
@@ -232,7 +232,7 @@ class SnapshotAgent:
             if self._newest[run.job] > run.generation:
                 raise PeerError("a newer run has begun")
             if max(keys, default=key) > key:
-                raise PeerError(f"{self.address}: {directory.name} has let step {key[1]} go")
+                raise PeerError(f"{self.address}: {directory.name} has released step {key[1]}")
             await asyncio.sleep(_POLL_S)
 
     async def _copy(self, run: ProtectedRun, rank: int, host: str, key: SnapshotKey) -> None:
@@ -246,16 +246,16 @@ class SnapshotAgent:
         source = SnapshotSource(node=host, address=host)
         found = await self._client.rank_manifest(source, run.job, rank, key)
         if found is None:
-            raise PeerError(f"{source} has let step {key[1]} of rank {rank} go")
+            raise PeerError(f"{source} has released step {key[1]} of rank {rank}")
         own = own_parts(found)
         self._make_room(run, arena)
         slot = await asyncio.to_thread(arena.begin, sum(part.size_bytes for part in own))
         memory = slot.view.data
         parts, end, began = [], 0, time.monotonic()
         for part in own:
-            place = PartLocation(source=source, job_id=run.job, step=key[1], part=part)
+            location = PartLocation(source=source, job_id=run.job, step=key[1], part=part)
             into = memory[end : end + part.size_bytes]
-            await self._client.fetch([RangeRequest(locations=(place,), first=0, into=into)])
+            await self._client.fetch([RangeRequest(locations=(location,), first=0, into=into)])
             parts.append(msgspec.structs.replace(part, offset=end))
             end += part.size_bytes
             if self._rate_bytes_s is not None:
@@ -288,16 +288,16 @@ class SnapshotAgent:
             elif (
                 ARENA_NAMES.fullmatch(directory.name)
                 and directory.name not in wanted
-                and not _used(directory)
+                and not _is_used(directory)
             ):
-                self._forget(run.job, directory.name)
+                self._close_copies(run.job, directory.name)
                 shutil.rmtree(directory, ignore_errors=True)
         for (name, _), arena in self._copies.items():
             if name == run.job:
                 older = [m.step for m in arena.snapshots if (m.generation, m.step) < message.key]
                 arena.release(older)
 
-    # --- the end ---------------------------------------------------------------------------------
+    # --- removal ---------------------------------------------------------------------------------
 
     async def remove(self, job: str, *, everywhere: bool) -> None:
         """Remove the snapshots of a job that is over, unless a rank has them open; with ``everywhere`` on
@@ -307,12 +307,12 @@ class SnapshotAgent:
         with contextlib.suppress(CorruptDataError, OSError):
             run = read_record(path / RUN_FILE, ProtectedRun)
             others |= dict.fromkeys(run.hosts + run.spare_hosts)
-        if not any(_used(directory) for directory in path.glob("rank-*")):
+        if not any(_is_used(directory) for directory in path.glob("rank-*")):
             if (task := self._leading.pop(job, None)) is not None:
                 task.cancel()
-            self._over[job] = self._newest.get(job, 0)
+            self._removed[job] = self._newest.get(job, 0)
             for directory in path.glob("copy-*"):
-                self._forget(job, directory.name)
+                self._close_copies(job, directory.name)
             shutil.rmtree(path, ignore_errors=True)
         if everywhere:
             for other in others:
@@ -320,7 +320,7 @@ class SnapshotAgent:
                     with contextlib.suppress(PeerError):
                         await self._client.remove(other, job)
 
-    def _forget(self, job: str, name: str) -> None:
+    def _close_copies(self, job: str, name: str) -> None:
         if name.startswith("copy-") and (arena := self._copies.pop((job, int(name[5:])), None)) is not None:
             arena.close()
 
@@ -349,7 +349,7 @@ def _keys(directory: Path) -> list[SnapshotKey]:
     return keys
 
 
-def _used(directory: Path) -> bool:
+def _is_used(directory: Path) -> bool:
     """Return whether a script has the directory open, by its lock."""
     try:
         with (directory / "lock").open("r+b") as file:

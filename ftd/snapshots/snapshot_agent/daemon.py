@@ -78,29 +78,29 @@ class SnapshotAgentDaemon:
             routes=self._routes(),
             tls=tls.server_context() if tls is not None else None,
         )
-        believed = tls.client_context() if tls is not None else None
-        async with PeerAgentClient(self._token, tls=believed) as client, contextlib.AsyncExitStack() as stack:
+        context = tls.client_context() if tls is not None else None
+        async with PeerAgentClient(self._token, tls=context) as client, contextlib.AsyncExitStack() as stack:
             await _listening(server.start(), self._config.snapshot_port)
             stack.push_async_callback(server.close)
-            self._facts = SnapshotAgentInfo(
+            self._info = SnapshotAgentInfo(
                 node=self._config.node,
                 address=f"{self._config.host}:{server.port}",
                 directory=str(self._root),
                 peers=self._config.snapshot_peers,
             )
-            self._keeping = SnapshotAgent(
+            self._agent = SnapshotAgent(
                 self._root,
                 self._arenas,
                 client,
-                address=self._facts.address,
+                address=self._info.address,
                 peers=self._config.snapshot_peers,
                 rate_bytes_s=self._config.snapshot_rate_bytes_s,
             )
-            self._bringing = SnapshotFetcher(self._root, self._arenas, client, address=self._facts.address)
-            stack.push_async_callback(self._keeping.close)
+            self._fetcher = SnapshotFetcher(self._root, self._arenas, client, address=self._info.address)
+            stack.push_async_callback(self._agent.close)
             await self._listen_to_scripts(stack)
-            self._keeping.resume()
-            log.info("snapshot_agent_started", address=self._facts.address, socket=str(self._socket))
+            self._agent.resume()
+            log.info("snapshot_agent_started", address=self._info.address, socket=str(self._socket))
             if self._config.host in LOOPBACK:
                 log.warning("loopback_address", reason="other hosts cannot reach this one: set node.host")
             systemd.notify("READY=1", f"STATUS=snapshot agent {self._config.node}")
@@ -127,10 +127,10 @@ class SnapshotAgentDaemon:
             )
         path.unlink(missing_ok=True)
         app = web.Application(client_max_size=4 * 1024 * 1024)
-        app.router.add_get("/v1/info", self._answer(self._say_facts))
-        app.router.add_get("/v1/held/{job}", self._answer(self._say_held_around))
+        app.router.add_get("/v1/info", self._answer(self._get_info))
+        app.router.add_get("/v1/held/{job}", self._answer(self._get_held_by_all))
         app.router.add_post("/v1/protect", self._answer(self._begin))
-        app.router.add_post("/v1/fetch", self._answer(self._bring))
+        app.router.add_post("/v1/fetch", self._answer(self._fetch))
         app.router.add_post("/v1/remove/{job}", self._answer(self._remove_everywhere))
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0)
         await runner.setup()
@@ -149,7 +149,7 @@ class SnapshotAgentDaemon:
 
     def _routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/scripts/held/{job}", self._answer(self._say_held), allow_head=False),
+            web.get("/scripts/held/{job}", self._answer(self._get_held), allow_head=False),
             web.post("/scripts/pin", self._answer(self._pin)),
             web.post("/scripts/copy", self._answer(self._copy)),
             web.post("/scripts/release", self._answer(self._settle)),
@@ -166,55 +166,55 @@ class SnapshotAgentDaemon:
 
         async def answered(request: web.Request) -> web.StreamResponse:
             try:
-                said = await work(request)
+                result = await work(request)
             except PeerError as error:
                 return web.Response(status=409, text=str(error))
             except OSError as error:
                 return web.Response(
                     status=409, text=f"the snapshot agent's memory: {error.strerror or error}"
                 )
-            return web.Response(body=msgspec.json.encode(said), content_type="application/json")
+            return web.Response(body=msgspec.json.encode(result), content_type="application/json")
 
         return answered
 
     # --- scripts of this host --------------------------------------------------------------------
 
-    async def _say_facts(self, request: web.Request) -> Any:
-        return self._facts
+    async def _get_info(self, request: web.Request) -> Any:
+        return self._info
 
-    async def _say_held_around(self, request: web.Request) -> Any:
-        return await self._keeping.held_by_all(request.match_info["job"])
+    async def _get_held_by_all(self, request: web.Request) -> Any:
+        return await self._agent.held_by_all(request.match_info["job"])
 
     async def _begin(self, request: web.Request) -> Any:
-        self._keeping.begin(await _read(request, ProtectedRun))
+        self._agent.begin(await _read(request, ProtectedRun))
         return {}
 
-    async def _bring(self, request: web.Request) -> Any:
-        return await self._bringing.fetch(await _read(request, FetchRequest))
+    async def _fetch(self, request: web.Request) -> Any:
+        return await self._fetcher.fetch(await _read(request, FetchRequest))
 
     async def _remove_everywhere(self, request: web.Request) -> Any:
-        await self._keeping.remove(request.match_info["job"], everywhere=True)
+        await self._agent.remove(request.match_info["job"], everywhere=True)
         return {}
 
     # --- other keepers ---------------------------------------------------------------------------
 
-    async def _say_held(self, request: web.Request) -> Any:
-        return self._keeping.held(request.match_info["job"])
+    async def _get_held(self, request: web.Request) -> Any:
+        return self._agent.held(request.match_info["job"])
 
     async def _pin(self, request: web.Request) -> Any:
-        await self._keeping.pin(await _read(request, ProtectRequest))
+        await self._agent.pin(await _read(request, ProtectRequest))
         return {}
 
     async def _copy(self, request: web.Request) -> Any:
-        await self._keeping.copy(await _read(request, ProtectRequest))
+        await self._agent.copy(await _read(request, ProtectRequest))
         return {}
 
     async def _settle(self, request: web.Request) -> Any:
-        await self._keeping.settle(await _read(request, ProtectRequest))
+        await self._agent.settle(await _read(request, ProtectRequest))
         return {}
 
     async def _remove(self, request: web.Request) -> Any:
-        await self._keeping.remove(request.match_info["job"], everywhere=False)
+        await self._agent.remove(request.match_info["job"], everywhere=False)
         return {}
 
 

@@ -44,21 +44,21 @@ class SnapshotFetcher:
         :raises PeerError: something is missing; the message says what.
         """
         job = self._root / wanted.job
-        place = job / f"bring-{wanted.generation}-{wanted.step}"
+        directory = job / f"bring-{wanted.generation}-{wanted.step}"
         try:
             job.mkdir(mode=0o700, parents=True, exist_ok=True)
             for older in job.glob("bring-*"):
-                if older != place:
+                if older != directory:
                     shutil.rmtree(older, ignore_errors=True)
-            place.mkdir(mode=0o700, exist_ok=True)
-            own = place / f"own-{wanted.rank}" if wanted.own else None
-            shared = place / "shared" if wanted.shards else None
+            directory.mkdir(mode=0o700, exist_ok=True)
+            own = directory / f"own-{wanted.rank}" if wanted.own else None
+            shared = directory / "shared" if wanted.shards else None
             if own is not None:
-                await self._once(own, lambda draft: self._bring_own(wanted, draft))
+                await self._once(own, lambda draft: self._fetch_own(wanted, draft))
             if shared is not None:
-                await self._once(shared, lambda draft: self._bring_shared(wanted, draft))
+                await self._once(shared, lambda draft: self._fetch_shared(wanted, draft))
         except OSError as error:
-            raise PeerError(f"{place} cannot be filled: {error.strerror or error}") from None
+            raise PeerError(f"{directory} cannot be filled: {error.strerror or error}") from None
         return FetchResult(own=str(own or ""), shared=str(shared or ""))
 
     async def _once(self, path: Path, make: Callable[[Path], Awaitable[None]]) -> None:
@@ -69,9 +69,9 @@ class SnapshotFetcher:
                 await make(draft)
                 draft.replace(path)
 
-    # --- a rank's own ----------------------------------------------------------------------------
+    # --- a rank's own image ----------------------------------------------------------------------
 
-    async def _bring_own(self, wanted: FetchRequest, draft: Path) -> None:
+    async def _fetch_own(self, wanted: FetchRequest, draft: Path) -> None:
         problem = PeerError("no source has it")
         # Own memory first, although it holds this rank's image only where the ranks changed their hosts.
         for address in sorted(wanted.own, key=lambda a: a != self._address):
@@ -83,11 +83,11 @@ class SnapshotFetcher:
                     raise PeerError(f"{source} does not have step {wanted.step} any more")
                 parts = own_parts(found)
                 first = parts[0].offset
-                with _Filled(draft, parts[-1].offset + parts[-1].size_bytes - first) as data:
+                with _MappedFile(draft, parts[-1].offset + parts[-1].size_bytes - first) as data:
                     memory = data.data
                     await self._client.fetch(
                         Fetch(
-                            locations=(_located(source, wanted, part),),
+                            locations=(_location(source, wanted, part),),
                             first=0,
                             into=memory[part.offset - first : part.offset - first + part.size_bytes],
                         )
@@ -99,9 +99,9 @@ class SnapshotFetcher:
                 log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(error))
         raise problem
 
-    # --- what is shared --------------------------------------------------------------------------
+    # --- shared state ----------------------------------------------------------------------------
 
-    async def _bring_shared(self, wanted: FetchRequest, draft: Path) -> None:
+    async def _fetch_shared(self, wanted: FetchRequest, draft: Path) -> None:
         layout, code = _shards(wanted.layout), make_code(wanted.layout.scheme, wanted.layout.owners)
         everybody = frozenset(range(code.owners))
         here = frozenset(owner for owner, address in wanted.shards.items() if address == self._address)
@@ -117,10 +117,10 @@ class SnapshotFetcher:
                 )
             try:
                 shards = {owner: await self._shard(wanted, owner) for owner in present}
-                with _Filled(draft, code.owners * code.cells * layout.cell_bytes) as data:
+                with _MappedFile(draft, code.owners * code.cells * layout.cell_bytes) as data:
                     await self._assemble(wanted, layout, present, shards, data)
                 return
-            except _Bad as error:
+            except _BadShard as error:
                 if lost == everybody - here:
                     lost = set(everybody - set(wanted.shards))  # This host's memory was not enough.
                 lost.add(error.owner)
@@ -142,16 +142,16 @@ class SnapshotFetcher:
                 held, manifests = (), found.manifests if found else ()
                 damaged = found.corrupt if found else ()
         except PeerError as error:
-            raise _Bad(owner, str(error)) from None
+            raise _BadShard(owner, str(error)) from None
         for number, manifest in enumerate(manifests):
             layout = manifest.layout
             if (manifest.generation, layout.get("owner")) == (wanted.generation, owner):
                 parts = sorted((p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset)
                 bad = [part.name for part in parts if part.name in damaged]
                 if bad:
-                    raise _Bad(owner, f"{source} has a corrupt {bad[0]}")
+                    raise _BadShard(owner, f"{source} has a corrupt {bad[0]}")
                 return _Shard(owner, source, parts, held[number] if held else None)
-        raise _Bad(owner, f"{source} does not have its shard of step {wanted.step} any more")
+        raise _BadShard(owner, f"{source} does not have its shard of step {wanted.step} any more")
 
     async def _assemble(
         self,
@@ -202,12 +202,12 @@ class SnapshotFetcher:
             if shard.held is not None:
                 await asyncio.to_thread(self._read_here, shard, part, low - part.offset, target)
             else:
-                place = _located(shard.source, wanted, part)
-                fetches.append(Fetch(locations=(place,), first=low - part.offset, into=target.data))
+                directory = _location(shard.source, wanted, part)
+                fetches.append(Fetch(locations=(directory,), first=low - part.offset, into=target.data))
         try:
             await self._client.fetch(fetches)
         except PeerError as error:
-            raise _Bad(shard.owner, str(error)) from None
+            raise _BadShard(shard.owner, str(error)) from None
 
     def _read_here(self, shard: "_Shard", part: SnapshotPart, first: int, target: Bytes) -> None:
         assert shard.held is not None
@@ -215,7 +215,7 @@ class SnapshotFetcher:
         target[:] = memory[first : first + len(target)]
         whole = target if len(target) == part.size_bytes else memory
         if not part.is_intact(whole):
-            raise _Bad(shard.owner, f"{part.name} in this host's memory changed since it was written")
+            raise _BadShard(shard.owner, f"{part.name} in this host's memory changed since it was written")
 
 
 class _Shard:
@@ -227,7 +227,7 @@ class _Shard:
         self.owner, self.source, self.parts, self.held = owner, source, parts, held
 
 
-class _Bad(Exception):
+class _BadShard(Exception):
     """An owner's shard cannot be used."""
 
     def __init__(self, owner: int, detail: str) -> None:
@@ -235,7 +235,7 @@ class _Bad(Exception):
         self.owner = owner
 
 
-class _Filled:
+class _MappedFile:
     """A new mapped file of ``size_bytes``, whose pages are allocated at once, so that a full memory is an
     error.
     """
@@ -260,5 +260,5 @@ def _shards(layout: RankSnapshotLayout) -> ShardLayout:
     return ShardLayout(code=make_code(layout.scheme, layout.owners), bucket_bytes=layout.shared_bytes)
 
 
-def _located(source: SnapshotSource, wanted: FetchRequest, part: SnapshotPart) -> PartLocation:
+def _location(source: SnapshotSource, wanted: FetchRequest, part: SnapshotPart) -> PartLocation:
     return PartLocation(source=source, job_id=wanted.job, step=wanted.step, part=part)

@@ -272,7 +272,9 @@ def test_snapshots_are_off_until_a_job_file_asks_for_them(tmp_path: Path) -> Non
 
 
 def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"'raid' is no protection; there are none, arc:k .*aec2"):
+    with pytest.raises(
+        ConfigurationError, match=r"'raid' is not a protection scheme; use none, arc:k .*aec2"
+    ):
         load_job(write(tmp_path, changed("snapshot.protection", "raid")))
     with pytest.raises(ConfigurationError, match=r"snapshot.every_steps.*1 or more"):
         load_job(write(tmp_path, changed("snapshot.every_steps", -1)))

@@ -90,7 +90,7 @@ def play(
 ) -> None:
     async def main() -> None:
         await body(
-            NodeFaultInjector(node="node-1", devices=devices, allowed=allowed, hands=hands, memory=hands)
+            NodeFaultInjector(node="node-1", devices=devices, allowed=allowed, actions=hands, memory=hands)
         )
 
     asyncio.run(main())

@@ -97,7 +97,7 @@ def heard(frame: protocol.Report) -> list[Event]:
     )
     trainer = TrainerProcess(device=1, pid=99)
     trainer.exited.set()
-    supervisor._hear(trainer, frame)
+    supervisor._handle_report(trainer, frame)
     return events
 
 

@@ -292,12 +292,12 @@ def part(**changes: Any) -> SnapshotPart:
     ("parts", "says"),
     [
         ((), "0 parts"),
-        ((part(name="../x"),), "no part"),
-        ((part(name="x" * 300),), "no part"),
-        ((part(digest="zz"),), "no part"),
-        ((part(size_bytes=-1),), "inside of another one"),
-        ((part(offset=-64),), "inside of another one"),
-        ((part(), part(name="b")), "inside of another one"),
+        ((part(name="../x"),), "not a valid part"),
+        ((part(name="x" * 300),), "not a valid part"),
+        ((part(digest="zz"),), "not a valid part"),
+        ((part(size_bytes=-1),), "inside of another part"),
+        ((part(offset=-64),), "inside of another part"),
+        ((part(), part(name="b")), "inside of another part"),
         ((part(), part(offset=SIZE)), "same name"),
         ((part(offset=1 << 40),), "impossible offsets"),
         (tuple(part(name=f"p{n}", offset=0, size_bytes=0) for n in range(5000)), "5000 parts"),
@@ -390,7 +390,7 @@ def test_a_newer_offer_replaces_an_older_one_but_not_the_reverse() -> None:
         assert (await pair.offer())[0] == 200
         newer = encode_record(offered(step=6))
         assert (await pair.ask(f"PUT /v1/{JOB}/6/copies/n0/0", newer))[0] == 200
-        assert (await pair.offer()) == (409, "a copy of step 6 has begun")
+        assert (await pair.offer()) == (409, "a copy of step 6 is being received")
         header = f"Content-Range: bytes 0-{SIZE - 1}/{SIZE}\r\n"
         assert (await pair.ask(f"PUT {PLACE}/{PART}", DATA.tobytes(), header))[0] == 409
 
@@ -432,7 +432,9 @@ def test_a_peer_that_breaks_the_contract_stalls_or_is_gone_is_named() -> None:
 
         assert "malformed answer" in await answers(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nrubbish")
         assert "holds no copies" in await answers(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
-        assert "answered 302" in await answers(b"HTTP/1.1 302 X\r\nLocation: /\r\nContent-Length: 0\r\n\r\n")
+        assert "answered with status 302" in await answers(
+            b"HTTP/1.1 302 X\r\nLocation: /\r\nContent-Length: 0\r\n\r\n"
+        )
         with pytest.raises(PeerError, match=r"n1 .*6 times"):
             await pair.send(to=SnapshotSource(node="n1", address="127.0.0.1:1"))
 

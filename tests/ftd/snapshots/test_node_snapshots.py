@@ -220,7 +220,7 @@ def test_a_trainer_that_finds_borrowed_bytes_corrupt_gets_copies_once() -> None:
         assert len(sent) == 3 and len(daemon.events) == 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ftd.snapshots.restoring.read_plan._LEAST_LENT_BYTES", 64)
+        patch.setattr("ftd.snapshots.restoring.read_plan._MIN_BORROWED_BYTES", 64)
         with_daemon(body)
 
 

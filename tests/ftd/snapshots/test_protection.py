@@ -285,8 +285,8 @@ def test_a_job_says_how_its_snapshots_are_protected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "scheme", "says"),
     [
-        (3, "raid", "--protection: 'raid' is no protection; there are none, arc:k"),
-        (3, "none+aec", "--protection: 'none+aec': none cannot be joined"),
+        (3, "raid", "--protection: 'raid' is not a protection scheme; use none, arc:k"),
+        (3, "none+aec", "--protection: 'none+aec': none cannot be combined"),
         (17, "arc:1+aec2", "--protection: aec2 is for groups of up to 16 owners, not 17 (give another"),
         (5000, "aec", "--protection: aec is too much to work out for groups of 5000 owners"),
     ],

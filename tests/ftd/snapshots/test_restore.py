@@ -35,7 +35,7 @@ STEP = 40
 
 @pytest.fixture(autouse=True)
 def little_is_lent_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftd.snapshots.restoring.read_plan._LEAST_LENT_BYTES", 64)
+    monkeypatch.setattr("ftd.snapshots.restoring.read_plan._MIN_BORROWED_BYTES", 64)
 
 
 @dataclass(slots=True, kw_only=True)

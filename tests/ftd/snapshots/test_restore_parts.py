@@ -145,7 +145,7 @@ async def repaired(
     return found
 
 
-# --- owners that are cut differently ---------------------------------------------------------------
+# --- owners with different cuts --------------------------------------------------------------------
 
 COUNTS = [40, 7, 1]
 """Number of elements of each parameter of layer 7."""

@@ -141,7 +141,7 @@ def test_a_certificate_of_another_authority_is_rejected(authority: Authority, tm
     stranger = Authority.make(tmp_path / "stranger")
 
     async def body(node: Node) -> None:
-        with pytest.raises(PeerError, match=r"is refused: .*authority in node.snapshot_tls_ca"):
+        with pytest.raises(PeerError, match=r"is rejected: .*authority in node.snapshot_tls_ca"):
             await fetched(node, authority.tls("127.0.0.1"))
 
     with_node(stranger.tls("127.0.0.1"), body)

@@ -296,7 +296,7 @@ def test_silent_connections_are_closed_and_bounded(monkeypatch: pytest.MonkeyPat
     with_node(body, greeting_s=1.5)
 
 
-# --- peers that cannot be trusted --------------------------------------------------------------------
+# --- untrusted peers ---------------------------------------------------------------------------------
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Behaviour = Callable[[asyncio.StreamWriter, int, int], Awaitable[None]]
@@ -450,12 +450,12 @@ async def hangs_up(writer: asyncio.StreamWriter, first: int, end: int) -> None:
         (endless_head, SIZE, "malformed answer"),
         (said_twice, SIZE, "malformed answer.*repeated"),
         (wrong_bytes, SIZE, "bytes that differ from what was written"),
-        (wrong_bytes, SIZE - 7, "bytes that differ of .* than it said"),
+        (wrong_bytes, SIZE - 7, "sent bytes of .* that do not match its digest"),
         (longer, SIZE, "of length 1099511627776"),
         (other_range, SIZE, "answered bytes 0-"),
         (no_length, SIZE, "of length None"),
         (no_digest, SIZE - 7, "no digest"),
-        (elsewhere, SIZE, "answered 302"),
+        (elsewhere, SIZE, "answered with status 302"),
         (packed, SIZE, "bytes that differ"),
         (silence, SIZE, "6 times"),
         (stalls, SIZE, "6 times"),
