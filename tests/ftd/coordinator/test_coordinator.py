@@ -80,7 +80,7 @@ def test_a_job_starts_on_a_node_and_its_history_is_recorded(daemon: Daemon, tmp_
             assert state["job"] == {"id": job_id, "name": "gpt", "steps": 100, "global_batch": 16}
             assert state["nodes"]["node-0"]["in_plan"]
             retained = await client.state()
-            assert retained["schema"] == 1 and retained["coordinator"] > 0
+            assert retained["schema"] == 2 and retained["coordinator"] > 0
             names = await events_of(client)
             assert {"CoordinatorStarted", "NodeJoined", "JobSubmitted"} <= set(names)
             wanted = ["GenerationStarted", "PlanChosen", "TrainingResumed", "RecoveryCompleted"]

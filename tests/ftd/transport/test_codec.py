@@ -742,7 +742,7 @@ def test_other_public_messages_are_decoded_as_they_were() -> None:
         host="h",
     )
     assert decode_json(encode_json(state), NodeStateMessage) == state
-    assert msgspec.json.decode(encode_json(state))["schema"] == 1
+    assert msgspec.json.decode(encode_json(state))["schema"] == 2
 
 
 @pytest.mark.parametrize(
