@@ -68,7 +68,7 @@ class Timing:
     this often while they built the model cannot build it.
     """
 
-    # --- who leads (coordinators) ---
+    # --- election (coordinators) ----
     leader_heartbeat_s: float = 0.5
     """Period of the leading coordinator's heartbeat."""
     leader_silence_s: float = 2.5

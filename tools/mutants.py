@@ -535,7 +535,7 @@ class Run:
         print(f"\r{name}: {self._done} of {count}", end="", file=sys.__stderr__, flush=True)
 
 
-# --- what is known and what is reported ----------------------------------------------------------
+# --- known mutants and the report ----------------------------------------------------------------
 
 
 def explained() -> dict[tuple[str, str], str]:

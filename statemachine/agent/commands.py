@@ -84,7 +84,7 @@ def obey(a: Agent, command: Command) -> None:
             assert_never(command)
 
 
-# --- saying where we are -------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------
 
 
 def send_hello(a: Agent) -> None:

@@ -15,14 +15,14 @@ from statemachine.agent.state import HANG_CHECK, Agent, Trainer, TrainerPhase
 from statemachine.messages.trainer import TrainerHeartbeat
 
 
-def take_heartbeat(a: Agent, trainer: Trainer, beat: TrainerHeartbeat) -> None:
+def take_heartbeat(a: Agent, trainer: Trainer, heartbeat: TrainerHeartbeat) -> None:
     trainer.heartbeat_at = a.at
     trainer.starved_s = 0.0
-    trainer.reading = beat.reading
-    trainer.build_progress = beat.build_progress
-    if beat.waiting or beat.progress != trainer.progress:
+    trainer.reading = heartbeat.reading
+    trainer.build_progress = heartbeat.build_progress
+    if heartbeat.waiting or heartbeat.progress != trainer.progress:
         trainer.progress_at = a.at
-        trainer.progress = beat.progress
+        trainer.progress = heartbeat.progress
 
 
 def add_starved_time(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:

@@ -334,7 +334,7 @@ class AgentMachine:
             delay = a.timing.restart_backoff_s * 2 ** min(tries - 1, 16)
             a.set_timer(RESTART, min(delay, a.timing.restart_backoff_max_s))
 
-    # --- time, and the end ----------------------------------------------------------------------
+    # --- timers, and leaving --------------------------------------------------------------------
 
     def _timer(self, event: TimerFired) -> None:
         a = self._a

@@ -34,7 +34,7 @@ def cancel(a: Agent, command: CancelPersist) -> None:
     # The order itself is remembered, since a late duplicate of it would begin again.
     stop(a)
     if a.persist_answer is None:
-        a.persist_answer = _failed(a.persist_order, "it was given up")
+        a.persist_answer = _failed(a.persist_order, "it was cancelled")
 
 
 def stop(a: Agent) -> None:

@@ -49,13 +49,13 @@ def order_snapshot(a: Agent, command: TakeSnapshot) -> None:
 
 def retain(a: Agent, command: RetainSnapshot) -> None:
     """Retain a snapshot. The coordinator repeats the command until a heartbeat confirms it."""
-    said = command.lineage, command.step
-    old = said < (a.retained_lineage, a.retained_step) or command.lineage < a.lineage
+    order = command.lineage, command.step
+    old = order < (a.retained_lineage, a.retained_step) or command.lineage < a.lineage
     if a.job is None or command.job_id != a.job.job_id or old:
         a.ignore("a KeepSnapshot of another job or of an older snapshot")
         return
-    news, a.retained_step, a.pinned_step = (
-        said > (a.retained_lineage, a.retained_step),
+    is_new, a.retained_step, a.pinned_step = (
+        order > (a.retained_lineage, a.retained_step),
         command.step,
         command.pinned,
     )
@@ -71,7 +71,7 @@ def retain(a: Agent, command: RetainSnapshot) -> None:
             send_retained(a, one.device)
     if a.local_snapshot is not None and a.local_snapshot.started.step <= a.retained_step:
         a.local_snapshot = None
-    if news:
+    if is_new:
         end_snapshot(a, f"the snapshot of step {a.retained_step} is complete everywhere")
 
 
@@ -192,20 +192,20 @@ def note_written(a: Agent, device: int, report: trainer.ShardWritten) -> None:
     """Record a written part. With the last trainer that has a rank, the node's part is complete in its own
     memory.
     """
-    underway = a.local_snapshot
-    if underway is None or a.resume is None or a.job is None or underway.written is not None:
+    local = a.local_snapshot
+    if local is None or a.resume is None or a.job is None or local.written is not None:
         return
-    if (report.generation, report.step) != (underway.started.generation, underway.started.step):
+    if (report.generation, report.step) != (local.started.generation, local.started.step):
         return
-    underway.shards[device] = report
+    local.shards[device] = report
     committed = a.history.get(report.step)
-    if committed is None or any(one not in underway.shards for one in a.ranked_devices(a.resume)):
+    if committed is None or any(one not in local.shards for one in a.ranked_devices(a.resume)):
         return
-    shards = underway.shards.values()
+    shards = local.shards.values()
     a.snapshots.append(
         HeldSnapshot(job_id=a.job.job_id, step=report.step, generation=report.generation),
     )
-    underway.written = SnapshotCompleted(
+    local.written = SnapshotCompleted(
         generation=report.generation,
         step=report.step,
         vote=committed.vote,
@@ -213,9 +213,9 @@ def note_written(a: Agent, device: int, report: trainer.ShardWritten) -> None:
         copy_s=max(shard.copy_s for shard in shards),
         stall_s=max(shard.stall_s for shard in shards),
     )
-    buddy = a.resume.replica_peers.get(a.name)
-    if buddy is None:
-        complete(a, underway.written)
+    peer = a.resume.replica_peers.get(a.name)
+    if peer is None:
+        complete(a, local.written)
         return
     a.out.append(
         SendSnapshotCopy(
@@ -223,17 +223,17 @@ def note_written(a: Agent, device: int, report: trainer.ShardWritten) -> None:
             job_id=a.job.job_id,
             step=report.step,
             generation=report.generation,
-            replica_peer=buddy,
+            replica_peer=peer,
         )
     )
 
 
 def note_copied(a: Agent, event: SnapshotCopyCommitted) -> None:
     """Complete the node's part, now that its replica peer holds a copy and this host may fail."""
-    underway = a.local_snapshot
-    if underway is None or underway.written is None or underway.completed is not None:
+    local = a.local_snapshot
+    if local is None or local.written is None or local.completed is not None:
         return
-    written = underway.written
+    written = local.written
     if (event.generation, event.step) == (written.generation, written.step):
         complete(a, replace(written, size_bytes=written.size_bytes + event.size_bytes))
 
@@ -246,14 +246,14 @@ def complete(a: Agent, part: SnapshotCompleted) -> None:
 
 
 def note_failed(a: Agent, failure: SnapshotFailed) -> None:
-    underway = a.local_snapshot
+    local = a.local_snapshot
     if (
-        underway is None
-        or underway.completed is not None
+        local is None
+        or local.completed is not None
         or (failure.generation, failure.step)
         != (
-            underway.started.generation,
-            underway.started.step,
+            local.started.generation,
+            local.started.step,
         )
     ):
         return

@@ -202,13 +202,13 @@ class Agent:
     """Pids of processes that this agent ended: late messages about them do not count."""
     ignored: Counter[str] = field(default_factory=Counter)
 
-    # --- the step under way ---
+    # --- current step ---------
     at: float = 0.0
     cause: str = ""
     due: dict[str, float] = field(default_factory=dict)
     out: list[Effect] = field(default_factory=list)
 
-    # --- facts ---
+    # --- derived state ---
 
     @property
     def built(self) -> bool:
@@ -264,7 +264,7 @@ class Agent:
         )
         return medians if any(medians) else None
 
-    # --- verbs ---
+    # --- operations ---
 
     def send(self, signal: Signal) -> None:
         self.out.append(SendSignal(cause=self.cause, signal=signal))

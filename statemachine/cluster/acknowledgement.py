@@ -30,7 +30,9 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import NodeActivity
 
-Lost = Literal["report", "Prepare", "Quiesce", "Resume", "Released", "Snap", "Persist", "CancelPersist"]
+Lost = Literal[
+    "report", "Prepare", "Quiesce", "Resume", "Release", "TakeSnapshot", "Persist", "CancelPersist"
+]
 """A report of the node, or the order that it lacks."""
 
 _BUILT = frozenset(NodeActivity) - {NodeActivity.NONE, NodeActivity.BUILDING}
@@ -73,31 +75,35 @@ def repeat_orders(c: Cluster) -> None:
             _SEND[lost](c, nodes)
 
 
-# --- what is lost --------------------------------------------------------------------------------
+# --- finding lost messages -----------------------------------------------------------------------
 
 
-def _lost(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
+def _lost(c: Cluster, node: NodeMachine, generation: int, reported: Acknowledgement) -> Lost | None:
     """Return what has not arrived, at the node or here, judging by one heartbeat; ``None``: nothing."""
-    job, activity = c.job, said.activity
+    job, activity = c.job, reported.activity
     if node.released:
-        return "Released" if said.leaving or activity is not NodeActivity.NONE else None
-    if said.leaving and not node.leaving:
+        return "Release" if reported.leaving or activity is not NodeActivity.NONE else None
+    if reported.leaving and not node.leaving:
         return "report"
-    if job is None or not c.active or said.job_id != job.job_id:
+    if job is None or not c.active or reported.job_id != job.job_id:
         if job is not None and c.active and node.prepare_sent:
             return "Prepare"
         # Its Hello is answered with a Stop for a job that is not under way.
-        return "report" if said.job_id is not None or (c.active and node.prepared) else None
+        return "report" if reported.job_id is not None or (c.active and node.prepared) else None
     if node.prepare_sent or node.prepared:
         built = activity in _BUILT
         if built == node.prepare_sent:
             # It has built the job, and Prepared was lost; or TrainerLost was.
             return "report"
-    return _lost_in_generation(c, node, generation, said) or _lost_of_snapshots(c, node, generation, said)
+    return _lost_in_generation(c, node, generation, reported) or _lost_of_snapshots(
+        c, node, generation, reported
+    )
 
 
-def _lost_in_generation(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
-    state, activity = c.state, said.activity
+def _lost_in_generation(
+    c: Cluster, node: NodeMachine, generation: int, reported: Acknowledgement
+) -> Lost | None:
+    state, activity = c.state, reported.activity
     if isinstance(state, Quiescing):
         if node.name not in state.expected or node.name in state.reports:
             return None
@@ -115,37 +121,39 @@ def _lost_in_generation(c: Cluster, node: NodeMachine, generation: int, said: Ac
     lost = activity is NodeActivity.PREPARED  # Its trainers are new, and TrainerLost was lost.
     lost = lost or (activity in _RESUMED and node.name not in state.resumed)
     lost = lost or (activity is NodeActivity.FINISHED and node.name not in state.finished)
-    lost = lost or said.restore_failed
-    lost = lost or (said.suspects_peer and SUSPICION not in c.due)
+    lost = lost or reported.restore_failed
+    lost = lost or (reported.suspects_peer and SUSPICION not in c.due)
     return "report" if lost else None
 
 
-def _lost_of_snapshots(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
-    underway, writing, state = c.snapshots.pending, c.checkpoints.writing, c.state
+def _lost_of_snapshots(
+    c: Cluster, node: NodeMachine, generation: int, reported: Acknowledgement
+) -> Lost | None:
+    pending, writing, state = c.snapshots.pending, c.checkpoints.writing, c.state
     if (
-        underway is not None
+        pending is not None
         and isinstance(state, TrainingGroup)
-        and generation == state.generation == underway.generation
+        and generation == state.generation == pending.generation
     ):
         if (
-            node.name not in underway.completed
-            and said.snapshot_reported
-            and said.snapshot_reported == underway.step
+            node.name not in pending.completed
+            and reported.snapshot_reported
+            and reported.snapshot_reported == pending.step
         ):
             return "report"
-        if node.name in underway.ordered and said.snap_after < underway.snap_after:
-            return "Snap"
+        if node.name in pending.ordered and reported.snap_after < pending.snap_after:
+            return "TakeSnapshot"
     if writing is not None:
         if node.name in writing.shares and node.name not in writing.files:
-            if said.persist_attempt != writing.attempt:
+            if reported.persist_attempt != writing.attempt:
                 return "Persist"
-            return "report" if said.persist_reported else None
-    elif said.persist_attempt and not said.persist_reported:
+            return "report" if reported.persist_reported else None
+    elif reported.persist_attempt and not reported.persist_reported:
         return "CancelPersist"
     return None
 
 
-# --- sending again -------------------------------------------------------------------------------
+# --- repeating orders ----------------------------------------------------------------------------
 
 
 def _to_all(command: Callable[[Cluster], Command | None]) -> Callable[[Cluster, list[NodeMachine]], None]:
@@ -166,10 +174,10 @@ def _resume(c: Cluster) -> Resume | None:
 
 
 def _snap(c: Cluster) -> TakeSnapshot | None:
-    underway = c.snapshots.pending
+    pending = c.snapshots.pending
     return (
-        TakeSnapshot(generation=underway.generation, after_step=underway.snap_after)
-        if underway is not None
+        TakeSnapshot(generation=pending.generation, after_step=pending.snap_after)
+        if pending is not None
         else None
     )
 
@@ -185,7 +193,7 @@ _SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
     "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.prepare_sent]),
     "Quiesce": _to_all(_quiesce),
     "Resume": _to_all(_resume),
-    "Released": _to_all(lambda _: Release()),
-    "Snap": _to_all(_snap),
+    "Release": _to_all(lambda _: Release()),
+    "TakeSnapshot": _to_all(_snap),
     "Persist": _persist,
 }

@@ -123,8 +123,8 @@ def follow_running(c: Cluster, group: Running) -> None:
     schedule_join(c)
     if c.recovery is not None:
         return
-    buddies = sorted(set(group.resumption.replica_peers.values()))
-    lost = [name for name in buddies if name not in c.nodes or not c.nodes[name].alive]
+    peers = sorted(set(group.resumption.replica_peers.values()))
+    lost = [name for name in peers if name not in c.nodes or not c.nodes[name].alive]
     if JOIN not in c.due and request_changed(c, group):
         # Another protection was requested than this group was planned with: a boundary, and the same plan.
         why = f"snapshots get another protection: {requested_protection(c)}"

@@ -186,21 +186,21 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
     if c.profiler == node.name and signal.profile is None:
         c.ignore("prepared without the profile that was asked for", node.name)
         return
-    news = not node.prepared
+    newly_prepared = not node.prepared
     mark_healthy(c, node)
     if signal.profile is not None and c.profiled is None:
         c.profiled = ProfiledJob(job=job, profile=signal.profile)
         c.profiler = None
         c.persist()
-    if news:
+    if newly_prepared:
         c.publish()
 
 
 def take_build_progress(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """Record how far a node is with building the model, which people see before the start."""
-    doing = signal.build_progress[:MAX_BUILD_PROGRESS_CHARACTERS] if node.prepare_sent else ""
-    if doing != node.build_progress:
-        node.build_progress = doing
+    build_progress = signal.build_progress[:MAX_BUILD_PROGRESS_CHARACTERS] if node.prepare_sent else ""
+    if build_progress != node.build_progress:
+        node.build_progress = build_progress
         if c.phase is ClusterPhase.WAITING:
             c.publish()
 
@@ -311,7 +311,7 @@ def maybe_finish(c: Cluster, group: Running) -> None:
     end_job(c, PhaseEvent.JOB_ENDED, f"finished after {job.steps} steps", "JobFinished", checksum=checksum)
 
 
-# --- level-triggered: run after every event that changed something --------------------------------
+# --- level-triggered: called after every event that changed something -----------------------------
 
 
 def reconcile(c: Cluster) -> None:

@@ -321,7 +321,7 @@ class ClusterMachine:
             progress.check_gaps(c)
             for node in silent_nodes(c):
                 c.cause = f"silence:{node.name}:{node.incarnation}"
-                reason = f"nothing heard from {node.name} for {c.timing.silence_s} s"
+                reason = f"nothing was heard from {node.name} for {c.timing.silence_s} s"
                 recovery.lose_node(c, node, "silence", reason)
             repeat_orders(c)
             remove_absent(c)

@@ -428,7 +428,7 @@ def mark_healthy(c: Cluster, node: NodeMachine) -> None:
         c.emit("NodeRecovered", f"the trainers of {node.name} are back", node=node.name)
 
 
-# --- gone for good --------------------------------------------------------------------------------
+# --- removal --------------------------------------------------------------------------------------
 
 MIN_LISTED_OFFLINE = 100
 """Nodes that stay listed at least, so that people can see what became of them."""
@@ -443,11 +443,11 @@ def remove_absent(c: Cluster) -> None:
     over = len(offline) - max(MIN_LISTED_OFFLINE, len(c.nodes) - len(offline))
     late = c.at - c.timing.remove_offline_s
     due = [node for number, node in enumerate(offline) if number < over or node.heard_at <= late]
-    kept = needed_nodes(c) if due else frozenset()
-    gone = [node for node in due if node.name not in kept]
-    if not gone:
+    needed = needed_nodes(c) if due else frozenset()
+    removed = [node for node in due if node.name not in needed]
+    if not removed:
         return
-    for node in gone:
+    for node in removed:
         _remove(c, node)
     c.persist()
     c.publish()

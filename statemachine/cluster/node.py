@@ -115,7 +115,7 @@ class NodeMachine:
     returning: bool = False
     """Whether it lost a trainer and has not taken part since."""
     counted_in: int = 0
-    """Last resumed generation whose decision counted this node's report. See ``rules.trusted``."""
+    """Last resumed generation whose decision counted this node's report. See ``rules.is_trusted``."""
     obeyed: int = 0
     """Highest generation that this incarnation reported to have obeyed; whatever it sent before that is stale."""
     lost_after: int = 0
@@ -124,7 +124,7 @@ class NodeMachine:
     """Whether it said goodbye or was fenced, so that it cannot return with its state."""
     step: int = 0
     microbatch_ms: tuple[float, ...] = ()
-    """``Heartbeat.microbatch_ms``, as last reported under generation ``timed_in``."""
+    """``Heartbeat.microbatch_ms``, as last reported under ``timed_generation``."""
     timed_generation: int = 0
     speed: float = 1.0
     """Speed that plans assume: below 1 for a straggler, relative to the others (``stragglers``)."""
@@ -139,10 +139,10 @@ class NodeMachine:
     retained_step: int | None = None
     """``Heartbeat.retained_step``, as reported since the last Hello."""
     retain_sent_step: int = 0
-    """Step of the last ``RetainSnapshot``, which was sent at ``keep_said_at``."""
+    """Step of the last ``RetainSnapshot``, which was sent at ``retain_sent_at``."""
     retain_sent_at: float = 0.0
     retired: tuple[int, ...] = ()
-    """Past incarnations of this name, the last ``RETIRED_KEPT``."""
+    """Past incarnations of this name, the last ``MAX_RETIRED``."""
 
     def feed(self, event: NodeEvent) -> bool:
         """Take one step in the table; return ``False`` if the table ignores the event in this state."""

@@ -44,7 +44,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     steps = [s for s in signal.steps if fresh or s.step <= progress.known_step]
     if len(steps) < len(signal.steps):
         c.ignore("steps of an older generation", node.name)
-    before, told = progress.known_step, progress.published_step
+    before, published_before = progress.known_step, progress.published_step
     learn(c, steps)
     if fresh and steps and signal.step_s > 0:
         progress.step_s = signal.step_s
@@ -60,9 +60,9 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
         publish_steps(c)
         c.dirty = True
     _take_missed(c, node, signal)
-    if signal.requested_first == told + 1:
+    if signal.requested_first == published_before + 1:
         c.cancel_timer(STEPS)
-        if progress.published_step == told:
+        if progress.published_step == published_before:
             progress.lacking.add(node.name)
         if progress.published_step < progress.known_step and progress.pending:
             request_missing(c)
@@ -223,11 +223,13 @@ def request_missing(c: Cluster) -> None:
     progress = c.progress
     if STEPS in c.due:
         return
-    names = [node.name for node in c.alive() if node.prepared and node.name not in progress.lacking]
+    candidates = [node.name for node in c.alive() if node.prepared and node.name not in progress.lacking]
     last = min(progress.pending) - 1 if progress.pending else progress.known_step
-    if names:
-        after = [name for name in names if progress.asked_node is not None and name > progress.asked_node]
-        progress.asked_node = (after or names)[0]
+    if candidates:
+        after = [
+            name for name in candidates if progress.asked_node is not None and name > progress.asked_node
+        ]
+        progress.asked_node = (after or candidates)[0]
         c.send(c.nodes[progress.asked_node], RequestSteps(first=progress.published_step + 1, last=last))
         c.set_timer(STEPS, c.timing.steps_request_s)
     elif progress.pending and isinstance(c.state, Running):
@@ -236,7 +238,7 @@ def request_missing(c: Cluster) -> None:
         publish_steps(c)
 
 
-# --- reported by another coordinator, and unknown to this one ------------------------------------------
+# --- steps that only another coordinator published -----------------------------------------------------
 
 
 def take_steps_missed(c: Cluster, event: StepsMissed) -> None:
@@ -257,12 +259,14 @@ def take_steps_missed(c: Cluster, event: StepsMissed) -> None:
 
 def _request_missed(c: Cluster) -> None:
     progress = c.progress
-    names = [node.name for node in c.alive() if node.prepared and node.name not in progress.missed_lacking]
-    if progress.missed is None or not names:
+    candidates = [
+        node.name for node in c.alive() if node.prepared and node.name not in progress.missed_lacking
+    ]
+    if progress.missed is None or not candidates:
         progress.missed = None
         return
-    progress.missed_asked_node = names[0]
-    c.send(c.nodes[names[0]], RequestSteps(first=progress.missed[0], last=progress.missed[1]))
+    progress.missed_asked_node = candidates[0]
+    c.send(c.nodes[candidates[0]], RequestSteps(first=progress.missed[0], last=progress.missed[1]))
 
 
 def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
@@ -287,7 +291,7 @@ def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     _request_missed(c)
 
 
-# --- what is known, and was not told ---------------------------------------------------------------------
+# --- steps that are known and not published --------------------------------------------------------------
 
 
 def steps_overdue(c: Cluster) -> None:

@@ -59,8 +59,9 @@ def _before_the_start(c: Cluster) -> str:
     if c.profiled is None:
         if not c.profiler:
             return "a node that can build the model"
-        doing = c.nodes[c.profiler].build_progress
-        return f"{c.profiler}, which is {doing}" if doing else f"{c.profiler} to build and measure the model"
+        if build_progress := c.nodes[c.profiler].build_progress:
+            return f"{c.profiler}, which is {build_progress}"
+        return f"{c.profiler} to build and measure the model"
     if not c.templates_ready:
         return "pipeline templates"
     building = [
@@ -104,10 +105,10 @@ def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
 
 def _checkpoint(c: Cluster) -> dict[str, Any] | None:
     """Return the newest persistent checkpoint; ``None`` if the job writes none."""
-    job, persisting = c.job, c.checkpoints
+    job, checkpoints = c.job, c.checkpoints
     if job is None or not job.checkpoint.url:
         return None
-    newest, writing = persisting.newest, persisting.writing
+    newest, writing = checkpoints.newest, checkpoints.writing
     return {
         "url": job.checkpoint.url,
         "step": newest.step if newest is not None else None,

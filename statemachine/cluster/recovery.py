@@ -175,7 +175,7 @@ def include_returned_node(c: Cluster, node: NodeMachine) -> None:
         state.expected[node.name] = None  # Its Hello is answered with the Quiesce.
 
 
-# --- 2. a new generation: everybody stops and reports ---------------------------------------------
+# --- 2. a new generation: all nodes stop and report -----------------------------------------------
 
 
 def next_generation(c: Cluster) -> int:
@@ -262,7 +262,7 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
         take_all_reports(c, state)
 
 
-# --- 3. the step to resume from is decided, and a plan is asked for -------------------------------
+# --- 3. the step to resume from is decided, and a plan is requested -------------------------------
 
 
 def take_all_reports(c: Cluster, state: Quiescing) -> None:
@@ -408,7 +408,7 @@ def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = 
     c.publish()
 
 
-# --- 4. the plan is here: everybody resumes -------------------------------------------------------
+# --- 4. the plan is here: all nodes resume --------------------------------------------------------
 
 
 def take_plan(c: Cluster, event: PlanReady) -> None:
@@ -613,7 +613,7 @@ def _ms(later: float | None, earlier: float | None) -> float:
     return round(1e3 * max(0.0, later - earlier), 3) if later is not None and earlier is not None else 0.0
 
 
-# --- somebody is too slow, or a connection broke --------------------------------------------------
+# --- a node is too slow, or a connection broke ----------------------------------------------------
 
 
 def resume_limit_s(c: Cluster, group: TrainingGroup) -> float:

@@ -255,7 +255,7 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
     ask_plan(c, state, with_draining=False)
 
 
-# --- going back ----------------------------------------------------------------------------------
+# --- carrying out the rollback -------------------------------------------------------------------
 
 
 def roll_back(c: Cluster, state: Planning) -> None:
@@ -276,8 +276,8 @@ def roll_back(c: Cluster, state: Planning) -> None:
     state.recovery.rolled_back_steps += undone
     state.recovery.tier = event.tier
     what = "checkpoint" if state.checkpoint is not None else "snapshot"
-    goes_on, lost = f"the job continues after step {target.step}: {event.reason}", state.loss_reason
-    told: dict[str, Any] = {
+    continues, lost = f"the job continues after step {target.step}: {event.reason}", state.loss_reason
+    details: dict[str, Any] = {
         "generation": state.generation,
         "step": target.step,
         "from_step": before,
@@ -287,10 +287,10 @@ def roll_back(c: Cluster, state: Planning) -> None:
         "sources": list(state.sources),
     }
     if c.resumption is None:
-        c.emit("JobResumed", goes_on, **told)
+        c.emit("JobResumed", continues, **details)
     else:
         back = f"{lost}; back to the {what} of step {target.step}: {event.reason}"
-        c.emit("RolledBack", back, **told)
+        c.emit("RolledBack", back, **details)
 
 
 def explain_foreign_state(c: Cluster, signal: TrainerLost) -> str | None:

@@ -21,7 +21,7 @@ The following makes it safe when generations follow each other closely, each per
 * After a rollback (``rollback``) only reports of its lineage count: a trainer that did not get to obey the
   Resume that undid steps may still be at one of them, and holds nothing.
 * A node whose report did not count in R's decision, and whose trainers are not new, must not be trusted at
-  all: it may have committed a step that R redid (``trusted``).
+  all: it may have committed a step that R redid (``is_trusted``).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -138,24 +138,24 @@ def decide(
     :param zero1: owners of a layer share out its optimizer state.
     """
     lineage = resumption.lineage if resumption is not None else 0
-    everybody = [
+    all_reports = [
         (Device(node=node, index=report.device), report)
         for node, devices in sorted(reports.items())
         for report in devices
     ]
-    flat = [(device, report) for device, report in everybody if report.lineage == lineage]
-    target = max((report.committed_step for _, report in flat), default=0)
-    vote = next((r.vote for _, r in flat if r.committed_step == target and r.vote is not None), None)
+    counted = [(device, report) for device, report in all_reports if report.lineage == lineage]
+    target = max((report.committed_step for _, report in counted), default=0)
+    vote = next((r.vote for _, r in counted if r.committed_step == target and r.vote is not None), None)
     if known is not None and known.step >= target:
         target, vote = known.step, known.vote
-    found = (r.evaluation for _, r in flat if r.committed_step == target)
+    found = (r.evaluation for _, r in counted if r.committed_step == target)
     evaluation = next((one for one in found if one is not None), None)
     # Computed only if gradients count: it takes long for a plan of a thousand nodes.
     owned = cache(lambda: owned_layers(resumption.plan) if resumption is not None else {})
-    holdings: dict[Device, frozenset[int]] = {device: frozenset() for device, _ in everybody}
+    holdings: dict[Device, frozenset[int]] = {device: frozenset() for device, _ in all_reports}
     parts: dict[Device, tuple[StatePart, ...]] = dict.fromkeys(holdings, ())
     ready: dict[Device, frozenset[int]] = {}
-    for device, report in flat:
+    for device, report in counted:
         if report.committed_step == target:
             holdings[device], parts[device] = frozenset(report.held), report.parts
         elif report.ready_step == target:
@@ -164,7 +164,7 @@ def decide(
                 ready[device] = layers
                 parts[device] = _parts_by_gradients(device, report, layers, target, resumption, zero1=zero1)
                 holdings[device] = _whole(layers, parts[device]) if report.parts else layers
-    in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in flat)
+    in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in counted)
     outcome: Outcome
     if resumption is None:
         outcome = "start"

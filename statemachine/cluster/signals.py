@@ -189,7 +189,7 @@ def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         return
     node.obeyed = signal.generation
     node.facts = signal.facts
-    news = snapshots.take_held(c, node, signal)
+    new_snapshots = snapshots.take_held(c, node, signal)
     c.generation = max(c.generation, signal.generation)
     job = c.job
     if signal.job_id is not None and (job is None or not c.active or signal.job_id != job.job_id):
@@ -209,7 +209,7 @@ def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         node.returning = True
         recover_from_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
         return
-    if news and isinstance(c.state, Paused) and c.state.pause_limited:
+    if new_snapshots and isinstance(c.state, Paused) and c.state.pause_limited:
         record = note_cause(c, "resumed", [node.name])
         reconfigure(c, f"{node.name} holds a part of the snapshot", "abort", record)
         return

@@ -190,7 +190,7 @@ class Cluster:
     silence_floor_at: float = 0.0
     """Time at which the broker or this coordinator was last back; no node's silence began before that."""
 
-    # --- the step under way ---
+    # --- current step ---------
     at: float = 0.0
     cause: str = ""
     dirty: bool = False
@@ -203,7 +203,7 @@ class Cluster:
     cached_parts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Large parts of the durable state by name, with the values that they were made from."""
 
-    # --- facts ---
+    # --- derived state ---
 
     @property
     def phase(self) -> ClusterPhase:
@@ -281,7 +281,7 @@ class Cluster:
         """Return the time from which the silence of this node counts."""
         return max(node.heard_at, self.silence_floor_at)
 
-    # --- verbs ---
+    # --- operations ---
 
     def transition(self, event: PhaseEvent, state: State) -> None:
         """Enter the state that follows from an event.
@@ -362,4 +362,4 @@ def count_noun(count: int, noun: str) -> str:
 
 def join_names(nodes: Sequence[str]) -> str:
     """Return at most four of these names, in words."""
-    return names(nodes) if nodes else "nobody"
+    return names(nodes) if nodes else "no node"

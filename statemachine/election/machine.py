@@ -183,7 +183,7 @@ class ElectionMachine:
         out, self._out = self._out, []
         return out
 
-    # --- watching ----------------------------------------------------------------------------------
+    # --- the follower session ----------------------------------------------------------------------
 
     def _act(self) -> None:
         """Set the timer, or take the turn, that follows from the current knowledge, unless this one leads or

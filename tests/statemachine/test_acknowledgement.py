@@ -215,7 +215,7 @@ def test_a_lost_leaving_is_requested_and_a_lost_release_sent_again(s: Cluster) -
     assert ("node-3", Release) in kinds(s.beat())
 
 
-# --- what contradicts nothing --------------------------------------------------------------------
+# --- heartbeats without contradiction ------------------------------------------------------------
 
 
 def beaten(s: Cluster, node: str, **said: Any) -> list[type[Command]]:

@@ -69,14 +69,14 @@ def running(devices: int = 1) -> Daemon:
     return daemon
 
 
-# --- the way into training -------------------------------------------------------------------------
+# --- from start to training ------------------------------------------------------------------------
 
 
 def test_a_node_s_life_word_for_word() -> None:
     d = Daemon(devices=2)
     d.note("a job is built; the first trainer measures it")
     d.prepared(profile=True)
-    d.note("two trainers answer with one voice")
+    d.note("the answers of two trainers become one")
     d.training()
     d.wait(0.1)
     d.stepped(1)
@@ -102,7 +102,7 @@ def test_trainer_hung() -> None:
     d.wait(0.1)
     d.stepped(2)
     d.pass_time(0.9)
-    d.note("the fresh trainer builds the job")
+    d.note("the new trainer builds the job")
     d.up(60)
     d.feed(TrainerReported, device=0, report=Prepared(job_id="job-1", profile=None))
     d.compare("trainer_hung")
@@ -652,7 +652,7 @@ def test_a_fenced_agent_ends_its_trainers_and_is_silent_until_its_new_incarnatio
     assert d.signals(Hello)[0].generation == 0
 
 
-# --- the end of a node -------------------------------------------------------------------------------------
+# --- leaving -----------------------------------------------------------------------------------------------
 
 
 def test_sigterm_asks_to_leave_and_goes_when_released() -> None:

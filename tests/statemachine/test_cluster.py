@@ -724,7 +724,7 @@ def test_a_leaving_node_without_work_is_released_at_once() -> None:
     assert set(sent(s, Release)) == {"node-0"}
 
 
-# --- messages that come late, twice or not at all --------------------------------------------------
+# --- late, duplicate and lost messages -------------------------------------------------------------
 
 
 def test_stale_messages_are_counted_and_change_nothing() -> None:

@@ -59,7 +59,7 @@ def test_node_lost() -> None:
 def test_roll_forward() -> None:
     s = Coordination()
     s.running(4)
-    s.note("node-3 dies just when step 2 commits: node-1 has applied it, the others have its gradients")
+    s.note("node-3 dies while step 2 commits: node-1 has applied it, the others have its gradients")
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1), ready=True))
     s.quiesced("node-1", 2, report(2, held=(2, 3)))
@@ -90,7 +90,7 @@ def test_second_failure_during_a_recovery() -> None:
 def test_join() -> None:
     s = Coordination()
     s.running(3)
-    s.note("a node comes and builds the model while the others train on")
+    s.note("a new node builds the model while the others train")
     s.hello("node-3", 103)
     s.wait(1.0)
     s.say("node-3", Prepared(job_id="job-1", profile=None))

@@ -510,7 +510,7 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
     assert one.reigns(found=claim).leader.term == 6
 
 
-# --- what changes nothing ------------------------------------------------------------------------
+# --- events without effect -----------------------------------------------------------------------
 
 CARL = Leader(term=6, name="carl", incarnation=3)
 

@@ -161,7 +161,7 @@ def test_host_gone() -> None:
     s = Failing()
     s.failure(
         "host gone, network cut",
-        "Nothing is heard from node-3 any more. The coordinator finds it by its silence and goes on without it.",
+        "Nothing is heard from node-3 any more. The coordinator notices its silence and continues without it.",
         "When it is heard again under the same incarnation, it is fenced, since the others resumed without it.",
     )
     s.beat_for(4.5, s.beats("node-0", "node-1", "node-2"))
@@ -172,7 +172,7 @@ def test_host_gone() -> None:
     s.wait(0.1)
     s.stepped("node-0", 2, 2)
     s.states()
-    s.note("the network is mended: the node is heard again, and comes back as a new incarnation")
+    s.note("the network is back: the node is heard again and returns as a new incarnation")
     s.say("node-3", Heartbeat(generation=1, committed=committed(1)))
     s.hello("node-3", 203)
     s.states()
@@ -183,7 +183,7 @@ def test_code_raises() -> None:
     s = Failing()
     s.failure(
         "training code raises",
-        "A trainer of node-3 raises in step 2. The others do the step again without it.",
+        "A trainer of node-3 raises in step 2. The others redo the step without it.",
         "The same error in the same step on another node means that the code is at fault: the job fails.",
     )
     detail = "Traceback (most recent call last):\n  ...\nValueError: token 50257 is outside of the vocabulary"
@@ -192,7 +192,7 @@ def test_code_raises() -> None:
     s.reports(2, "node-0", "node-1", "node-2")
     s.plan()
     s.resume_all(2, "node-0", "node-1", "node-2")
-    s.note("step 2 is done again, and the same error comes on node-1")
+    s.note("step 2 is redone, and the same error occurs on node-1")
     s.say("node-1", TrainerLost(generation=2, device=0, cause="raised", detail=detail))
     s.states()
     s.compare("code_raises")
@@ -221,14 +221,14 @@ def test_no_answer_to_quiesce() -> None:
     s = Failing()
     s.failure(
         "node does not answer Quiesce",
-        "node-3 dies. node-1 never reports: its heartbeats say that Quiesce has not reached it, so it may come back",
-        "with its state once. node-2 has obeyed and never reports: it is fenced.",
+        "node-3 dies. node-1 never reports: its heartbeats say that Quiesce has not reached it, so it may return once",
+        "with its state. node-2 has obeyed and never reports: it is fenced.",
     )
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0")
     s.beat_for(5.0, {**s.beats("node-0", "node-2", generation=2), **s.beats("node-1")})
     s.states()
-    s.note("the others go on without both")
+    s.note("the others continue without both")
     s.reports(3, "node-0")
     s.states()
     s.note("node-1 is heard again: nothing was resumed without it, so it counts again")
@@ -245,7 +245,7 @@ def test_message_lost() -> None:
     s.failure(
         "a message is lost",
         "The Resume to node-2 and the Resumed of node-1 are lost. Heartbeats show both: node-2 still waits for its",
-        "Resume, and node-1 trains. The order is sent again, and an RequestHello asks for the report.",
+        "Resume, and node-1 trains. The order is sent again, and a RequestHello asks for the report.",
     )
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0", "node-1", "node-2")
@@ -278,7 +278,7 @@ def test_group_does_not_form() -> None:
     s = Failing()
     s.failure(
         "the group does not form",
-        "node-2 obeys each Resume and never says Resumed. The first time all try again; the second time it is fenced.",
+        "node-2 obeys each Resume and never sends Resumed. The first time all try again; the second time it is fenced.",
     )
     s.feed(NodeVanished, node="node-3", incarnation=103)
     for generation in (2, 3):
@@ -295,8 +295,8 @@ def test_too_few_nodes() -> None:
     s = Failing(nodes=2)
     s.failure(
         "too few nodes left",
-        "node-1 is cut off, and the model does not fit on node-0 alone: the job pauses. It goes on when node-1 is",
-        "heard again, which still has its layers.",
+        "node-1 is cut off, and the model does not fit on node-0 alone: the job pauses. It continues when node-1 is",
+        "heard again and still has its layers.",
     )
     s.beat_for(4.5, s.beats("node-0"))
     s.reports(2, "node-0")
@@ -325,7 +325,7 @@ def test_layers_lost() -> None:
     s.reports(2, "node-0", "node-2")
     s.refuse_plan()
     s.states()
-    s.note("neither comes back")
+    s.note("neither returns")
     s.beat_for(30.0, s.beats("node-0", "node-2", generation=2))
     s.states()
     s.compare("layers_lost")
@@ -335,8 +335,8 @@ def test_coordinator_restarted() -> None:
     s = Failing()
     s.failure(
         "coordinator dies",
-        "It is killed and started again. It reads its journal, asks every node for a Hello, and compares what they",
-        "say with what it knows; it asks for the steps that were committed meanwhile.",
+        "It is killed and started again. It reads its journal, asks every node for a Hello, and compares their",
+        "answers with what it knows; it requests the steps that were committed meanwhile.",
     )
     journal = json.loads(json.dumps(s.machine.durable_state()))
     s.wait(2.0)
@@ -345,11 +345,11 @@ def test_coordinator_restarted() -> None:
     s.due.clear()
     s.took(effects)
     s.feed(BrokerConnected)
-    s.note("every node says that it trains under generation 1: nothing has to be repeated")
+    s.note("every node reports that it trains under generation 1: nothing has to be repeated")
     for name in HELD:
         s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=1, training=True)
     s.states()
-    s.note("a heartbeat tells of a newer step than the journal: the steps between are asked for")
+    s.note("a heartbeat names a newer step than the journal: the steps in between are requested")
     s.say("node-0", Heartbeat(generation=1, committed=committed(4)))
     s.stepped("node-0", 1, 2, 3, 4)
     s.states()
@@ -360,8 +360,8 @@ def test_broker_restarted() -> None:
     s = Failing()
     s.failure(
         "broker dies",
-        "Every session breaks and no deadline runs. When the broker is back, nobody is declared lost for 3 s;",
-        "a node that has said nothing by then is.",
+        "Every session breaks and no deadline runs. When the broker is back, no node is declared lost for 3 s;",
+        "a node that has not been heard by then is lost.",
     )
     s.beat_for(3.0, s.beats(*HELD))
     s.feed(BrokerDisconnected)
@@ -401,8 +401,8 @@ def test_node_cut_off_and_healed() -> None:
     s = Failing()
     s.failure(
         "a node is cut off and heals",
-        "node-2 and node-3 are declared OFFLINE. node-2 is heard before anything was resumed: it comes back with its",
-        "state. node-3 is heard after that: it is fenced and comes back as a new incarnation.",
+        "node-2 and node-3 are declared OFFLINE. node-2 is heard before anything was resumed: it returns with its",
+        "state. node-3 is heard after that: it is fenced and returns as a new incarnation.",
     )
     s.beat_for(4.5, s.beats("node-0", "node-1"))
     s.states()
@@ -426,7 +426,7 @@ def test_connection_broken() -> None:
     s = Failing()
     s.failure(
         "a connection between live trainers breaks",
-        "A trainer of node-0 reports it. Nobody is found dead, hung or silent and no step is committed,",
+        "A trainer of node-0 reports it. No node is found dead, hung or silent, and no step is committed,",
         "so the same nodes form a new group.",
     )
     s.beat_for(3.0, s.beats(*HELD))
@@ -446,7 +446,7 @@ def test_coordinator_cut_off() -> None:
     s = Failing()
     s.failure(
         "broker or coordinator host cut off",
-        "No node at all is heard: nobody is declared silent. After the first word the others have 3 s to be heard.",
+        "No node at all is heard: none is declared silent. After the first message the others have 3 s to be heard.",
     )
     s.beat_for(4.0, s.beats(*HELD))
     s.beat_for(20.0, {})
@@ -461,8 +461,8 @@ def test_node_removed() -> None:
     s = Failing(timing=Timing(remove_offline_s=60.0))
     s.failure(
         "a node never comes back (names that are new each time)",
-        "node-3 is lost and the others go on without it. After remove_offline_s (a minute here) it is listed "
-        "no longer.",
+        "node-3 is lost and the others continue without it. After remove_offline_s (a minute here) it is "
+        "removed.",
     )
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0", "node-1", "node-2")
@@ -480,7 +480,7 @@ def test_same_name_twice() -> None:
     s = Failing()
     s.failure(
         "same name twice",
-        "A second node named node-3 says Hello while the first one is alive: it is rejected, and asks every second.",
+        "A second node named node-3 sends Hello while the first one is alive: it is rejected, and asks again every second.",
         "When the first one is silent, the second takes its place.",
     )
     s.beat_for(3.0, s.beats(*HELD))
@@ -502,7 +502,7 @@ def test_slow_node() -> None:
     s.failure(
         "a node computes slowly",
         "node-3 computes at a quarter of the others' speed for 5 s: it is a straggler. The best plan with this speed",
-        "is weighed and saves enough, so all stop at a step boundary, and its pipeline gets fewer microbatches.",
+        "is compared and saves enough, so all stop at a step boundary, and its pipeline gets fewer microbatches.",
     )
     s.beat_for(4.0, s.beats(*HELD))
     s.beat_for(6.0, s.beats(*HELD, slowness={"node-3": 4.0}))
@@ -535,7 +535,7 @@ def test_fewer_devices() -> None:
     s.compare("fewer_devices")
 
 
-# --- who leads -----------------------------------------------------------------------------------
+# --- election ------------------------------------------------------------------------------------
 
 ANNA, BERT = Peer(name="anna", incarnation=1, priority=1), Peer(name="bert", incarnation=2)
 
@@ -569,7 +569,7 @@ def test_leader_lost() -> None:
     s = Election(ElectionMachine(BERT, Timing()))
     s.failure(
         "the leading coordinator dies, hangs or is cut off",
-        "anna leads in term 4, and bert stands by. The broker gives the leader's session to one client at a time:",
+        "anna leads in term 4, and bert is a standby. The broker grants the leader session to one client at a time:",
         "when bert opens it, nothing that anna still sends gets through.",
     )
     s.note("anna is killed: its last will is enough")
@@ -589,7 +589,7 @@ def test_leader_lost() -> None:
     s.feed(LeaderSessionOpened, found=Leader(term=4, name="anna", incarnation=1), newest=(4, 17))
     s.claim()
     s.role()
-    s.note("the same seen by anna, which was cut off: it may not go on with what it knew")
+    s.note("anna's view, which was cut off: it must not reuse its state")
     s.use(ElectionMachine(ANNA, Timing()))
     s.feed(FollowerSessionOpened)
     s.feed(LeaderSessionOpened, found=Leader(term=3, name="carl", incarnation=9), newest=(3, 5))
@@ -607,8 +607,8 @@ def test_standby_of_another_version() -> None:
     s = Election(ElectionMachine(BERT, Timing()))
     s.failure(
         "a standby is of another version",
-        "bert cannot read the journal of anna, which leads: it announces that it stands aside.",
-        "anna dies and nobody else is there: bert reports that nobody leads, and waits.",
+        "bert cannot read the journal of anna, which leads: it announces that it is ineligible.",
+        "anna dies and no other coordinator is present: bert reports that none leads, and waits.",
     )
     s.follow()
     s.feed(JournalChecked, problem="the journal is of schema 9, and this program reads 8")
@@ -618,7 +618,7 @@ def test_standby_of_another_version() -> None:
     s.feed(PeerVanished, incarnation=1)
     s.pass_time(10.0)
     s.role()
-    s.note("the same seen by anna: bert looks like a standby and is none")
+    s.note("anna's view: bert looks like a standby but is ineligible")
     s.use(ElectionMachine(ANNA, Timing()))
     s.feed(FollowerSessionOpened)
     s.feed(LeaderSessionOpened, found=None, newest=(3, 5))

@@ -238,7 +238,7 @@ def test_a_job_ends_although_its_last_step_cannot_be_written() -> None:
     assert s.events("JobFinished")
 
 
-# --- going back, and going on --------------------------------------------------------------------
+# --- rollback and continuation -------------------------------------------------------------------
 
 
 def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:

@@ -115,7 +115,7 @@ def test_a_checkpoint_of_an_abandoned_commit_is_skipped_once_its_steps_are_undon
     assert s.one(FindCheckpoint).corrupt_steps == (5, 9)
 
 
-# --- a place that cannot be read ---------------------------------------------------------------------
+# --- an unreadable checkpoint location ---------------------------------------------------------------
 
 CHECKPOINT_5 = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
 

@@ -345,7 +345,7 @@ def test_a_pause_that_ends_cancels_its_time_limit() -> None:
     assert s.machine.phase is ClusterPhase.PAUSED and not s.machine.public_state()["pause_limited"]
 
 
-# --- what is foreseen ----------------------------------------------------------------------------
+# --- planning ahead ------------------------------------------------------------------------------
 
 
 def test_the_planner_plans_ahead_for_an_abort_and_not_for_a_boundary() -> None:
@@ -373,7 +373,7 @@ def test_a_drain_that_has_to_wait_is_reported_with_the_reason() -> None:
     assert s.machine.phase is ClusterPhase.PAUSED, "not even with it"
 
 
-# --- what nodes say ------------------------------------------------------------------------------
+# --- nodes' signals ------------------------------------------------------------------------------
 
 
 def ignored(s: Recovering) -> list[str]:
@@ -682,7 +682,7 @@ def test_a_node_that_returns_while_the_others_go_to_a_boundary_makes_them_abort(
     assert s.machine.generation == 3
 
 
-# --- what is told of a recovery ------------------------------------------------------------------
+# --- records of recoveries -----------------------------------------------------------------------
 
 
 def test_a_recovery_that_is_interrupted_before_any_step_loses_nothing_more() -> None:

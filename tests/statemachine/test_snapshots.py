@@ -46,9 +46,9 @@ def test_a_snapshot_s_life() -> None:
         s.say(name, SnapshotStarted(generation=1, step=3))
     s.wait(0.1)
     s.stepped("node-0", 1, 3)
-    s.note("the last node's word makes it count")
+    s.note("it counts once the last node has completed its part")
     s.completed(*HELD)
-    s.note("no other one before all have confirmed that they keep this one")
+    s.note("no other snapshot before all nodes have confirmed that they retain this one")
     s.wait(0.1)
     s.stepped("node-0", 1, 4, 5)
     for name in HELD:
@@ -64,7 +64,7 @@ def test_a_snapshot_interrupted_by_a_failure() -> None:
     s.note("node-3 dies before it has its part")
     s.completed("node-0", "node-1", "node-2")
     s.feed(NodeVanished, node="node-3", incarnation=103)
-    s.note("what comes late counts for nothing")
+    s.note("late messages do not count")
     s.completed("node-2")
     for name in ("node-0", "node-1", "node-2"):
         s.quiesced(name, 2, report(3, held=HELD[name]))
@@ -79,13 +79,13 @@ def test_a_rollback() -> None:
     s.both_hosts_die()
     s.hello("node-3", 203, snapshots=(KEY,))
     s.survivors(3)
-    s.note("nobody alive holds layers 2 and 3, but the snapshot can be decoded without node-1")
+    s.note("no live node holds layers 2 and 3, but the snapshot can be decoded without node-1")
     s.plan_or_not()
     s.wait(0.01)
     s.check()
     s.wait(0.01)
     s.plan()
-    s.note("the survivors go back from step 5, and steps 4 and 5 are done again")
+    s.note("the survivors go back from step 5, and redo steps 4 and 5")
     s.wait(0.3)
     for name in ("node-0", "node-2"):
         s.resumed(name, 3)
@@ -416,7 +416,7 @@ def test_without_its_shards_the_cluster_waits_for_nodes_that_may_have_them() -> 
     s.check()
     assert s.machine.phase == "PAUSED"
     assert "node-1 and node-3 may still hold it" in s.machine.public_state()["waiting_for"]
-    s.note("a host comes back and has looked through its memory")
+    s.note("a host returns and has checked its memory")
     s.hello("node-3", 203)
     s.hello("node-3", 203, snapshots=(KEY,))
     assert s.machine.phase == "QUIESCING"

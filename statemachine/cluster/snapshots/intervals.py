@@ -39,7 +39,7 @@ def every_steps(c: Cluster, job: Job) -> int:
 
 def note_step(c: Cluster, signal: Stepped) -> None:
     """Record the duration of the newest step of the group that trains."""
-    group, keeping = c.state, c.snapshots
+    group, snapshots = c.state, c.snapshots
     if not isinstance(group, Running) or c.recovery is not None or not signal.steps or signal.step_s <= 0:
         return
     step = signal.steps[-1].step
@@ -47,10 +47,10 @@ def note_step(c: Cluster, signal: Stepped) -> None:
         return
     if step <= c.progress.known_step or step < group.resumption.step + 2:
         return  # an old one; or the first of a group, which compiles and allocates
-    costs = keeping.costs
+    costs = snapshots.costs
     if costs.last and step == costs.last + 1:
         costs.copying_s.append(signal.step_s)
-    elif keeping.pending is None or step <= costs.last:
+    elif snapshots.pending is None or step <= costs.last:
         costs.plain_s.append(signal.step_s)
 
 
@@ -69,10 +69,10 @@ def restart_measurements(c: Cluster) -> None:
     """Start new measurements, since a new generation has other stages and costs. Until they are known the old
     ones count.
     """
-    keeping = c.snapshots
-    keeping.costs = SnapshotCosts()
-    if keeping.measured is not None:
-        _choose(c, keeping.measured.step_s, keeping.measured.cost_s)
+    snapshots = c.snapshots
+    snapshots.costs = SnapshotCosts()
+    if snapshots.measured is not None:
+        _choose(c, snapshots.measured.step_s, snapshots.measured.cost_s)
 
 
 def _choose(c: Cluster, step_s: float, cost_s: float) -> None:

@@ -20,69 +20,69 @@ from statemachine.messages.values import NodeState
 
 def reconcile(c: Cluster, group: Running) -> None:
     """Order a snapshot when it is time, while the group trains."""
-    keeping, job = c.snapshots, c.current_job
+    snapshots, job = c.snapshots, c.current_job
     if job.snapshot.every_steps < 1:
         return
     if (
-        keeping.pending is not None
-        and keeping.pending.step is None
-        and not keeping.pending.last
+        snapshots.pending is not None
+        and snapshots.pending.step is None
+        and not snapshots.pending.last
         and group.all_finished
     ):
         abandon(c, "the last step was committed first")
-    if c.recovery is not None or keeping.pending is not None or not c.connected or not _is_due(c):
+    if c.recovery is not None or snapshots.pending is not None or not c.connected or not _is_due(c):
         return
-    newest = keeping.newest
+    newest = snapshots.newest
     # An idle replica peer counts too: it has no more slots than others.
     planned = [c.nodes[name] for name in group.needed if name in c.nodes]
-    kept = newest.step if newest is not None else 0
-    if any(node.state is not NodeState.HEALTHY or node.retained_step != kept for node in planned):
+    newest_step = newest.step if newest is not None else 0
+    if any(node.state is not NodeState.HEALTHY or node.retained_step != newest_step for node in planned):
         return
     known, last = c.progress.known_step, group.all_finished
     # Trainers that are done take part in no VOTE, so one of them cannot ask the others.
     asked = group.planned if last else (group.resumption.plan.devices[0].node,)
-    keeping.pending = PendingSnapshot(
+    snapshots.pending = PendingSnapshot(
         generation=group.generation,
         after_step=known - 1 if last else known,
         began_at=c.at,
         snap_after=known,
         ordered=asked,
         last=last,
-        urgent=keeping.urgent,
-        user_requested=keeping.user_requested,
+        urgent=snapshots.urgent,
+        user_requested=snapshots.user_requested,
     )
-    keeping.last_order_step, keeping.urgent, keeping.user_requested = known, False, False
+    snapshots.last_order_step, snapshots.urgent, snapshots.user_requested = known, False, False
     c.send_all((c.nodes[name] for name in asked), TakeSnapshot(generation=group.generation, after_step=known))
     c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
 
 
 def _is_due(c: Cluster) -> bool:
     """Return whether enough steps have passed since the last one, or whether one is needed sooner."""
-    keeping, job, known = c.snapshots, c.current_job, c.progress.known_step
+    snapshots, job, known = c.snapshots, c.current_job, c.progress.known_step
     if c.ended:
-        there = keeping.newest is not None and keeping.newest.step >= job.steps
+        there = snapshots.newest is not None and snapshots.newest.step >= job.steps
         return known >= job.steps and last_checkpoint_missing(c) and not there
-    if known + 1 >= job.steps or known <= keeping.last_order_step:
+    if known + 1 >= job.steps or known <= snapshots.last_order_step:
         return False
-    newest, every_steps = keeping.newest, intervals.every_steps(c, job)
-    urgent = newest is not None and keeping.urgent and not is_whole(c, newest) and not job.snapshot.paused
-    if keeping.user_requested or urgent:
+    newest, every_steps = snapshots.newest, intervals.every_steps(c, job)
+    urgent = newest is not None and snapshots.urgent and not is_whole(c, newest) and not job.snapshot.paused
+    if snapshots.user_requested or urgent:
         # If one after another is abandoned, training must be able to continue in between.
-        return known >= keeping.last_order_step + min(1 << keeping.abandoned_in_a_row, every_steps)
-    return not job.snapshot.paused and known >= keeping.last_order_step + every_steps
+        return known >= snapshots.last_order_step + min(1 << snapshots.abandoned_in_a_row, every_steps)
+    return not job.snapshot.paused and known >= snapshots.last_order_step + every_steps
 
 
 def last_checkpoint_missing(c: Cluster) -> bool:
     """Return whether all steps are done and the state after the last one has yet to be written to a
     checkpoint.
     """
-    job, persisting = c.job, c.checkpoints
-    if job is None or job.checkpoint.every_steps < 1 or persisting.final_abandoned or not c.ended:
+    job, checkpoints = c.job, c.checkpoints
+    if job is None or job.checkpoint.every_steps < 1 or checkpoints.final_abandoned or not c.ended:
         return False
-    return persisting.last_step < job.steps
+    return checkpoints.last_step < job.steps
 
 
-# --- what users want of a running job: one now, another interval, another protection --------------
+# --- users' requests: a snapshot now, another interval, another protection ------------------------
 
 
 def take_request(c: Cluster, event: SnapshotRequested) -> None:
@@ -140,7 +140,7 @@ def _set_interval(c: Cluster, every: int | str) -> str:
 
 
 def _set_protection(c: Cluster, scheme: str) -> str:
-    """Set the requested protection; it takes effect at the next boundary (``boundaries.keep_up``)."""
+    """Set the requested protection; it takes effect at the next boundary (``boundaries.follow_running``)."""
     before = c.current_job.snapshot
     auto = scheme == AUTO
     after = replace(before, auto_protection=auto, protection=before.protection if auto else scheme)

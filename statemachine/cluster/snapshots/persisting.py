@@ -68,7 +68,7 @@ def share_layers(
     return {name: tuple(sorted(share)) for name, share in shares.items() if share}
 
 
-# --- beginning -----------------------------------------------------------------------------------
+# --- beginning a checkpoint ----------------------------------------------------------------------
 
 
 def reconcile(c: Cluster) -> None:
@@ -108,25 +108,25 @@ def _is_due(c: Cluster, newest: Snapshot) -> bool:
     """Return whether the snapshot is far enough after the last checkpoint and whole; that of the last step
     need not be whole.
     """
-    persisting, job = c.checkpoints, c.current_job
-    if job.checkpoint.every_steps < 1 or newest.step <= persisting.last_tried_step:
+    checkpoints, job = c.checkpoints, c.current_job
+    if job.checkpoint.every_steps < 1 or newest.step <= checkpoints.last_tried_step:
         return False
     if newest.step >= job.steps:
-        return newest.step > persisting.last_step
+        return newest.step > checkpoints.last_step
     whole = len(holders(c, newest)) == len(newest.owners)
-    return whole and newest.step - persisting.last_step >= job.checkpoint.every_steps
+    return whole and newest.step - checkpoints.last_step >= job.checkpoint.every_steps
 
 
 def _begin(c: Cluster, newest: Snapshot) -> None:
-    job, profiled, persisting = c.current_job, c.profiled, c.checkpoints
+    job, profiled, checkpoints = c.current_job, c.profiled, c.checkpoints
     assert profiled is not None, "a job that trains was measured"
     owners = holders(c, newest)
     shares = share_layers(newest, owners, profiled.profile)
-    persisting.last_tried_step = newest.step
+    checkpoints.last_tried_step = newest.step
     if sum(map(len, shares.values())) < newest.groups[-1].end_layer:
         _publish_abandoned(c, newest, "no node is left that held some of its layers")
         return
-    persisting.writing = CheckpointWrite(
+    checkpoints.writing = CheckpointWrite(
         record=newest,
         attempt=attempt_of(job, newest),
         shares=shares,
@@ -179,7 +179,7 @@ def repeat_order(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         send_order(c, node)
 
 
-# --- what becomes of it --------------------------------------------------------------------------
+# --- its outcome ---------------------------------------------------------------------------------
 
 
 def _concerns(c: Cluster, node: NodeMachine, signal: LayersPersisted | PersistFailed) -> bool:
@@ -231,27 +231,27 @@ def take_persist_failed(c: Cluster, node: NodeMachine, signal: PersistFailed) ->
 
 def take_committed(c: Cluster, event: CheckpointCommitted) -> None:
     """Record the checkpoint as complete, since its manifest is written."""
-    writing, persisting = c.checkpoints.writing, c.checkpoints
+    writing, checkpoints = c.checkpoints.writing, c.checkpoints
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
-        persisting.unanswered.pop(event.attempt, None)
+        checkpoints.unanswered.pop(event.attempt, None)
         c.ignore("an abandoned checkpoint that is complete nevertheless")
         return
     record, files = writing.record, [file for files in writing.files.values() for file in files]
-    persisting.newest = Checkpoint(
+    checkpoints.newest = Checkpoint(
         step=record.step,
         vote=record.vote,
         layers=len(files),
         size_bytes=sum(file.size_bytes for file in files),
     )
-    persisting.writing = None
-    persisting.corrupt_steps.discard(record.step)
+    checkpoints.writing = None
+    checkpoints.corrupt_steps.discard(record.step)
     c.cancel_timer(PERSIST)
     c.persist()
     c.emit(
         "CheckpointCompleted",
         f"the state after step {record.step} is complete on the disk",
         step=record.step,
-        size_bytes=persisting.newest.size_bytes,
+        size_bytes=checkpoints.newest.size_bytes,
         took_s=round(c.at - writing.began_at, 6),
         pruned=list(event.pruned),
     )
@@ -281,16 +281,16 @@ def overdue(c: Cluster) -> None:
 
 def end_overdue(c: Cluster) -> None:
     """End the job without the checkpoint of the last step, or its export, since it is not complete in time."""
-    persisting = c.checkpoints
+    checkpoints = c.checkpoints
     export_overdue(c, _finish_limit_s(c))
     if not last_checkpoint_missing(c):
         return
     why = f"it is not complete {_finish_limit_s(c):g} s after the last step"
     abandon(c, why)
-    if not persisting.final_abandoned:
-        persisting.final_abandoned = c.dirty = True
+    if not checkpoints.final_abandoned:
+        checkpoints.final_abandoned = c.dirty = True
         c.persist()
-        last_complete_step = persisting.newest.step if persisting.newest is not None else None
+        last_complete_step = checkpoints.newest.step if checkpoints.newest is not None else None
         c.emit(
             "CheckpointAbandoned",
             f"there is no checkpoint of the last step: {why}",
@@ -315,10 +315,10 @@ def abandon(c: Cluster, why: str) -> None:
 
 
 def _publish_abandoned(c: Cluster, record: Snapshot, why: str) -> None:
-    persisting, job = c.checkpoints, c.current_job
-    persisting.final_abandoned = persisting.final_abandoned or record.step >= job.steps
+    checkpoints, job = c.checkpoints, c.current_job
+    checkpoints.final_abandoned = checkpoints.final_abandoned or record.step >= job.steps
     c.persist()
-    newest = persisting.newest
+    newest = checkpoints.newest
     last_complete_step = newest.step if newest is not None else None
     c.emit("CheckpointAbandoned", why, step=record.step, last_complete_step=last_complete_step)
     c.publish()
@@ -335,7 +335,7 @@ def _unpin(c: Cluster, record: Snapshot) -> None:
     c.dirty = True
 
 
-# --- beginnings and ends -------------------------------------------------------------------------
+# --- restart, end of the job, rollback -----------------------------------------------------------
 
 
 def abandon_after_restart(c: Cluster) -> None:
@@ -351,13 +351,13 @@ def abandon_at_end(c: Cluster) -> None:
 
 def discard_after(c: Cluster, checkpoint: Checkpoint) -> None:
     """Discard what was written or tried after this checkpoint, to which all trainers return."""
-    persisting = c.checkpoints
+    checkpoints = c.checkpoints
     abandon(c, f"all trainers go back to step {checkpoint.step}")
-    persisting.newest, persisting.last_tried_step = checkpoint, checkpoint.step
-    persisting.exported_step = min(persisting.exported_step, checkpoint.step)
-    persisting.final_abandoned = persisting.wait_over = False
+    checkpoints.newest, checkpoints.last_tried_step = checkpoint, checkpoint.step
+    checkpoints.exported_step = min(checkpoints.exported_step, checkpoint.step)
+    checkpoints.final_abandoned = checkpoints.wait_over = False
     # What may still be committed belongs to steps that are undone.
-    persisting.corrupt_steps |= {step for step in persisting.unanswered.values() if step > checkpoint.step}
+    checkpoints.corrupt_steps |= {step for step in checkpoints.unanswered.values() if step > checkpoint.step}
 
 
 # --- exports --------------------------------------------------------------------------------------
@@ -365,13 +365,13 @@ def discard_after(c: Cluster, checkpoint: Checkpoint) -> None:
 
 def reconcile_export(c: Cluster) -> None:
     """Begin an export when it is time."""
-    job, persisting = c.job, c.checkpoints
-    if job is None or persisting.exporting is not None or not _export_due(c):
+    job, checkpoints = c.job, c.checkpoints
+    if job is None or checkpoints.exporting is not None or not _export_due(c):
         return
-    assert persisting.newest is not None, "a checkpoint is due"
-    persisting.exporting = persisting.newest.step
+    assert checkpoints.newest is not None, "a checkpoint is due"
+    checkpoints.exporting = checkpoints.newest.step
     c.out.append(
-        ExportCheckpoint(cause=c.cause, job=job, step=persisting.newest.step, limit_s=c.timing.persist_s)
+        ExportCheckpoint(cause=c.cause, job=job, step=checkpoints.newest.step, limit_s=c.timing.persist_s)
     )
 
 

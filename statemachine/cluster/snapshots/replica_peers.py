@@ -27,9 +27,9 @@ def choose_replica_peers(plan: Plan, protection: str, able: Collection[str]) -> 
     chosen = {}
     for owner in owners:
         place = ring.index(owner)
-        buddy = next((name for name in (*ring[place + 1 :], *ring[:place]) if name in able), None)
-        if buddy is not None:
-            chosen[owner] = buddy
+        peer = next((name for name in (*ring[place + 1 :], *ring[:place]) if name in able), None)
+        if peer is not None:
+            chosen[owner] = peer
     return chosen
 
 
@@ -54,9 +54,9 @@ def held_copies(c: Cluster, record: Snapshot, key: HeldSnapshot, *, failures: in
     ``snapshots.holders``.
     """
     found = {}
-    for owner, buddy in record.replica_peers.items():
-        node = c.nodes.get(buddy)
+    for owner, peer in record.replica_peers.items():
+        node = c.nodes.get(peer)
         held = node is not None and node.alive and copy_of(key, owner) in node.snapshots
         if held and node is not None and node.part_failures[key] <= failures:
-            found[owner] = buddy
+            found[owner] = peer
     return found

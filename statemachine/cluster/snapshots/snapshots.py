@@ -72,7 +72,7 @@ def is_whole(c: Cluster, record: Snapshot) -> bool:
     return len(owners) == len(record.owners) and kept == record.replica_peers
 
 
-# --- one snapshot's life -------------------------------------------------------------------------
+# --- life of a snapshot --------------------------------------------------------------------------
 
 
 def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
@@ -81,27 +81,27 @@ def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bo
     A coordinator that was restarted finds one that its predecessor ordered. A later step than that of the
     pending one shows that the older one was overtaken.
     """
-    keeping, group, job = c.snapshots, c.state, c.job
+    snapshots, group, job = c.snapshots, c.state, c.job
     if not isinstance(group, Running) or job is None or node.name not in group.planned:
         return False
-    over = max(keeping.last_abandoned_step, keeping.newest.step if keeping.newest is not None else 0)
+    over = max(snapshots.last_abandoned_step, snapshots.newest.step if snapshots.newest is not None else 0)
     if generation != group.generation or job.snapshot.every_steps < 1 or step <= over:
         return False
-    underway = keeping.pending
-    if underway is not None and (
-        step <= underway.after_step or (underway.step is not None and step < underway.step)
+    pending = snapshots.pending
+    if pending is not None and (
+        step <= pending.after_step or (pending.step is not None and step < pending.step)
     ):
         return False
-    if underway is not None and underway.step is not None and step > underway.step:
+    if pending is not None and pending.step is not None and step > pending.step:
         abandon(c, f"a snapshot of step {step} has begun")
-        underway = None
-    if underway is None:
-        underway = keeping.pending = PendingSnapshot(
+        pending = None
+    if pending is None:
+        pending = snapshots.pending = PendingSnapshot(
             generation=generation, after_step=step - 1, began_at=c.at
         )
-        keeping.last_order_step = max(keeping.last_order_step, step - 1)
+        snapshots.last_order_step = max(snapshots.last_order_step, step - 1)
         c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
-    underway.step = keeping.costs.last = step
+    pending.step = snapshots.costs.last = step
     return True
 
 
@@ -109,8 +109,8 @@ def take_snapping(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> Non
     if not _is_pending(c, node, signal.generation, signal.step):
         c.ignore("an unexpected SnapshotStarted", node.name)
         return
-    underway = c.snapshots.pending
-    if underway is not None and node.name not in underway.completed:
+    pending = c.snapshots.pending
+    if pending is not None and node.name not in pending.completed:
         node.feed(NodeEvent.SNAP)
         c.publish()
 
@@ -120,34 +120,34 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
     if not _is_pending(c, node, signal.generation, signal.step):
         c.ignore("an unexpected SnapshotCompleted", node.name)
         return
-    underway, job = c.snapshots.pending, c.current_job
-    assert underway is not None, "it fits"
+    pending, job = c.snapshots.pending, c.current_job
+    assert pending is not None, "a snapshot is pending"
     node.feed(NodeEvent.SNAP)  # if its SnapshotStarted was lost
     node.feed(NodeEvent.COMPLETED)
-    underway.completed[node.name] = signal
+    pending.completed[node.name] = signal
     node.snapshots |= {HeldSnapshot(job_id=job.job_id, step=signal.step, generation=signal.generation)}
     if signal.step > c.progress.known_step:
         learn(c, [CommittedStep(step=signal.step, vote=signal.vote)])
         c.persist()
         publish_steps(c)
         c.dirty = True
-    if is_complete_everywhere(c, underway):
+    if is_complete_everywhere(c, pending):
         c.dirty = True
-        record_complete(c, underway, signal)
+        record_complete(c, pending, signal)
         c.persist()
     c.publish()
 
 
-def is_complete_everywhere(c: Cluster, underway: PendingSnapshot) -> bool:
+def is_complete_everywhere(c: Cluster, pending: PendingSnapshot) -> bool:
     """Return whether every planned node completed its part."""
-    return len(underway.completed) >= len(c.planned) and set(c.planned) <= set(underway.completed)
+    return len(pending.completed) >= len(c.planned) and set(c.planned) <= set(pending.completed)
 
 
-def record_complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompleted) -> None:
+def record_complete(c: Cluster, pending: PendingSnapshot, signal: SnapshotCompleted) -> None:
     """Record the snapshot as complete everywhere: durable before any node releases the one before."""
     job, resumption = c.current_job, c.resumption
     assert resumption is not None, "a group trains"
-    said = underway.completed.values()
+    parts = pending.completed.values()
     record = Snapshot(
         step=signal.step,
         generation=signal.generation,
@@ -155,7 +155,7 @@ def record_complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompl
         groups=groups_of(
             resumption.plan, resumption.protection, resumption.replica_peers, zero1=job.policy.zero1
         ),
-        size_bytes=sum(one.size_bytes for one in said),
+        size_bytes=sum(one.size_bytes for one in parts),
         at=c.at,
     )
     c.snapshots.newest, c.snapshots.pending = record, None
@@ -179,11 +179,11 @@ def record_complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompl
         replica_peers=record.replica_peers,
         unprotected=[[group.first_layer, group.end_layer - 1] for group in alone],
         size_bytes=record.size_bytes,
-        copy_s=max(one.copy_s for one in said),
-        stall_s=max(one.stall_s for one in said),
-        took_s=round(c.at - underway.began_at, 6),
+        copy_s=max(one.copy_s for one in parts),
+        stall_s=max(one.stall_s for one in parts),
+        took_s=round(c.at - pending.began_at, 6),
     )
-    intervals.note_snapshot(c, stall_s=max(one.stall_s for one in said))
+    intervals.note_snapshot(c, stall_s=max(one.stall_s for one in parts))
 
 
 def _unprotected_words(alone: list[SnapshotGroup]) -> str:
@@ -204,10 +204,10 @@ def overdue(c: Cluster) -> None:
     """Abandon a snapshot that some node did not complete in time. Other means find out whether it is slow,
     dead or cut off.
     """
-    underway = c.snapshots.pending
-    if underway is None:
+    pending = c.snapshots.pending
+    if pending is None:
         return
-    missing = [name for name in c.planned if name not in underway.completed]
+    missing = [name for name in c.planned if name not in pending.completed]
     _abandon(c, f"{', '.join(missing)} did not complete it in time")
 
 
@@ -215,8 +215,8 @@ def _abandon(c: Cluster, why: str) -> None:
     """Abandon the pending snapshot. That of the last step is not tried again: the job ends without its
     checkpoint.
     """
-    underway, job = c.snapshots.pending, c.job
-    last = underway is not None and job is not None and (underway.last or underway.step == job.steps)
+    pending, job = c.snapshots.pending, c.job
+    last = pending is not None and job is not None and (pending.last or pending.step == job.steps)
     abandon(c, why)
     if last and job is not None and job.checkpoint.every_steps > 0:
         c.checkpoints.final_abandoned = c.dirty = True
@@ -234,9 +234,9 @@ def interrupt(c: Cluster, why: str) -> None:
     long.
     """
     abandon(c, why)
-    keeping = c.snapshots
-    keeping.last_abandoned_step = keeping.abandoned_in_a_row = 0
-    keeping.last_order_step = keeping.newest.step if keeping.newest is not None else 0
+    snapshots = c.snapshots
+    snapshots.last_abandoned_step = snapshots.abandoned_in_a_row = 0
+    snapshots.last_order_step = snapshots.newest.step if snapshots.newest is not None else 0
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
     intervals.restart_measurements(c)
@@ -248,30 +248,30 @@ def abandon(c: Cluster, why: str) -> None:
 
     The reasons for which it was wanted at once still hold.
     """
-    keeping, underway = c.snapshots, c.snapshots.pending
-    if underway is None:
+    snapshots, pending = c.snapshots, c.snapshots.pending
+    if pending is None:
         return
-    keeping.pending, c.dirty = None, True
-    keeping.urgent = keeping.urgent or underway.urgent
-    keeping.user_requested = keeping.user_requested or underway.user_requested
-    keeping.abandoned_in_a_row += 1
+    snapshots.pending, c.dirty = None, True
+    snapshots.urgent = snapshots.urgent or pending.urgent
+    snapshots.user_requested = snapshots.user_requested or pending.user_requested
+    snapshots.abandoned_in_a_row += 1
     c.cancel_timer(SNAPSHOT)
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
-    if underway.step is not None:
-        keeping.last_abandoned_step = max(keeping.last_abandoned_step, underway.step)
-    newest = keeping.newest
+    if pending.step is not None:
+        snapshots.last_abandoned_step = max(snapshots.last_abandoned_step, pending.step)
+    newest = snapshots.newest
     c.emit(
         "SnapshotAbandoned",
         why,
-        step=underway.step,
-        generation=underway.generation,
+        step=pending.step,
+        generation=pending.generation,
         last_complete_step=newest.step if newest is not None else None,
     )
     c.publish()
 
 
-# --- what nodes hold -----------------------------------------------------------------------------
+# --- snapshots that nodes hold -------------------------------------------------------------------
 
 
 def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
@@ -299,10 +299,10 @@ def take_retained(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     newest = c.snapshots.newest
     if not node.said_hello or not c.active:
         return
-    news, node.retained_step = node.retained_step != signal.retained_step, signal.retained_step
+    changed, node.retained_step = node.retained_step != signal.retained_step, signal.retained_step
     # Only the last node's confirmation changes what others wait for.
     c.dirty = c.dirty or (
-        news and not any(c.nodes[name].retained_step != signal.retained_step for name in c.planned)
+        changed and not any(c.nodes[name].retained_step != signal.retained_step for name in c.planned)
     )
     if newest is None or not node.prepared:
         return
