@@ -1,4 +1,4 @@
-"""On GPUs, where there are some (``make gpu-test``): what the tests of late devices claim, and NCCL."""
+"""The tests of late devices, and NCCL, on real GPUs where there are some (``make gpu-test``)."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from tests.helpers.fleet import Fleet
 from tests.helpers.gpu_support import CudaComputing
 from tests.helpers.harness import ROOT, ServerThread
 from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job
-from tests.helpers.staged import expected, talked_well
+from tests.helpers.staged import expected, results_are_right
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -46,7 +46,7 @@ def test_streams_wait_for_events_and_the_host_for_both() -> None:
 
 
 def test_trainers_that_share_a_gpu_talk_through_host_memory() -> None:
-    assert talked_well(lambda _: CudaComputing(), times=3)
+    assert results_are_right(lambda _: CudaComputing(), times=3)
 
 
 def test_engines_that_share_a_gpu_have_the_losses_of_a_cpu(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_engines_that_share_a_gpu_have_the_losses_of_a_cpu(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", sorted({1, torch.cuda.device_count()} - {0}))
 def test_nccl(size: int) -> None:
-    """One rank; and one on each GPU, where there are several."""
+    """Run one rank, and one rank on each GPU if there are several."""
     with ServerThread() as server:
         ranks = [
             subprocess.Popen(

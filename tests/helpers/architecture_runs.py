@@ -17,7 +17,7 @@ STEPS = 20
 
 
 Layout = Callable[[int], Pipelines]
-"""Pipelines of a model of so many layers."""
+"""Function that returns the pipelines for a model with this number of layers."""
 
 
 def job_of(architecture: str, **changes: Any) -> TrainingData:
@@ -57,7 +57,9 @@ def three_and_one(layers: int) -> Pipelines:
 
 
 def train(job: TrainingData, first: Layout, second: Layout, leaves: int, steps: int = STEPS) -> list[Vote]:
-    """Train under one layout; after half of the steps rank ``leaves`` leaves and the second is that of the others."""
+    """Train under one layout. After half of the steps rank ``leaves`` leaves, and the others continue under
+    the second.
+    """
     with Fleet(job, _ranks(first)) as fleet:
         layers = fleet.engines[0].model.layer_count
         fleet.enter(fleet.engines, first(layers))
@@ -73,7 +75,7 @@ def _ranks(layout: Layout) -> int:
 
 
 def check(found: list[Vote], expected: list[PlainStep], relative: float = 1e-9) -> None:
-    """Compare all that a step's vote says with what the plain loop says."""
+    """Compare all results in the votes of steps with those of the plain loop."""
     assert [vote.skipped for vote in found] == [step.skipped for step in expected]
     for what in ("loss", "gradient_norm"):
         values = [getattr(vote, what) for vote in found]

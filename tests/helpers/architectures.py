@@ -1,6 +1,7 @@
-"""Small models of many architectures with samples that make losses hard: padding, and unequal numbers of labels.
+"""Small models of many architectures, with samples that make losses hard: padding, and unequal numbers of
+labels.
 
-``build`` is a training function of them; nothing of it knows about windows or layers.
+``build`` is a training function for them that knows nothing about windows or layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ _SMALL = _WIDTHS | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_v
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 _ROUNDING = 1e-8
-"""For expert balancing, whose shares of tokens Hugging Face computes in float32."""
+"""Tolerance for expert balancing, whose shares of tokens Hugging Face computes in float32."""
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -47,15 +48,15 @@ class Architecture:
     """A model that is trained in the tests."""
 
     make: Callable[..., nn.Module]
-    """Takes options that differ from those below."""
+    """Creates the model; takes options that differ from those below."""
     task: str
-    """Which samples it takes."""
+    """Task of its samples."""
     split: tuple[str, ...] | None = None
     own_loss: bool = True
     relative: float = 1e-9
     """Largest difference from the plain loop's losses."""
     note: str = ""
-    """What readers of ``docs/reference/models.md`` should know of its blocks."""
+    """Remark on its blocks for readers of ``docs/reference/models.md``."""
 
 
 def _hugging_face(auto: Any, kind: str, **options: Any) -> Callable[..., nn.Module]:
@@ -73,10 +74,10 @@ def _causal(kind: str, *, relative: float = 1e-9, note: str = "", **options: Any
 
 
 def take_out_casts(replace: Callable[[Any, str, Any], None]) -> None:
-    """Take out the casts to float32 that models make in norms, softmax, routers and losses.
+    """Remove the casts to float32 that models make in norms, softmax, routers and losses.
 
-    With them a float64 model is one that rounds to float32 in the middle, so that two orders of the same
-    sums differ by a last bit of float32 now and then.
+    With these casts a float64 model rounds to float32 in the middle, so two orders of the same sums
+    sometimes differ by a last bit of float32.
 
     :param replace: sets an attribute, as ``setattr`` does.
     """
@@ -101,7 +102,7 @@ def take_out_casts(replace: Callable[[Any, str, Any], None]) -> None:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut around them."""
 
     def __init__(self, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class Residual(nn.Module):
 
 
 class HandWritten(nn.Module):
-    """A residual network as one writes it oneself: its blocks are no list."""
+    """A residual network written by hand: its blocks are not in a list."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -307,7 +308,7 @@ class Samples:
     task: str
     length: int = LENGTH
     variable: bool = False
-    """Samples are as long as they are, and the collate function pads them."""
+    """Whether samples keep their own lengths and the collate function pads them."""
     count: int = SAMPLES
     unlabelled: frozenset[int] = frozenset()
     _made: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -408,8 +409,8 @@ def build_layers(unlabelled: Sequence[int] = ()) -> Training:
 
 
 def lora(model: nn.Module, rank: int = 4) -> nn.Module:
-    """Return the model with all else than adapters of its linear layers frozen."""
-    import peft  # Here, because half a second of it would come on top of the start of each trainer.
+    """Return the model with adapters in its linear layers and everything else frozen."""
+    import peft  # This is imported here because half a second of it would slow down the start of each trainer.
 
     adapted: nn.Module = peft.get_peft_model(
         model, peft.LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
@@ -427,8 +428,8 @@ def build(
 ) -> Training:
     """Return the training of an architecture of the table.
 
-    :param variable: samples have the lengths that they have, and are padded to the longest of a microbatch.
-    :param adapters: train LoRA adapters alone.
+    :param variable: samples have different lengths and are padded to the longest of a microbatch.
+    :param adapters: train only LoRA adapters.
     :param unlabelled: samples all of whose labels are -100.
     """
     entry = ARCHITECTURES[architecture]

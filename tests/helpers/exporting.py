@@ -19,7 +19,7 @@ from tests.helpers.kept_checkpoints import about
 def checkpoint_of(
     model: nn.Module, url: Path | str, *, step: int = 7, layers: int = 3, directories: Sequence[Path] = ()
 ) -> Checkpoint:
-    """Write a checkpoint of ``model``, its tensors shared out among layers in order.
+    """Write a checkpoint of ``model``, whose tensors are divided among layers in order.
 
     A tied tensor is in the layer of its first name and in the last one, under its first name in both.
     """

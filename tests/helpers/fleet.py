@@ -1,4 +1,6 @@
-"""Engines of several ranks in one process, a thread each, over real gloo: any phase of a step can be hit."""
+"""Engines of several ranks in one process, one thread each, over real gloo: tests can interrupt any phase of a
+step.
+"""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -24,7 +26,9 @@ CPU = torch.device("cpu")
 
 
 class Fleet:
-    """``engines`` are those that live, in the order of their ranks once ``enter`` was called."""
+    """Engines in one process. ``engines`` are those that live, in the order of their ranks after ``enter`` was
+    called.
+    """
 
     def __init__(self, job: p.TrainingData, count: int, protection: str = "aor") -> None:
         self.job = job
@@ -33,19 +37,19 @@ class Fleet:
         self.pipelines: Pipelines = ()
         self.generation = 0
         self.votes: dict[int, Vote] = {}
-        """By step."""
+        """Votes by step."""
         self.restore = ""
-        """Directory that the next ``enter`` takes whole layers from, at ``restore_step``."""
+        """Directory from which the next ``enter`` restores whole layers, at ``restore_step``."""
         self.restore_step = 0
         self.evaluated = 0
         """The newest step whose evaluation is known, for the next ``enter``."""
         self.evaluations: dict[int, Evaluation] = {}
-        """By the step whose state was evaluated."""
+        """Evaluations by the step whose state was evaluated."""
         self.parked: dict[int, tuple[int, ...]] = {}
         self.dropped: dict[int, tuple[int, ...]] = {}
-        """By rank of the next ``enter``: layers that it parks and drops."""
+        """Layers that each rank of the next ``enter`` parks and drops."""
         self.nodes: tuple[str, ...] = ()
-        """Of each rank, for the next ``enter``; empty: no snapshots are taken."""
+        """Node of each rank for the next ``enter``; if empty, no snapshots are taken."""
         self._communicators: dict[Engine, Communicator] = {}
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
@@ -62,7 +66,9 @@ class Fleet:
         return new
 
     def enter(self, engines: Sequence[Engine], pipelines: Pipelines) -> int:
-        """All of these go on under a new plan; the others are gone. Returns the step that they go on from."""
+        """Continue these engines under a new plan, without the others. Return the step that they continue
+        from.
+        """
         reports = [report_of(engine) for engine in engines]
         best = max(reports, key=lambda report: report.committed_step)
         if self.restore:
@@ -132,7 +138,7 @@ class Fleet:
         engine.call_missed_hook()
 
     def steps(self, count: int) -> list[StepResult]:
-        """All make so many steps; the last results."""
+        """Make ``count`` steps on all ranks; return the results of the last one."""
         results: list[StepResult] = []
         for _ in range(count):
             if self.engines[0].evaluation_due:
@@ -144,7 +150,7 @@ class Fleet:
         return results
 
     def evaluate(self, stop_wanted: Callable[[], bool] = lambda: False) -> bool:
-        """All evaluate the state that is committed; returns whether somebody wanted to stop."""
+        """Evaluate the committed state on all ranks; return whether any rank wanted to stop."""
         stops = self.each(lambda rank, engine: engine.evaluate(stop_wanted))
         result = self.engines[0].evaluation
         assert all(engine.evaluation == result for engine in self.engines), "all ranks know the same"
@@ -154,7 +160,7 @@ class Fleet:
         return bool(stops[0])
 
     def broken_step(self) -> None:
-        """A step in which somebody calls ``abort``; nobody finishes it."""
+        """Run a step in which a rank calls ``abort``, and which no rank finishes."""
 
         def run(rank: int, engine: Engine) -> bool:
             try:
@@ -170,10 +176,11 @@ class Fleet:
             communicator.abort()
 
     def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
-        """Call ``run`` for all ranks at once, each on its thread; return what it returns.
+        """Call ``run`` for all ranks at once, each on its thread, and return the results.
 
-        No garbage is collected meanwhile. torch reads the state of the process's generator under a lock of its own: a
-        collection that begins there releases the interpreter lock, and the rank that gets it waits for torch's lock.
+        No garbage is collected meanwhile. torch reads the state of the process's generator while it holds a
+        lock of its own. A collection that begins there releases the interpreter lock, and the rank that
+        gets it waits for torch's lock.
         """
         gc.disable()
         try:
@@ -198,7 +205,7 @@ class Fleet:
 
 
 def whole_layers(engines: Sequence[Engine], step: int, pipelines: Pipelines) -> tuple[p.TransferData, ...]:
-    """Whom every rank gets the layers from that it is to have and does not hold at ``step``."""
+    """Return the transfers of layers that each rank must have and does not hold at ``step``."""
     held: list[set[int]] = []
     for engine in engines:
         if engine.committed_step == step:

@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class Forked:
-    """One process; what it prints goes to a file."""
+    """A forked process; its output goes to a file."""
 
     def __init__(self, zygote: "Zygote", pid: int, out: Path) -> None:
         self._zygote, self.pid, self.out = zygote, pid, out

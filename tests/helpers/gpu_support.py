@@ -1,4 +1,4 @@
-"""A GPU as the tests of late devices take one."""
+"""A GPU with the interface that the tests of late devices use."""
 
 from contextlib import AbstractContextManager
 
@@ -8,13 +8,13 @@ from runtime.device import CudaRuntime
 
 
 class CudaComputing(CudaRuntime):
-    """:param number: of the GPU."""
+    """The runtime of a GPU. :param number: index of the GPU."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(torch.device("cuda", number))
 
     def computing(self) -> AbstractContextManager[object]:
-        """New tensors are made on the device."""
+        """Create new tensors on the device within this context."""
         return self.device
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
-"""A node and a coordinator for tests: real trainers out of a real zygote, driven frame by frame.
+"""A node and a coordinator for tests: real trainers from a real zygote, controlled frame by frame.
 
-``Cluster`` speaks ``statemachine.messages.trainer`` over unix sockets as a node daemon does, runs the rendezvous
-server, and offers what the tests need: fork, prepare, quiesce, resume, wait for steps, kill.
+``Cluster`` exchanges ``statemachine.messages.trainer`` over unix sockets as a node daemon does, runs the
+rendezvous server, and offers what the tests need: fork, prepare, quiesce, resume, wait for steps, kill.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from statemachine.messages.values import Vote
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
-"""Longest wait for anything; generous, as machines that run tests are busy."""
+"""Longest wait for anything; generous, because machines that run tests are busy."""
 TOKEN = "a token for tests"
 
 FrameType = TypeVar("FrameType", bound=frames.Frame)
 
 
 class ServerThread:
-    """A rendezvous server on an event loop of its own."""
+    """A rendezvous server with its own event loop."""
 
     def __init__(self, token: str = TOKEN) -> None:
         self._loop = asyncio.new_event_loop()
@@ -71,7 +71,7 @@ class ServerThread:
 def formed_world(
     size: int, groups: Sequence[tuple[int, ...]] = (), timeout_s: float = PATIENCE_S
 ) -> Iterator[list[GlooCommunicator]]:
-    """Communicators of all ranks, formed, in this process."""
+    """Return formed communicators of all ranks, in this process."""
     with ServerThread() as server:
         rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
         ranks = [GlooCommunicator(rendezvous, r, size, "127.0.0.1", timeout_s=timeout_s) for r in range(size)]
@@ -86,7 +86,7 @@ def formed_world(
 
 
 class TrainerHandle:
-    """One trainer process as its node sees it."""
+    """One trainer process, as its node sees it."""
 
     def __init__(self, attached: p.Attached, connection: socket.socket, decoder: frames.Decoder[Any]) -> None:
         self.device = attached.device
@@ -104,7 +104,7 @@ class TrainerHandle:
         self._connection.sendall(frames.encode(frame))
 
     def take(self, kind: type[FrameType], timeout_s: float = PATIENCE_S, **fields: object) -> FrameType:
-        """Wait for the first frame of ``kind`` with these fields; removes it and older ones of its kind."""
+        """Wait for the first frame of ``kind`` with these fields; remove it and older ones of its kind."""
 
         def find() -> FrameType | None:
             for frame in self._frames:
@@ -131,7 +131,7 @@ class TrainerHandle:
         return found
 
     def sent(self, kind: type[frames.Frame], **fields: object) -> bool:
-        """Whether such a frame is here and not taken; does not wait."""
+        """Return whether such a frame has arrived and was not taken, without waiting."""
         with self._condition:
             return any(
                 isinstance(frame, kind) and all(getattr(frame, k) == v for k, v in fields.items())
@@ -139,7 +139,7 @@ class TrainerHandle:
             )
 
     def losses(self) -> dict[int, float]:
-        """Of all steps reported and not taken; does not wait."""
+        """Return the losses of all steps reported and not taken, without waiting."""
         with self._condition:
             return {f.step: f.vote.loss for f in self._frames if isinstance(f, p.TrainerStepped)}
 
@@ -147,7 +147,7 @@ class TrainerHandle:
         os.killpg(self.pid, number)
 
     def close(self) -> None:
-        """The trainer ends itself when this connection does."""
+        """Close the connection, whereupon the trainer ends itself."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -175,7 +175,7 @@ class TrainerHandle:
 
 
 class Cluster:
-    """``with Cluster() as cluster: a, b = cluster.fork(2)`` …"""
+    """A zygote with its trainers: ``with Cluster() as cluster: a, b = cluster.fork(2)`` …"""
 
     def __init__(self, *preload: str, path: Path = ROOT) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ftd-test-")
@@ -205,7 +205,7 @@ class Cluster:
     # --- processes -----------------------------------------------------------------------------
 
     def fork(self, count: int, environment: dict[str, str] | None = None) -> list[TrainerHandle]:
-        """Fork trainers; they are connected when this returns."""
+        """Fork trainers and wait until they are connected."""
         assert self.zygote.stdin is not None
         for _ in range(count):
             spawn = z.Spawn(device=self._devices, socket_path=self._path, environment=environment or {})
@@ -225,7 +225,7 @@ class Cluster:
                 self.exited[notice.pid] = notice.status
         return self.exited[pid]
 
-    # --- the life of a generation ------------------------------------------------------------------
+    # --- generations -------------------------------------------------------------------------------
 
     def prepare(
         self,
@@ -235,7 +235,7 @@ class Cluster:
         arenas: Path | None = None,
         arena_limit_bytes: int | None = None,
     ) -> None:
-        """:param arenas: snapshots are kept below it, in ``device-<d>``."""
+        """Prepare trainers. :param arenas: directory of snapshots, which are written to its ``device-<d>``."""
         for trainer in trainers:
             arena = "" if arenas is None else str(arenas / f"device-{trainer.device}")
             trainer.send(
@@ -251,7 +251,7 @@ class Cluster:
             trainer.take(Prepared)
 
     def quiesce(self, trainers: Sequence[TrainerHandle], mode: str = "abort") -> list[p.TrainerQuiesced]:
-        """Enter the next generation."""
+        """Quiesce trainers for the next generation."""
         self.generation += 1
         for trainer in trainers:
             trainer.send(Quiesce(generation=self.generation, mode=mode))
@@ -266,7 +266,7 @@ class Cluster:
         transfers: Sequence[p.TransferData] = (),
         **snapshots: Any,
     ) -> None:
-        """Send Resume: ``ranks[r]`` is rank r. ``snapshots``: further fields of it."""
+        """Send Resume: ``ranks[r]`` becomes rank r. :param snapshots: further fields of Resume."""
         for rank, trainer in enumerate(ranks):
             frame = self.resume_frame(rank, len(ranks), pipelines, step, vote, transfers)
             trainer.send(msgspec.structs.replace(frame, **snapshots))
@@ -296,7 +296,7 @@ class Cluster:
     def resumed(self, ranks: Sequence[TrainerHandle]) -> list[Resumed]:
         return [trainer.take(Resumed, generation=self.generation) for trainer in ranks]
 
-    # --- plumbing ------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while True:
@@ -360,9 +360,9 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes:
 def pipeline(
     *stages: tuple[int, int, Sequence[int]], first_microbatch: int, microbatches: int, sharded: bool = False
 ) -> p.WorldPipeline:
-    """``pipeline((0, 2, [0]), (2, 5, [1, 2]), first_microbatch=0, microbatches=3)``.
+    """Return a pipeline, as in ``pipeline((0, 2, [0]), (2, 5, [1, 2]), first_microbatch=0, microbatches=3)``.
 
-    :param sharded: stages of several ranks have shards.
+    :param sharded: whether stages of several ranks shard.
     """
     return p.WorldPipeline(
         stages=tuple(

@@ -1,14 +1,16 @@
 """A device for tests whose streams are late at random: an accelerator emulated on the CPU.
 
-Each stream is a thread that does what it was given in order, after delays; the host runs ahead. Inside of
-``LateRuntime.on`` every operation of torch goes to the current stream: its result is there at once as memory full of
-garbage, and gets its values when the stream comes to it. Views are made at once, as on a real device. An operation
-whose result the host needs (``item``, ``nonzero``, ``equal``) waits for the current stream, as there, and for no
-other; so do those that draw random numbers, whose generator is the host's.
+Each stream is a thread that runs its operations in order, after delays, while the host runs ahead. Within
+``LateRuntime.on`` every operation of torch goes to the current stream: its result exists at once, as memory
+full of garbage, and gets its values when the stream reaches the operation. Views are created at once, as on
+a real device. An operation whose result the host needs (``item``, ``nonzero``, ``equal``) waits for the
+current stream only, as on a real device. So do operations that draw random numbers, because their generator
+is the host's.
 
-So these mistakes show as wrong numbers: a stream that reads what another one has not computed, a buffer that is
-written again while a copy of it is under way, a host that reads (``numpy``, ``tolist``, ``frombuffer``) without
-having waited. What does not show: memory that is freed too early, since whatever is queued keeps its tensors.
+Wrong numbers therefore reveal these mistakes: a stream that reads a value which another one has not
+computed, a buffer that is overwritten while it is being copied, and a host that reads (``numpy``,
+``tolist``, ``frombuffer``) without having waited. Memory that is freed too early is not revealed, because
+queued operations keep their tensors.
 """
 
 import contextlib
@@ -39,7 +41,9 @@ _COUNTS_CHANGES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class LateStream:
-    """:param delay: seconds before the next operation; called on the stream's thread."""
+    """A stream that delays its operations. :param delay: returns the seconds before the next operation; called
+    on the stream's thread.
+    """
 
     def __init__(self, delay: Callable[[], float]) -> None:
         self._delay = delay
@@ -71,7 +75,7 @@ class LateStream:
             if (delay_s := self._delay()) > 0:
                 time.sleep(delay_s)
             try:
-                # Autograd has seen the operation, and counted its change of a tensor, when it was given.
+                # Autograd saw the operation, and counted its change of a tensor, when it was queued.
                 with (
                     torch._C._AutoDispatchBelowAutograd(),
                     torch._C._ExcludeDispatchKeyGuard(_COUNTS_CHANGES),
@@ -87,7 +91,7 @@ def _await(reached: threading.Event) -> None:
 
 
 class LateEvent:
-    """A place in a stream; never recorded, it is nowhere, and nobody waits for it."""
+    """A position in a stream. An event that was never recorded counts as reached."""
 
     def __init__(self, runtime: "LateRuntime") -> None:
         self._runtime = runtime
@@ -118,9 +122,10 @@ class LateEvent:
 
 
 class LateRuntime(DeviceRuntime):
-    """A device whose tensors are, to torch, on the CPU.
+    """A device whose tensors are, for torch, on the CPU.
 
-    :param seed: of the delays. :param late: how often an operation is late, and by how many seconds at most.
+    :param seed: seed of the delays.
+    :param late: how often an operation is late, and by at most how many seconds.
     """
 
     is_async = True
@@ -156,13 +161,15 @@ class LateRuntime(DeviceRuntime):
         outermost = not getattr(self._own, "given", False)
         self._own.stream, self._own.given = stream, True
         try:
-            with _Given(self) if outermost else contextlib.nullcontext():
+            with _Queueing(self) if outermost else contextlib.nullcontext():
                 yield
         finally:
             self._own.stream, self._own.given = before, not outermost
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """What a process does whose tensors are on this device: all goes to the default stream."""
+        """Return a context for a process whose tensors are on this device: all operations go to the default
+        stream.
+        """
         return self.on(self.default)
 
     def prepare_thread(self) -> None:
@@ -176,7 +183,8 @@ class LateRuntime(DeviceRuntime):
         return _plain(lambda: _garbage(torch.empty(numel, dtype=dtype)))
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        # As ``cpu()`` there: a copy at the end of the current stream, which the host waits for.
+        # As with ``cpu()`` on a real device, this copies at the end of the current stream, and the host
+        # waits.
         self.current().synchronize()
         return _plain(lambda: tensor.detach().clone())
 
@@ -191,8 +199,8 @@ class LateRuntime(DeviceRuntime):
             stream.end()
 
 
-class _Given(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives each operation to the current stream."""
+class _Queueing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that queues each operation on the current stream."""
 
     def __init__(self, runtime: LateRuntime) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -236,12 +244,14 @@ def _is_meta(device: Any) -> bool:
 
 
 def _aliases(tree: Any) -> Any:
-    """The same memory, whatever the host puts into these tensors' place (``parameter.data = …``) meanwhile."""
+    """Return tensors with the same memory, which stays the same even if the host replaces theirs
+    (``parameter.data = …``).
+    """
     return tree_map_only(Tensor, lambda tensor: tensor.detach(), tree)
 
 
 def _changed(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any] | None:
-    """Return the arguments that are changed in place, one of which is returned, or nothing is; else ``None``."""
+    """Return the arguments that are changed in place, if one of them or nothing is returned; else ``None``."""
     schema = function._schema
     changed = [
         args[i] if i < len(args) else named.get(argument.name)
@@ -252,7 +262,7 @@ def _changed(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> lis
 
 
 def _results(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return new memory for the results; ``None``: their shapes are not known beforehand."""
+    """Return new memory for the results, or ``None`` if their shapes are not known beforehand."""
     schema = function._schema
     if any(str(one.type) not in ("Tensor", "List[Tensor]") for one in schema.returns):
         return None
@@ -272,7 +282,7 @@ def _results(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any
 
 
 def _with_device(function: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """The keywords as the meta device takes them; functions that make tensors are told to make them there."""
+    """Return the keywords for the meta device, on which functions that create tensors must create them."""
     takes = any(argument.name == "device" for argument in function._schema.arguments)
     given = {"device": CPU} | named if takes else named
     return {k: tree_map_only(Tensor, _meta, v) for k, v in given.items()}
@@ -289,6 +299,6 @@ def _garbage(tensor: Tensor) -> Tensor:
 
 
 def _plain(read: Callable[[], Tensor]) -> Tensor:
-    """Run at once what would go to a stream."""
+    """Run at once an operation that would otherwise be queued on a stream."""
     with torch.utils._python_dispatch._disable_current_modes():
         return read()

@@ -29,12 +29,12 @@ TURNED = (
 
 
 class LateFleet(Fleet):
-    """Each engine has a late device of its own, and an arena for snapshots."""
+    """A fleet in which each engine has its own late device, and an arena for snapshots."""
 
     def __init__(self, job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime]) -> None:
         self._arenas, self._make = arenas, make
         self.hold_s = 0.02
-        """By how much the device is late at each update."""
+        """Delay of the device at each update, in seconds."""
         super().__init__(job, 3, "aec")
         self.nodes = ("a", "b", "c")
 
@@ -54,13 +54,13 @@ class LateFleet(Fleet):
                 monitor=engine.monitor,
                 report=lambda _: None,
             )
-            engine.optimization.step = self._held_up(runtime, engine.optimization.step)  # type: ignore[method-assign]
+            engine.optimization.step = self._delayed(runtime, engine.optimization.step)  # type: ignore[method-assign]
             new.append(engine)
         self.engines += new
         return new
 
-    def _held_up(self, runtime: LateRuntime, update: Callable[..., None]) -> Callable[..., None]:
-        """The device comes to an update late: whoever does not wait for it has the state before."""
+    def _delayed(self, runtime: LateRuntime, update: Callable[..., None]) -> Callable[..., None]:
+        """Delay an update on the device: a reader that does not wait for it sees the earlier state."""
 
         def held(*arguments: Any, **named: Any) -> None:
             hold_s = self.hold_s

@@ -12,7 +12,7 @@ from tests.helpers.runtime_support import gpt_data
 
 
 class Trainer:
-    """One process that trains all layers alone."""
+    """A model and optimizer that train all layers in this process."""
 
     def __init__(self, precision: str = "float64", dropout: float = 0.1) -> None:
         self.data = gpt_data(precision=precision, arguments={"dropout": dropout})

@@ -21,7 +21,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def build() -> Training:
-    """Return the training; the model is made anew in every trainer."""
+    """Return the training; every trainer creates its own model."""
     config = AutoConfig.for_model(
         "llama",
         hidden_size=32,

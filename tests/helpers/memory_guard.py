@@ -1,4 +1,4 @@
-"""A limit on what trainers have in memory, watched while tests run."""
+"""A limit on the memory of trainers, checked while tests run."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -10,7 +10,9 @@ _PERIOD_S = 0.005
 
 
 def private_mib(pid: int) -> float:
-    """Return what a process has for itself in memory; snapshots and parked layers are shared pages, not these."""
+    """Return the private memory of a process; snapshots and parked layers are shared pages, which do not
+    count.
+    """
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024
@@ -20,7 +22,7 @@ def private_mib(pid: int) -> float:
 class MemoryGuard:
     """Samples processes until the end of the ``with`` block.
 
-    :param pids: returns the processes that are there now.
+    :param pids: returns the processes that are running.
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
@@ -28,7 +30,7 @@ class MemoryGuard:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-guard", daemon=True)
         self.peaks_mib: dict[int, float] = {}
-        """By process."""
+        """Peaks by process."""
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD_S):
@@ -36,7 +38,7 @@ class MemoryGuard:
                 try:
                     mib = private_mib(pid)
                 except (OSError, ValueError):
-                    continue  # It has ended.
+                    continue  # The process has ended.
                 self.peaks_mib[pid] = max(mib, self.peaks_mib.get(pid, 0.0))
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A training function for tests: a model of the table of architectures, by name, wholly in float64."""
+"""A training function for tests: a model of the table of architectures, by name, completely in float64."""
 
 import sys
 import time

@@ -1,6 +1,7 @@
-"""The tables of ``docs/reference/models.md``, made of the list of architectures and of the tests that run over it.
+"""The tables of ``docs/reference/models.md``, generated from the list of architectures and the tests that run
+over it.
 
-``make docs`` writes them into the page; a test keeps both equal.
+``make docs`` writes them into the page; a test checks that they are current.
 """
 
 import re
@@ -39,7 +40,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "LoRA adapters of peft": matrix.test_adapters_alone_are_trained,
     "bfloat16, float16, float32": matrix.test_lower_precisions,
 }
-"""By what they check: tests that run over some architectures."""
+"""Tests that run over some architectures, by what they check."""
 
 
 def tables() -> dict[str, str]:
@@ -54,7 +55,7 @@ def tables() -> dict[str, str]:
 
 
 def with_tables(page: str) -> str:
-    """Return the page with its tables made anew."""
+    """Return the page with its tables replaced by current ones."""
     for name, table in tables().items():
         begin, end = f"<!-- {name}: made by make docs -->\n", f"<!-- end of {name} -->"
         assert page.count(begin) == page.count(end) == 1, name

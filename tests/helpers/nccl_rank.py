@@ -1,4 +1,4 @@
-"""One rank of a world over NCCL, on a GPU of its own: prints what every operation gave, as JSON.
+"""One rank of a world over NCCL, on its own GPU, which prints the results of every operation as JSON.
 
 python -m tests.helpers.nccl_rank PORT RANK SIZE
 """
@@ -12,7 +12,7 @@ from runtime.groups.nccl import NcclCommunicator
 from runtime.groups.store import Rendezvous
 from tests.helpers.gpu_support import CudaComputing
 from tests.helpers.harness import TOKEN
-from tests.helpers.staged import talk
+from tests.helpers.staged import run_operations
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
             return
         pairs = {tuple(sorted((rank, (rank + 1) % size))) for rank in world}
         one.form([], [("activation", first, second) for first, second in pairs])
-        print(json.dumps(talk(one, runtime)))
+        print(json.dumps(run_operations(one, runtime)))
         one.confirm(one.all_reduce(torch.zeros(1), world))
 
 

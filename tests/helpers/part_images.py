@@ -1,4 +1,4 @@
-"""Parts of a layer's state, as devices keep them."""
+"""Parts of a layer's state, as devices hold them."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SCHEDULE: dict[str, Any] = {"groups": [{"lr": 0.1}]}
 
 
 def layer_of(counts: list[int]) -> WholeLayer:
-    """Parameters ``w0``, ``w1``, … of so many elements, and a buffer of three in the middle."""
+    """Return parameters ``w0``, ``w1``, … of these sizes, and a buffer of three elements in the middle."""
     tensors = [
         TensorInfo(name=f"w{n}", role="parameter", dtype="float32", shape=(count,), on_host=True)
         for n, count in enumerate(counts)
@@ -31,16 +31,16 @@ def layer_of(counts: list[int]) -> WholeLayer:
 
 
 def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[LayerPart, Bytes]:
-    """Values, a moment of each (1000 more), and a step of each parameter that it has."""
-    runs: list[TensorRange] = []
-    pieces: list[bytes] = []
+    """Return the values, a moment of each (plus 1000), and a step for each parameter in the part."""
+    ranges: list[TensorRange] = []
+    chunks: list[bytes] = []
     scalars: dict[str, dict[str, Any]] = {}
     total, begin = sum(counts), 0
     low, high = total * start // of, total * end // of
 
     def add(name: str, key: str, values: np.ndarray, start: int, count: int | None) -> None:
         data = values.astype(np.float32).tobytes()
-        runs.append(
+        ranges.append(
             TensorRange(
                 name=name,
                 role="optimizer" if key else "parameter",
@@ -49,11 +49,11 @@ def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[LayerPart
                 on_host=True,
                 start=start,
                 count=count,
-                offset=sum(map(len, pieces)),
+                offset=sum(map(len, chunks)),
                 size_bytes=len(data),
             )
         )
-        pieces.append(data.ljust(padded_size(len(data)), b"\0"))
+        chunks.append(data.ljust(padded_size(len(data)), b"\0"))
 
     for number, count in enumerate(counts):
         first, last = max(low, begin) - begin, min(high, begin + count) - begin
@@ -64,6 +64,6 @@ def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[LayerPart
             add(name, "step", np.array([5.0]), 0, None)
             scalars[name] = {"seen": 5}
         begin += count
-    data = np.frombuffer(b"".join(pieces), dtype=np.uint8)
-    told = LayerPart(layer=7, offset=0, size_bytes=len(data), ranges=tuple(runs), scalars=scalars)
+    data = np.frombuffer(b"".join(chunks), dtype=np.uint8)
+    told = LayerPart(layer=7, offset=0, size_bytes=len(data), ranges=tuple(ranges), scalars=scalars)
     return told, data

@@ -1,4 +1,4 @@
-"""Pipelines of tests of the engine, and what a run of them must have in common."""
+"""Pipelines for tests of the engine, and a check that applies to all of their runs."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from statemachine.messages.common import Finished
 from tests.helpers.harness import TrainerHandle, pipeline
 
 LAYERS = 4
-"""Of the tiny GPT: embedding, two blocks, head; embedding and head share their weight."""
+"""Layers of the tiny GPT: embedding, two blocks, head; embedding and head share their weight."""
 
 
 def losses_of(trainer: TrainerHandle, first: int, last: int) -> list[float]:
@@ -20,7 +20,7 @@ def finish(trainers: Sequence[TrainerHandle]) -> None:
 
 
 def replicas_agree(trainers: Sequence[TrainerHandle]) -> dict[int, str]:
-    """Wait for Done; owners of a layer must hold the same bytes."""
+    """Wait for Finished, and check that owners of a layer hold the same bytes."""
     digests: dict[int, str] = {}
     for trainer in trainers:
         for layer, digest in trainer.take(Finished).digests.items():

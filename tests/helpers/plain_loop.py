@@ -1,6 +1,6 @@
 """The loop that a user would write without ftd: the plain model, whole, over the same microbatches.
 
-Nothing of ``runtime`` is used here but the order of samples.
+It uses nothing of ``runtime`` but the order of samples.
 """
 
 import inspect
@@ -37,7 +37,7 @@ def plain_loop(
 ) -> list[PlainStep]:
     """Train the model for ``steps`` steps, one microbatch after the other.
 
-    :param overflows: steps after which nothing is updated.
+    :param overflows: steps that update nothing.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(data.seed)
@@ -112,7 +112,7 @@ def _called(model: nn.Module, batch: Any) -> Any:
 
 
 def _loss(training: Training, output: Any, batch: Any, rows: int) -> tuple[Tensor, float]:
-    """Return the loss as a sum and what it is a sum over."""
+    """Return the loss as a sum and the weight of that sum."""
     if training.loss is None:
         weight = _labels(batch["labels"], next_token=training.dataset.task == "causal")
         return output.loss.double() * weight, weight

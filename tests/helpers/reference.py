@@ -1,4 +1,4 @@
-"""The plain loop that everything distributed is compared with: one process, one model, no pipelines."""
+"""The plain loop that all distributed runs are compared with: one process, one model, no pipelines."""
 
 import math
 
@@ -15,12 +15,14 @@ from statemachine.messages.trainer import TrainingData
 
 
 def reference_losses(training: Training, data: TrainingData, steps: int) -> list[float]:
-    """The mean loss over the global batch of each of the first ``steps`` steps."""
+    """Return the mean loss over the global batch for each of the first ``steps`` steps."""
     return reference_run(training, data, steps)[0]
 
 
 def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[list[float], Model]:
-    """Also the trained model. Takes over ``training``'s layers: load it anew for another run."""
+    """Return the losses and the trained model. This changes ``training``'s layers: load it again for another
+    run.
+    """
     model = Model(training, data)
     optimization = Optimization(model)
     sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
@@ -58,7 +60,7 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
 
 
 def reference_evaluation(model: Model, training: Training, data: TrainingData) -> tuple[float, float]:
-    """The mean loss over the held-out data set, in its order, and its weight."""
+    """Return the mean loss over the held-out data set, in its order, and its weight."""
     length, rows = len(training.evaluation or ()), data.microbatch_rows
     if data.evaluation_batches:
         length = min(length, data.evaluation_batches * data.global_batch)
@@ -76,6 +78,6 @@ def reference_evaluation(model: Model, training: Training, data: TrainingData) -
 
 
 def load(data: TrainingData) -> Training:
-    """``load_training`` without leaving torch's generator seeded for the next test."""
+    """Call ``load_training`` without leaving torch's generator seeded for the next test."""
     with torch.random.fork_rng(devices=[]):
         return load_training(data)

@@ -1,4 +1,4 @@
-"""Small trainings, written to files as a user would, and the data that names them."""
+"""Small training functions, written to files as a user would, and the data that refers to them."""
 
 import textwrap
 from pathlib import Path
@@ -26,7 +26,9 @@ def data_for(function: str, path: Path | str = EXAMPLES, **changes: Any) -> Trai
 
 
 def gpt_data(**changes: Any) -> TrainingData:
-    """The example's GPT, tiny: 4 layers, the first and the last tied."""
+    """Return the data of a job with the example's GPT, tiny: 4 layers, of which the first and the last share a
+    weight.
+    """
     arguments = {"blocks": 2, "width": 8, "heads": 2, "length": 8, "megabytes": 1} | changes.pop(
         "arguments", {}
     )
@@ -34,7 +36,7 @@ def gpt_data(**changes: Any) -> TrainingData:
 
 
 def script(directory: Path, text: str, name: str = "mine.py") -> Path:
-    """A user's script with the imports everyone needs."""
+    """Write a user's script with common imports, and return its path."""
     head = """
     import torch
     from torch import nn
@@ -70,7 +72,7 @@ class Regression(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def training_of(layers: list[nn.Module], **changes: Any) -> Training:
-    """A training built in the test itself, float64, inputs (rows, 6), targets (rows, 1)."""
+    """Return a training of float64 layers built by the test, with inputs (rows, 6) and targets (rows, 1)."""
     fields: dict[str, Any] = {
         "layers": tuple(layer.to(torch.float64) for layer in layers),
         "loss": functional.mse_loss,

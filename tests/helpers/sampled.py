@@ -1,4 +1,6 @@
-"""A training function whose data set logs which samples are read, and whose metrics say which were trained on."""
+"""A training function whose data set logs which samples are read, and whose metrics tell which were trained
+on.
+"""
 
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from ftd import Training
 
 
 class Numbered:
-    """Samples that carry their numbers; each read is a line of a file."""
+    """Samples that contain their numbers; each read appends a line to a file."""
 
     def __init__(self, samples: int, log: str) -> None:
         self.inputs = torch.randn(samples, 4, dtype=torch.float64)
@@ -22,7 +24,7 @@ class Numbered:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         with self.log.open("a") as file:
-            file.write(f"{index}\n")  # One write of a line: whole, whoever else appends.
+            file.write(f"{index}\n")  # A line is one write, so it is whole even if others append.
         return self.inputs[index], torch.tensor([float(index)], dtype=torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Small random Hugging Face models, made from configurations; nothing is downloaded."""
+"""Small random Hugging Face models, created from configurations; nothing is downloaded."""
 
 from typing import Any
 
@@ -39,11 +39,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
     ),
 }
-"""By architecture: the class that makes it, and its sizes."""
+"""By architecture: the class of the model, and its sizes."""
 
 
 def config_of(kind: str, *, tied: bool = True, **options: Any) -> Any:
-    """Return the configuration of a small model; other sizes in ``options``."""
+    """Return the configuration of a small model; ``options`` override sizes."""
     config = AutoConfig.for_model(kind, **(MODELS[kind][1] | options))
     config.tie_word_embeddings = tied
     return config
@@ -82,7 +82,7 @@ def logits_of(model: nn.Module, kind: str) -> torch.Tensor:
 
 
 def lasting(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by their first names, the tensors themselves."""
+    """Return parameters and persistent buffers by their first names, not copied."""
     kept = model.state_dict()
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: value for name, value in named.items() if name in kept}

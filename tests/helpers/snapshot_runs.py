@@ -29,11 +29,11 @@ SEVERAL = (
     pipeline((0, 3, [0, 1]), (3, 4, [2]), first_microbatch=0, microbatches=2),
     pipeline((0, 4, [3, 4]), first_microbatch=2, microbatches=2),
 )
-"""Stages of two devices, and of one. Each stage is a node, which is called after its lowest rank."""
+"""Stages of two devices, and of one. Each stage is a node, which is named after its lowest rank."""
 
 
 class Rank:
-    """An engine in this process, with a writer."""
+    """An engine in this process, with a snapshot writer."""
 
     def __init__(self, data: p.TrainingData, arena: Path, job_id: str = "job") -> None:
         with torch.random.fork_rng(devices=[]):
@@ -73,7 +73,7 @@ def run(
     snap_behind: int = 2,
     place: Callable[[int], str] = lambda rank: f"device-{rank}",
 ) -> list[Rank]:
-    """:param place: of a rank's arena below ``arenas``."""
+    """Run steps with snapshots. :param place: path of a rank's arena below ``arenas``."""
     size = sum(len(stage.ranks) for one in pipelines for stage in one.stages)
     ranks = [Rank(data, arenas / place(rank)) for rank in range(size)]
     world = p.WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("127.0.0.1",) * size)

@@ -33,7 +33,7 @@ class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward network; the sizes of what is split are found from the tensors."""
+    """Pre-norm attention and feed-forward network, which derive the sizes of what is split from the tensors."""
 
     def __init__(
         self, width: int, heads: int, dropout: float, inner_dropout: float, shape: tuple[int, int] | None
@@ -93,8 +93,11 @@ def build(
     held_out: bool = False,
     shape: tuple[int, int] | None = None,
 ) -> Training:
-    """:param tied: two blocks share a weight that the plan splits.
-    :param shape: number and size of the heads as attention reads them; left out: the number follows from the tensor.
+    """Return the training.
+
+    :param tied: two blocks share a weight that the plan splits.
+    :param shape: number and size of the heads as attention reads them; by default the number follows from
+        the tensor.
     """
     blocks = [Block(width, heads, dropout, inner_dropout, shape) for _ in range(3)]
     if tied:

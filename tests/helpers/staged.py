@@ -1,4 +1,6 @@
-"""Ranks whose tensors are on devices and travel through host memory: what they tell each other, and what must come."""
+"""Ranks whose tensors are on devices and travel through host memory: their operations, and the expected
+results.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ LIMIT_S = 60.0
 
 @contextlib.contextmanager
 def staged_world(size: int, make: Callable[[int], Any]) -> Iterator[list[StagedGlooCommunicator]]:
-    """Communicators of all ranks, formed; each rank has a device of its own."""
+    """Return formed communicators of all ranks, each with a device of its own."""
     with ServerThread() as server, ThreadPoolExecutor(size) as pool:
         where = Rendezvous(host="127.0.0.1", port=server.port, token=TOKEN, generation=1)
         runtimes = [make(rank) for rank in range(size)]
@@ -39,18 +41,18 @@ def staged_world(size: int, make: Callable[[int], Any]) -> Iterator[list[StagedG
 
 
 def on_all(ranks: Sequence[StagedGlooCommunicator]) -> list[Any]:
-    """``talk`` on each rank, every one on a thread of its own."""
+    """Call ``run_operations`` on each rank, with one thread for each."""
 
     def run(one: Any) -> Any:
         with one._runtime.computing():
-            return talk(one, one._runtime)
+            return run_operations(one, one._runtime)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return [future.result(LIMIT_S) for future in [pool.submit(run, one) for one in ranks]]
 
 
-def talk(one: Communicator, runtime: DeviceRuntime) -> list[list[float]]:
-    """Every operation, of tensors that are still being computed, with results that are used at once."""
+def run_operations(one: Communicator, runtime: DeviceRuntime) -> list[list[float]]:
+    """Run every operation on tensors that are still being computed, and use the results at once."""
     rank, size = one.rank, one.size
     members = one.world
     own = torch.arange(6.0) + 10.0 * (rank + 1)
@@ -60,34 +62,34 @@ def talk(one: Communicator, runtime: DeviceRuntime) -> list[list[float]]:
     pendings.append(one.receive(into, (rank - 1) % size, "activation"))
     summed = own + 1
     pendings.append(one.all_reduce(summed, members))
-    gathered, runs, part = torch.empty(6 * size), torch.empty(2 * size), torch.empty(2)
+    gathered, ranges, part = torch.empty(6 * size), torch.empty(2 * size), torch.empty(2)
     pendings.append(one.all_gather(gathered, own * 3, members))
-    pendings.append(one.all_gather_uneven(runs, own[:2] * 5, members))
+    pendings.append(one.all_gather_uneven(ranges, own[:2] * 5, members))
     pendings.append(one.reduce_scatter(part, torch.arange(2.0 * size) * (rank + 1), members))
     for pending in reversed(pendings):
         one.wait(pending)
-    for tensor in (into, summed, gathered, runs, part):
+    for tensor in (into, summed, gathered, ranges, part):
         results.append(tensor * 1)
     return [runtime.values(tensor) for tensor in results]
 
 
 def expected(rank: int, size: int) -> list[list[float]]:
-    def own(of: int) -> Tensor:
-        return torch.arange(6.0) + 10.0 * (of + 1)
+    def own(peer: int) -> Tensor:
+        return torch.arange(6.0) + 10.0 * (peer + 1)
 
     ranks = range(size)
-    reduced = sum(torch.arange(2.0 * size) * (of + 1) for of in ranks)
+    reduced = sum(torch.arange(2.0 * size) * (peer + 1) for peer in ranks)
     assert isinstance(reduced, Tensor)
     return [
         (own((rank - 1) % size) * 2).tolist(),
-        torch.stack([own(of) + 1 for of in ranks]).sum(0).tolist(),
-        torch.cat([own(of) * 3 for of in ranks]).tolist(),
-        torch.cat([own(of)[:2] * 5 for of in ranks]).tolist(),
+        torch.stack([own(peer) + 1 for peer in ranks]).sum(0).tolist(),
+        torch.cat([own(peer) * 3 for peer in ranks]).tolist(),
+        torch.cat([own(peer)[:2] * 5 for peer in ranks]).tolist(),
         reduced[2 * rank : 2 * rank + 2].tolist(),
     ]
 
 
-def talked_well(make: Callable[[int], Any], times: int) -> bool:
+def results_are_right(make: Callable[[int], Any], times: int) -> bool:
     with staged_world(3, make) as ranks:
         for _ in range(times):
             if on_all(ranks) != [expected(rank, 3) for rank in range(3)]:

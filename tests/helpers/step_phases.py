@@ -9,17 +9,17 @@ from tests.helpers.fleet import Fleet
 
 
 def in_compute(fleet: Fleet, victim: Engine) -> None:
-    """Before it has computed anything."""
+    """Kill the victim before it has computed anything."""
     victim.step = die(fleet)  # type: ignore[method-assign]
 
 
 def in_vote(fleet: Fleet, victim: Engine) -> None:
-    """The others have complete gradients and wait for its ballot."""
+    """Kill the victim when the others have complete gradients and wait for its vote."""
     victim._hold_vote = die(fleet)  # type: ignore[method-assign]
 
 
-def behind_vote(fleet: Fleet, victim: Engine) -> None:
-    """It and all others have committed; one of these but learns of it from the coordinator."""
+def after_vote(fleet: Fleet, victim: Engine) -> None:
+    """Kill the victim after all ranks committed; one survivor learns of the commit only from the coordinator."""
     late = fleet.engines[0]
     ask = late._hold_vote
 
@@ -32,7 +32,9 @@ def behind_vote(fleet: Fleet, victim: Engine) -> None:
 
 
 def in_gather(fleet: Fleet, victim: Engine) -> None:
-    """Its own part is updated, and nobody has got it; somebody who lives on has passed the vote, too."""
+    """Kill the victim after it updated its own part, which no rank has received; another survivor has passed
+    the vote, too.
+    """
     assert victim.sharding is not None
     death = die(fleet)
 
@@ -40,7 +42,7 @@ def in_gather(fleet: Fleet, victim: Engine) -> None:
         others = [engine for engine in fleet.engines if engine is not victim]
         deadline = time.monotonic() + 30.0
         while all(engine.committed_step < victim.committed_step for engine in others):
-            assert time.monotonic() < deadline, "nobody else committed the step"
+            assert time.monotonic() < deadline, "no other rank committed the step"
             time.sleep(0.001)
         death()
 

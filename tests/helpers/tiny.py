@@ -1,11 +1,16 @@
-"""A training function for tests: small enough to be quick, with everything that makes numerics hard.
+"""A training function for tests: small enough to be fast, with everything that makes numerics hard.
 
-Dropout (random numbers per step, sample and layer), Adam with a schedule, clipping (by the job), float64.
-``delay_s`` slows a step down without using the processor; ``raise_once`` names a file whose finder
-raises, ``starve_once`` one whose finder lacks memory in the middle of a step, ``wrong_from`` one that makes everybody
-raise for as long as it is there. ``hold`` names a file for as long as which nobody gets on with an evaluation; who
-comes to one then writes ``<hold>-met``. ``lost_device`` names a file with the name of a node and the number of a
-device, which fails for as long as it is there.
+It has dropout (random numbers per step, sample and layer), Adam with a schedule, clipping (by the job), and
+float64. ``delay_s`` slows a step down without using the processor. The other options name files that cause
+faults:
+
+- ``raise_once``: the trainer that finds this file raises.
+- ``starve_once``: the trainer that finds this file runs out of memory in the middle of a step.
+- ``wrong_from``: all trainers raise while this file exists.
+- ``hold``: no trainer continues an evaluation while this file exists; one that reaches an evaluation writes
+  ``<hold>-met``.
+- ``lost_device``: this file contains the name of a node and the number of a device, which fails while the
+  file exists.
 """
 
 import contextlib
@@ -38,14 +43,14 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
             try:
                 self.raise_once.unlink()
             except FileNotFoundError:
-                pass  # Another trainer found it first: that one raises.
+                pass  # Another trainer found the file first and raises.
             else:
                 raise RuntimeError("planted by the test")
         return self.inputs[index], self.targets[index]
 
 
 class HeldOut(Points):
-    """Points that training does not see."""
+    """Points that training does not use."""
 
     def __init__(self, samples: int, width: int, hold: str) -> None:
         super().__init__(samples, width, "", "")
@@ -60,7 +65,7 @@ class HeldOut(Points):
 
 
 class Slow(nn.Module):
-    """Takes its time without using the processor."""
+    """A layer that takes time without using the processor."""
 
     def __init__(self, delay_s: float, starve_once: str) -> None:
         super().__init__()
@@ -73,7 +78,7 @@ class Slow(nn.Module):
         if self.starve_once is not None and self.starve_once.exists():
             with contextlib.suppress(
                 FileNotFoundError
-            ):  # Another trainer found it first: that one lacks memory.
+            ):  # Another trainer found the file first and runs out of memory.
                 self.starve_once.unlink()
                 torch.empty(1 << 55, dtype=torch.uint8)
         return value
@@ -94,9 +99,12 @@ def build(
     lost_device: str = "",
     split: bool = False,
 ) -> Training:
-    """:param tied: the last layer has the first one's weight.
+    """Return the training.
+
+    :param tied: the last layer shares the first one's weight.
     :param split: devices of a stage can compute parts of all layers but the first and the last.
-    :param held_out: samples of an evaluation; with some, the largest error is a metric."""
+    :param held_out: number of samples of an evaluation; if it is positive, the largest error is a metric.
+    """
     if lost_device and Path(lost_device).exists() and is_trainer(*Path(lost_device).read_text().split()):
         raise RuntimeError("no CUDA-capable device is detected")
     made = [

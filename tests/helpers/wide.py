@@ -1,4 +1,4 @@
-"""A training function for tests: a module of equal blocks, which no trainer makes wholly."""
+"""A training function for tests: a module of equal blocks, which no trainer creates as a whole."""
 
 import sys
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""What a coordinator does for ZeRO-1: from reports to the step, and to who has which parts."""
+"""The coordinator's part in ZeRO-1: from reports to the step, and to who has which parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Pipelines = tuple[p.WorldPipeline, ...]
 
 @dataclass(slots=True, kw_only=True)
 class Sharded:
-    """Drives trainers that share the optimizer's state out."""
+    """Controls trainers that divide the optimizer's state."""
 
     cluster: Cluster
     job: p.TrainingData
@@ -26,7 +26,7 @@ class Sharded:
     ranks: list[TrainerHandle] = field(default_factory=list)
     pipelines: Pipelines = ()
     reports: dict[int, p.TrainerQuiesced] = field(default_factory=dict)
-    """By device."""
+    """Reports by device."""
 
     def join(self, count: int) -> list[TrainerHandle]:
         new = self.cluster.fork(count)
@@ -34,7 +34,7 @@ class Sharded:
         return new
 
     def quiesce(self, trainers: Sequence[TrainerHandle], mode: str = "abort") -> tuple[int, Vote | None]:
-        """The step that all are to be at, and its vote."""
+        """Quiesce the trainers; return the step that all must reach, and its vote."""
         reports = self.cluster.quiesce(trainers, mode)
         self.reports = {t.device: r for t, r in zip(trainers, reports, strict=True)}
         best = max(reports, key=lambda report: report.committed_step)
@@ -74,11 +74,13 @@ class Sharded:
 def held_of(
     report: p.TrainerQuiesced, rank: int, step: int, pipelines: Pipelines, was: int, *, zero1: bool = True
 ) -> list[p.PartData]:
-    """What the trainer, rank ``was`` of ``pipelines``, has at ``step`` as rank ``rank`` of the next world."""
+    """Return the parts at ``step`` of the trainer that was rank ``was`` of ``pipelines`` and is rank ``rank``
+    of the next world.
+    """
     if report.committed_step == step:
         counted, held = list(report.parts), set(report.held)
     elif report.ready_step == step:
-        # It applies what it holds the gradients of: its layers under the last plan, as that shares them out.
+        # It applies the gradients that it holds, for its share of the layers under the last plan.
         world = p.WorldData(pipelines=pipelines, transfers=(), hosts=())
         owned = {
             StatePart(layer=layer, start=start, end=end, of=of, replica=replica)

@@ -141,7 +141,7 @@ def test_all_reduces_of_different_groups_do_not_wait_for_each_other(server: Serv
 
 
 def test_channels_are_first_in_first_out_and_sends_do_not_wait(server: ServerThread) -> None:
-    def talk(communicator: GlooCommunicator) -> list[float]:
+    def exchange(communicator: GlooCommunicator) -> list[float]:
         peer = 1 - communicator.rank
         sent = [communicator.send(torch.full((50,), float(i)), peer, "gradient") for i in range(100)]
         other = communicator.send(torch.full((3,), -1.0), peer, "activation")
@@ -155,7 +155,7 @@ def test_channels_are_first_in_first_out_and_sends_do_not_wait(server: ServerThr
         return [float(into[0]), *(float(buffer.mean()) for buffer in buffers)]
 
     communicators = world(server, 2)
-    for values in on_all(communicators, talk):
+    for values in on_all(communicators, exchange):
         assert values == [-1.0, *map(float, range(100))]
     for communicator in communicators:
         communicator.close()

@@ -26,7 +26,7 @@ from tests.helpers.harness import pipeline
 from tests.helpers.late_device import GARBAGE, LateEvent, LateRuntime, LateStream
 from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job
 from tests.helpers.snapshots import decoded, kept
-from tests.helpers.staged import staged_world, talked_well
+from tests.helpers.staged import results_are_right, staged_world
 
 LIMIT_S = 60.0
 ALWAYS_LATE = (1.0, 0.02)
@@ -147,12 +147,12 @@ def test_training_is_the_same_late_or_not(late: LateRuntime) -> None:
 
 
 def test_tensors_sent_through_host_memory_arrive_as_they_were_computed() -> None:
-    assert talked_well(lambda rank: LateRuntime(rank, late=(0.5, 0.004)), times=5)
+    assert results_are_right(lambda rank: LateRuntime(rank, late=(0.5, 0.004)), times=5)
 
 
 @pytest.mark.parametrize("mistake", [Unordered, Unawaited])
 def test_a_missing_ordering_or_wait_in_the_communicator_is_found(mistake: type) -> None:
-    assert not talked_well(lambda _: Buggy(mistake), times=3)
+    assert not results_are_right(lambda _: Buggy(mistake), times=3)
 
 
 def test_an_abort_frees_a_rank_that_waits_for_a_peer_of_its_device() -> None:

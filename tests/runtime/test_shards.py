@@ -18,7 +18,7 @@ from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import gpt_data
-from tests.helpers.step_phases import behind_vote, in_compute, in_vote
+from tests.helpers.step_phases import after_vote, in_compute, in_vote
 
 STEPS = 6
 ONE_OF_TWO = (pipeline((0, 4, [0, 1]), first_microbatch=0, microbatches=4, sharded=True),)
@@ -94,14 +94,14 @@ def test_layers_may_recompute(expected: list[float], mode: Recompute) -> None:
 
 
 @pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
-@pytest.mark.parametrize("phase", [in_compute, in_vote, behind_vote])
+@pytest.mark.parametrize("phase", [in_compute, in_vote, after_vote])
 def test_a_death_rolls_nothing_back(
     expected: list[float], phase: Callable[[Fleet, Engine], None], zero1: bool
 ) -> None:
     """A stage of one rank dies, then two ranks join, so the shards change; then a device of a sharded stage
     dies.
     """
-    if phase is behind_vote and not zero1:
+    if phase is after_vote and not zero1:
         phase = in_vote  # Nothing is gathered after the commit.
     with Fleet(job(zero1=zero1), 5) as fleet:
         fleet.enter(fleet.engines, PAIRS)

@@ -20,7 +20,7 @@ from tests.helpers.fleet import CPU, Fleet
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for
 from tests.helpers.split_gpt import PLAN
-from tests.helpers.step_phases import behind_vote, in_compute, in_vote
+from tests.helpers.step_phases import after_vote, in_compute, in_vote
 
 STEPS = 6
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -93,14 +93,14 @@ LEFT = (
 
 
 @pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
-@pytest.mark.parametrize("phase", [in_compute, in_vote, behind_vote])
+@pytest.mark.parametrize("phase", [in_compute, in_vote, after_vote])
 def test_a_death_rolls_nothing_back(
     expected: list[float], phase: Callable[[Fleet, Engine], None], zero1: bool
 ) -> None:
     """Parts become shards and whole layers, and parts again when two ranks join; then ranks swap their
     positions.
     """
-    if phase is behind_vote and not zero1:
+    if phase is after_vote and not zero1:
         phase = in_vote  # Nothing is gathered after the commit.
     with Fleet(job(zero1=zero1), 5) as fleet:
         fleet.enter(fleet.engines, PAIRS)

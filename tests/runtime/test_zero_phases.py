@@ -17,7 +17,7 @@ from tests.helpers.fleet import Fleet, report_of
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for, gpt_data, script
-from tests.helpers.step_phases import behind_vote, in_compute, in_gather, in_vote
+from tests.helpers.step_phases import after_vote, in_compute, in_gather, in_vote
 
 TWO_AND_TWO = (
     pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
@@ -44,7 +44,7 @@ def expected() -> list[float]:
     return reference_run(load(job()), job(), STEPS)[0]
 
 
-@pytest.mark.parametrize("phase", [in_compute, in_vote, behind_vote, in_gather])
+@pytest.mark.parametrize("phase", [in_compute, in_vote, after_vote, in_gather])
 def test_with_replicas_a_death_rolls_nothing_back(
     expected: list[float], phase: Callable[[Fleet, Engine], None]
 ) -> None:
@@ -55,7 +55,7 @@ def test_with_replicas_a_death_rolls_nothing_back(
         survivors, victim = fleet.engines[:3], fleet.engines[3]
         phase(fleet, victim)
         fleet.broken_step()
-        committed = 3 if phase in (behind_vote, in_gather) else 2
+        committed = 3 if phase in (after_vote, in_gather) else 2
         if phase is in_gather:
             # A rank that was stopped before its own update makes up for it when all are resumed.
             there = [engine for engine in survivors if engine.committed_step == committed]
@@ -70,7 +70,7 @@ def test_with_replicas_a_death_rolls_nothing_back(
         fleet.broken_step()
         fleet.engines[0].__dict__.pop("_hold_vote", None)
         left = [engine for number, engine in enumerate(fleet.engines) if number != 2]
-        assert fleet.enter(left, TWO_AND_TWO) == committed + 3 + (phase in (behind_vote, in_gather))
+        assert fleet.enter(left, TWO_AND_TWO) == committed + 3 + (phase in (after_vote, in_gather))
         fleet.steps(STEPS - fleet.engines[0].committed_step)
         digests = [engine.compute_digests() for engine in fleet.engines]
         assert digests[0] | digests[1] == digests[2] | digests[3]
