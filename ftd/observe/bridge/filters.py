@@ -58,15 +58,15 @@ def _term(text: str) -> _Term:
         raise ConfigurationError(f"{text!r} is not a term of a filter", field=_OPTION, remedy=_REMEDY)
     field, operator, values = found[1], found[2], tuple(found[3].split(","))
     if field not in ("event", "node", "severity"):
-        problem = f"{field!r} cannot be filtered by; event, node and severity can"
+        problem = f"cannot filter by {field!r}; use event, node or severity"
         raise ConfigurationError(problem, field=_OPTION, remedy=_REMEDY)
     if operator == ">=" and (field != "severity" or len(values) != 1):
         raise ConfigurationError(
-            f"{text!r}: >= goes with severity and one word", field=_OPTION, remedy=_REMEDY
+            f"{text!r}: >= needs severity and a single value", field=_OPTION, remedy=_REMEDY
         )
     for value in values:
         if field == "severity" and value not in SEVERITIES:
-            problem = f"there is no severity {value!r}; there are {', '.join(SEVERITIES)}"
+            problem = f"unknown severity {value!r}; use one of {', '.join(SEVERITIES)}"
             raise ConfigurationError(problem, field=_OPTION, remedy=_REMEDY)
         if field == "event" and not any(fnmatchcase(name, value) for name in EVENTS):
             problem = f"no event is named {value!r} (docs/reference/events.md has them all)"

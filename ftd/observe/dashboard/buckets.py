@@ -48,11 +48,13 @@ def describe_share(protection: str, owners: int) -> str:
         return "all of it"
     words = [f"1/{owners} of it"]
     if copies := min(parts.get("arc", 0), owners - 1):
-        words.append("a copy of the next owner's" if copies == 1 else f"copies of the next {copies} owners'")
+        words.append(
+            "a copy of the next owner's part" if copies == 1 else f"copies of the next {copies} owners' parts"
+        )
     if "aec2" in parts:
-        words.append("two parities of the others'")
+        words.append("two parities of the other parts")
     elif "aec" in parts:
-        words.append("parity of the others'")
+        words.append("parity of the other parts")
     if "aor" in protection.split("+"):
         words.append("the next owner's optimizer state, kept current")
     return ", ".join(words)
@@ -67,7 +69,7 @@ def describe_tolerance(protection: str, owners: int, *, replica_peer: str | None
     except ValueError:
         losses = 0
     if losses < 1:
-        return "no loss" if owners > 1 else "no loss: one node alone has it"
+        return "no loss" if owners > 1 else "no loss: only one node has it"
     return "the loss of any one owner" if losses == 1 else f"the loss of any {losses} owners"
 
 

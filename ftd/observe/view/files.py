@@ -10,7 +10,9 @@ def require_format(path: Path, formats: Sequence[str], field: str) -> None:
     """:raises ConfigurationError: the suffix of ``path`` is none of ``formats`` (such as ``.svg``)."""
     if path.suffix not in formats:
         offered = " or ".join([", ".join(formats[:-1]), formats[-1]])
-        raise ConfigurationError(f"{path.name} names no format", field=field, remedy=f"end it in {offered}")
+        raise ConfigurationError(
+            f"{path.name} has no supported suffix", field=field, remedy=f"end it in {offered}"
+        )
 
 
 def write_file(path: Path, content: bytes, field: str) -> None:

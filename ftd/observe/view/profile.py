@@ -45,12 +45,15 @@ def render_profile(document: ProfileDocument) -> RenderableType:
 def _shards(document: ProfileDocument) -> str:
     if document.shard_problem is not None:
         return f"these devices cannot hold shards: {document.shard_problem}"
-    shards = "as shards: the same, and what they gather and reduce, which is computed and not measured"
+    shards = (
+        "as shards: the same times plus those of gathering and reducing, which are computed, not measured"
+    )
     if document.tensor_problem is not None:
         return f"{shards}\nthey cannot be tensor-parallel: {document.tensor_problem}"
     if all(layer.tensor is None for layer in document.layers):
         return shards
-    return f"{shards}\ntensor-parallel: all rows on each, of linear modules a part; computed and not measured"
+    tensor = "tensor-parallel: each device computes all rows with a part of each linear module"
+    return f"{shards}\n{tensor}; computed, not measured"
 
 
 def format_spread(entry: SpreadEntry) -> str:

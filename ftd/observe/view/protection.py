@@ -73,9 +73,9 @@ def _replica_lines(aor: ReplicaMemory, owners: int) -> list[str]:
     ]
     if aor.sharded_bytes >= aor.whole_bytes:
         lines.append(
-            f"with {owners} owners zero1 and aor take {format_size(aor.sharded_bytes)} of that node's devices and "
-            f"memory, and {format_size(aor.whole_bytes)} are enough without: unless the devices are too small, set "
-            "zero1 = false and take aec"
+            f"with {owners} owners, zero1 and aor take {format_size(aor.sharded_bytes)} of that node's device and host "
+            f"memory, and {format_size(aor.whole_bytes)} without them: unless the devices are too small, set "
+            "zero1 = false and use aec"
         )
     return lines
 

@@ -57,17 +57,19 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
     lines = [
         f"Persist snapshots from memory at least every {days(answers['with_protection']['safe_days'])}: until "
         f"then they survive with probability {question.threshold:g} even if no lost node is replaced.",
-        f"If a lost node is replaced within {question.repair_days * 24:g} h: "
-        f"{repaired['node_failures_per_day']:.3g} node failures a day, and a group loses more than it can "
-        f"decode {lost}; {horizon} without that: {repaired['horizon_survival']:.4g}.",
+        f"If a lost node is replaced within {question.repair_days * 24:g} h: with "
+        f"{repaired['node_failures_per_day']:.3g} node failures a day, a group loses more than it can decode "
+        f"{lost}; the probability that this does not happen in {horizon} is {repaired['horizon_survival']:.4g}.",
     ]
     found: Any = answers["smallest_f"]
     if found is None:
-        lines.append(f"No sensible number of spare replicas gets a job through {horizon}: repair sooner.")
+        lines.append(
+            f"No reasonable tolerance.failures lets a job survive {horizon}: replace lost nodes sooner."
+        )
     else:
         lines.append(
-            f"tolerance.failures = {found} is the smallest f with which, with probability "
-            f"{question.threshold:g}, {horizon} pass without more than f nodes away at the same time."
+            f"tolerance.failures = {found} is the smallest f for which, with probability {question.threshold:g}, "
+            f"at most f nodes are missing at any time in {horizon}."
         )
     return [Text(line) for line in lines]
 

@@ -21,7 +21,7 @@ def describe_change(recovery: ReportedRecovery, report: Report) -> tuple[str, st
     if recovery.cause != "resumed":
         return who or "cluster", f" {words}", injected
     if recovery.rolled_back_steps:
-        return who or "the last copy", " lost, and back", injected
+        return who or "the last copy", " lost and back", injected
     return words, f" with {who}" if who else "", injected
 
 
@@ -51,7 +51,7 @@ def describe_attempts(recovery: ReportedRecovery) -> str | None:
     """Return a sentence if the recovery took more than one generation."""
     if recovery.generations_tried < 2:
         return None
-    return f"{recovery.generations_tried} generations: more changed before a step was committed"
+    return f"{recovery.generations_tried} generations, because something else changed before a step was committed"
 
 
 def describe_recovery(recovery: ReportedRecovery, report: Report) -> list[str]:
@@ -90,7 +90,7 @@ def _moved(recovery: ReportedRecovery) -> str:
     took = _ms(recovery.state_ms)
     if not recovery.bytes_moved:
         return f"No state had to move; all had met after {took}."
-    source = TIER_WORDS.get(recovery.tier, "replicas that were alive")
+    source = TIER_WORDS.get(recovery.tier, "live replicas")
     return f"{format_size(recovery.bytes_moved)} of state came from {source}; all had met and held it after {took}."
 
 

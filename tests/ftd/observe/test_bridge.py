@@ -67,10 +67,10 @@ def test_filters(text: str, name: str, node: str | None, passes: bool) -> None:
     [
         ("severity", "'severity' is not a term"),
         ("severity>=warning or x=y", "not a term of a filter"),
-        ("colour=red", "'colour' cannot be filtered by; event, node and severity can"),
-        ("severity=loud", "there is no severity 'loud'; there are info, warning, error, critical"),
-        ("event>=NodeLost", ">= goes with severity"),
-        ("severity>=info,error", ">= goes with severity and one word"),
+        ("colour=red", "cannot filter by 'colour'; use event, node or severity"),
+        ("severity=loud", "unknown severity 'loud'; use one of info, warning, error, critical"),
+        ("event>=NodeLost", ">= needs severity"),
+        ("severity>=info,error", ">= needs severity and a single value"),
         ("event=NodeLots", "no event is named 'NodeLots'"),
     ],
 )
@@ -284,7 +284,7 @@ def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
     [
         (["--webhook", "ftp://x"], "--webhook: 'ftp://x' is not a valid URL"),
         (["--webhook", "http://x:99999/"], "--webhook: 'http://x:99999/' is not a valid URL"),
-        (["--webhook", "http://x", "--filter", "severity=loud"], "there is no severity 'loud'"),
+        (["--webhook", "http://x", "--filter", "severity=loud"], "unknown severity 'loud'"),
         (["--webhook", "http://x", "--token-file", "missing"], "--token-file: missing cannot be read"),
         (["--webhook", "http://x", "--dead-letters", "/proc/none/file"], "--dead-letters"),
         (["--webhook", "http://x", "--dead-letters", "/dev/null"], "does not answer"),

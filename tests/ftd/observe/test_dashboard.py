@@ -281,10 +281,10 @@ def test_buckets_name_their_owners_shares_and_tolerance() -> None:
         (6, 8, ["b", "f"]),
     ]
     assert found[0]["tolerance"] == "the loss of any one owner"
-    assert describe_share("arc:2", 4) == "1/4 of it, copies of the next 2 owners'"
+    assert describe_share("arc:2", 4) == "1/4 of it, copies of the next 2 owners' parts"
     assert (
         describe_share("aec2+arc:1", 4)
-        == "1/4 of it, a copy of the next owner's, two parities of the others'"
+        == "1/4 of it, a copy of the next owner's part, two parities of the other parts"
     )
     assert describe_tolerance("none", 4, replica_peer=None) == "no loss"
     assert describe_tolerance("aec+buddy", 1, replica_peer="b") == "its loss: b holds a copy"

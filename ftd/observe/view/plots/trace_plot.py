@@ -197,7 +197,7 @@ def copied_line(rows: Sequence[RankTrace]) -> str:
         stalled_bytes=sum(part.stalled_bytes for part in parts),
     )
     return (
-        f"{format_size(total)} read for snapshots: {shares.waiting_bytes / total:.0%} while waiting for others, "
+        f"{format_size(total)} copied for snapshots: {shares.waiting_bytes / total:.0%} while waiting for others, "
         f"{shares.overlapped_bytes / total:.0%} while computing, "
         f"{shares.stalled_bytes / total:.0%} while training was stalled"
     )

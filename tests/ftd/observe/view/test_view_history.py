@@ -195,7 +195,7 @@ def test_images_have_two_formats(history: tuple[list[Json], list[Json]], tmp_pat
     plot_report(report, tmp_path / "r.svg")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "goodput" in (tmp_path / "r.svg").read_text()
-    with pytest.raises(ConfigurationError, match="names no format"):
+    with pytest.raises(ConfigurationError, match="has no supported suffix"):
         plot_report(report, tmp_path / "r.pdf")
     with pytest.raises(ConfigurationError, match="cannot write"):
         plot_report(report, tmp_path / "no" / "r.png")
@@ -214,4 +214,4 @@ def test_every_requested_image_is_written(
     assert ftd_here(*command, patch=monkeypatch, said=capsys) == (0, "", "")
     assert all(path.stat().st_size > 1000 for path in wanted)
     code, _, err = ftd_here(*command, "--plot", "c.gif", patch=monkeypatch, said=capsys)
-    assert (code, "c.gif names no format" in err) == (2, True)
+    assert (code, "c.gif has no supported suffix" in err) == (2, True)
