@@ -103,7 +103,7 @@ def test_a_recovery_is_described_in_sentences(history: tuple[list[Json], list[Js
     text = "\n".join(describe_recovery(recovery, report))
     assert "node-2 lost (kill) at step 40; noticed by: last will, 3 ms after the fault." in text
     assert "All others had stopped and reported after 25 ms: no rank had passed the vote of step 41" in text
-    assert recovery.reason.rstrip(".") in text and "3.0 MiB of state came from replicas" in text
+    assert recovery.reason.rstrip(".") in text and "3.0 MiB of state came from live replicas" in text
     assert "in all 253 ms from the fault, 0 committed steps lost, 1 step in flight computed again." in text
     with pytest.raises(FtdError, match=r"generation 9 is known \(known: 1, 2, 3\)"):
         find_recovery(9, history[0])
