@@ -95,11 +95,13 @@ class Driver:
         """Create the driver; ``run`` starts it.
 
         :param perform: carries out every effect except timers. If it returns an awaitable, the driver awaits
-        it. :param observe: called with every event before it is processed and with every effect before it is
-        carried out. :param step_batch: processes all queued events up to the next timer in one call. :param
-        on_effects_done: called when all effects of a step have been carried out. :param clock: by default
-        that of the operating system. :param suffix: makes the causes of this process unique in the cluster;
-        random by default.
+            it.
+        :param observe: called with every event before it is processed and with every effect before it is
+            carried out.
+        :param step_batch: processes all queued events up to the next timer in one call.
+        :param on_effects_done: called when all effects of a step have been carried out.
+        :param clock: by default that of the operating system.
+        :param suffix: makes the causes of this process unique in the cluster; random by default.
 
         A ``JournalError`` from ``perform`` ends ``run``, because what follows a ``PersistState`` must not
         happen without it. Any other exception is logged as a bug.

@@ -259,7 +259,8 @@ def _striking(wish: Callable[..., FaultFields]) -> Callable[..., None]:
 def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: FaultFields, *, as_json: bool) -> None:
     """Send one fault to a node.
 
-    :raises RequestRejected: chaos is not allowed there. :raises UnreachableError: nobody answers.
+    :raises RequestRejected: chaos is not allowed there.
+    :raises UnreachableError: nobody answers.
     """
     from ftd.faults.chaos.inject import RemoteInjector
     from ftd.faults.chaos.targets import read_layout

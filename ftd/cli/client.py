@@ -217,8 +217,8 @@ def stop(
 def send_request(address: ClusterAddress, kind: Any, **fields: Any) -> str:
     """Print the cluster, send it one request that changes it, and return the detail of the answer.
 
-    :raises RequestRejected: the cluster rejects the request. :raises UnreachableError: the cluster does not
-    answer.
+    :raises RequestRejected: the cluster rejects the request.
+    :raises UnreachableError: the cluster does not answer.
     """
     from ftd.transport.client import ClusterClient
 

@@ -97,8 +97,9 @@ async def request_traces(
 ) -> tuple[dict[str, Any], list["TraceData"]]:
     """Return the state of the cluster and every rank's trace.
 
-    :raises FtdError: no job is training. :raises RequestRejected: a node rejects the request. :raises
-    UnreachableError: a node does not answer.
+    :raises FtdError: no job is training.
+    :raises RequestRejected: a node rejects the request.
+    :raises UnreachableError: a node does not answer.
     """
     import msgspec
 

@@ -24,8 +24,8 @@ def with_absolute_paths(table: CheckpointData, directory: Path) -> CheckpointDat
 def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
     """Check the table.
 
-    :param snapshots: whether the job takes snapshots. :raises ConfigurationError: names the field and the
-    remedy.
+    :param snapshots: whether the job takes snapshots.
+    :raises ConfigurationError: names the field and the remedy.
     """
     if not table.url:
         if table.every_steps:

@@ -168,7 +168,7 @@ def find_cluster(
     """Return the cluster that a command is meant for (the module's docstring gives the order).
 
     :raises ConfigurationError: nothing says where the broker is, or it is wrong; or several local clusters
-    run and nothing says which one is meant.
+        run and nothing says which one is meant.
     """
     wanted = cluster or os.environ.get("FTD_CLUSTER")
     if wanted:

@@ -397,8 +397,8 @@ def _overridden(
 ) -> dict[str, Any]:
     """Return the content of ``ftd.toml`` with the values of the environment in place of its own.
 
-    :param origins: receives the variable of each key that the environment sets. :param mistakes: receives
-    variables that name no key, and values of the wrong type.
+    :param origins: receives the variable of each key that the environment sets.
+    :param mistakes: receives variables that name no key, and values of the wrong type.
     """
     result: dict[str, Any] = copy.deepcopy(dict(data))
     for variable, key in _named(environment, mistakes):

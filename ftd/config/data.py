@@ -43,8 +43,9 @@ def resolve_data(
 ) -> DataTable:
     """Return the table with absolute paths and the tokenizer to use.
 
-    :param model: with paths resolved. :param directory: that of the job file. :param where: name of the table
-    in the file.
+    :param model: with paths resolved.
+    :param directory: that of the job file.
+    :param where: name of the table in the file.
     """
     chosen = [name for name in _SOURCES if getattr(table, name) is not None]
     if len(chosen) != 1:

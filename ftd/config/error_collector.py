@@ -13,8 +13,8 @@ T = TypeVar("T")
 class ErrorCollector:
     """Errors of one file and of what goes with it.
 
-    :param where: name of the file, for keys that are in it. :param variables: keys that the environment sets,
-    each with its variable.
+    :param where: name of the file, for keys that are in it.
+    :param variables: keys that the environment sets, each with its variable.
     """
 
     def __init__(self, where: str = "", variables: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -137,9 +137,10 @@ def load_job_data(
 ) -> JobData:
     """Read and check a job file.
 
-    :param steps: replaces the number of steps in the file. :param override: tables and keys that replace
-    those of the file. :param shown_as: name of the file in messages; by default its own name. :raises
-    ConfigurationError: names the field and the remedy.
+    :param steps: replaces the number of steps in the file.
+    :param override: tables and keys that replace those of the file.
+    :param shown_as: name of the file in messages; by default its own name.
+    :raises ConfigurationError: names the field and the remedy.
     """
     if steps is not None:
         require_positive(steps, "--steps")
@@ -290,7 +291,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     request.
 
     :raises ConfigurationError: as ``load_job_data``, for everything that can be checked without the user's
-    files.
+        files.
     """
     training = convert(data.training, TrainingData, where="training")
     require_name(data.name, "name")

@@ -75,8 +75,9 @@ def build_tables(choices: JobChoices) -> Tables:
 def model_table(written: str, size: str, beside: Path) -> Tables:
     """Return ``[model]`` for a directory, a name in the local Hugging Face cache, or an architecture.
 
-    :param size: size of a model that is built from an architecture alone. :param beside: directory of the job
-    file. :raises ConfigurationError: ``written`` is none of these.
+    :param size: size of a model that is built from an architecture alone.
+    :param beside: directory of the job file.
+    :raises ConfigurationError: ``written`` is none of these.
     """
     try:
         place = model_directory(written, Path.cwd(), "--model")
@@ -138,8 +139,8 @@ def path_relative_to(written: str, beside: Path) -> str:
 def _text_table(first: Path, paths: str | list[str], field: str | None) -> Tables:
     """Return ``[data]`` for files of text or records.
 
-    :raises ConfigurationError: it is not clear which field has the text. :raises DataError: a file has no
-    records.
+    :raises ConfigurationError: it is not clear which field has the text.
+    :raises DataError: a file has no records.
     """
     if not is_table(first):
         return {"text": paths}

@@ -94,7 +94,7 @@ def _tables(name: str, kind: type[Any], seen: set[type[Any]], *, optional: bool)
     """Yield a table and its inner tables; its own keys come before those shared with a message.
 
     :param seen: tables that were listed already; a second use of one is listed as a key that refers to the
-    first.
+        first.
     """
     meanings = field_descriptions(kind)
     own = vars(kind).get("__annotations__", {})

@@ -31,8 +31,8 @@ def metrics_address(
 ) -> MetricsAddress | None:
     """Return where to serve metrics; ``None`` if they are turned off.
 
-    :param table: ``node`` or ``coordinator``. :raises ConfigurationError: the port or the token is invalid,
-    or strangers could read the metrics.
+    :param table: ``node`` or ``coordinator``.
+    :raises ConfigurationError: the port or the token is invalid, or strangers could read the metrics.
     """
     if not 0 <= port <= 65535:
         raise ConfigurationError(

@@ -12,7 +12,7 @@ def read_secret(path: Path, field: str) -> str:
     """Return the only line of the file.
 
     :raises ConfigurationError: it is missing, unreadable or empty, has several lines, or everybody can read
-    it.
+        it.
     """
     try:
         require_private(path, field)

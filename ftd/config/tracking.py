@@ -21,7 +21,8 @@ _PACKAGES = {
 def resolve_logging(written: LoggingData, directory: Path, job: str) -> LoggingData:
     """Return the table with absolute paths and with defaults for keys that were left out.
 
-    :param directory: that of the job file. :param job: name of the job.
+    :param directory: that of the job file.
+    :param job: name of the job.
     """
     mlflow = written.mlflow
     if not (written.directory or written.tensorboard or written.wandb or mlflow):
@@ -47,7 +48,8 @@ def _with_defaults(data: LoggingData, job: str) -> LoggingData:
 def logging_policy(data: LoggingData, job: str) -> LoggingPolicy:
     """Return the checked logging policy of a submitted job.
 
-    :param job: name of the job. :raises ConfigurationError: names the field and the remedy.
+    :param job: name of the job.
+    :raises ConfigurationError: names the field and the remedy.
     """
     if not data.directory:
         return LoggingPolicy()

@@ -78,7 +78,7 @@ def _require_flat(tables: dict[str, Any], path: Path) -> None:
     """Check the depth of a file.
 
     :raises ConfigurationError: tables nest deeper than in any file of ours, too deep for the code that
-    follows.
+        follows.
     """
     level: list[Any] = [tables]
     for _ in range(MAX_NESTING):
@@ -97,9 +97,9 @@ def _require_flat(tables: dict[str, Any], path: Path) -> None:
 def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
     """Return ``data`` as ``into``, a dataclass or a tree of Structs that forbid unknown fields.
 
-    :param where: prefix of every message, usually the name of the file. :raises ConfigurationError: names
-    each wrong field of the Structs, dotted from the top, and the remedy; for a dataclass only the first wrong
-    field.
+    :param where: prefix of every message, usually the name of the file.
+    :raises ConfigurationError: names each wrong field of the Structs, dotted from the top, and the remedy;
+        for a dataclass only the first wrong field.
     """
     mistakes = ErrorCollector(where)
     if _struct_of(into) is not None:

@@ -18,9 +18,9 @@ def measure_profile(
 ) -> "ModelProfile":
     """Return the profile for the planner, without a measured network.
 
-    :param activation_checkpointing: kind to plan with, whatever the job says. :param told: called with the
-    number of measured layers and of all layers. :raises ConfigurationError: the training function, or what it
-    returns, cannot be used.
+    :param activation_checkpointing: kind to plan with, whatever the job says.
+    :param told: called with the number of measured layers and of all layers.
+    :raises ConfigurationError: the training function, or what it returns, cannot be used.
     """
     from planner.values import ModelProfile
 

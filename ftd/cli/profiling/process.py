@@ -38,9 +38,9 @@ async def run_measurement(
 
     The process has as many threads as a trainer, unless the environment says otherwise.
 
-    :param timeout_s: for the whole process; ``None`` if its duration depends on the user's code. :raises
-    ConfigurationError: the user has to change something. :raises InternalError: the process failed, or took
-    too long.
+    :param timeout_s: for the whole process; ``None`` if its duration depends on the user's code.
+    :raises ConfigurationError: the user has to change something.
+    :raises InternalError: the process failed, or took too long.
     """
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     process = await asyncio.create_subprocess_exec(
