@@ -29,7 +29,7 @@ _EVENTS_BEFORE_YIELD = 64
 sockets.
 """
 
-_MOST_TOGETHER = 1024
+_MAX_BATCH = 1024
 """Largest number of events in one batch: about as many as a thousand nodes send at once."""
 
 StepBatch = Callable[[Sequence[Any], Callable[[Any], None]], list[Effect]]
@@ -72,7 +72,7 @@ class Machine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Due:
+class _ExpiredTimer:
     """Expired timer in the queue. It is void if the timer was cancelled or set again before its turn came."""
 
     name: str
@@ -110,10 +110,10 @@ class Driver:
         self.bugs = 0
         """Number of exceptions in steps and effects so far; 0 in a healthy daemon."""
         self._perform = perform
-        self._watch = observe
-        self._together, self._carried_out = step_batch, on_effects_done
+        self._observe = observe
+        self._step_batch, self._on_effects_done = step_batch, on_effects_done
         self.clock: Clock = clock or SystemClock()
-        self._queue: deque[Event | _Due] = deque()
+        self._queue: deque[Event | _ExpiredTimer] = deque()
         self._fed = asyncio.Event()
         self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         self._tickets = itertools.count(1)
@@ -132,7 +132,7 @@ class Driver:
         """Queue an event without blocking. Create it with ``at=driver.now(), cause=driver.new_cause()``."""
         self._put(event)
 
-    def _put(self, item: Event | _Due) -> None:
+    def _put(self, item: Event | _ExpiredTimer) -> None:
         self._queue.append(item)
         self._fed.set()
 
@@ -148,16 +148,16 @@ class Driver:
                 await self._fed.wait()
             item = self._queue.popleft()
             events: list[Event] = []
-            while not isinstance(item, _Due):
+            while not isinstance(item, _ExpiredTimer):
                 events.append(item)
-                if self._together is None or not self._queue or len(events) >= _MOST_TOGETHER:
+                if self._step_batch is None or not self._queue or len(events) >= _MAX_BATCH:
                     break
                 item = self._queue.popleft()
             if events:
                 await self.process(*events)
             # The events before the timer come first: their effects may cancel it.
-            if isinstance(item, _Due) and (rung := self._ring(item)) is not None:
-                await self.process(rung)
+            if isinstance(item, _ExpiredTimer) and (expired := self._expire(item)) is not None:
+                await self.process(expired)
             handled += 1
             if len(events) > 1 or handled % _EVENTS_BEFORE_YIELD == 0:
                 await asyncio.sleep(0)
@@ -165,19 +165,19 @@ class Driver:
     async def process(self, *events: Event) -> None:
         """Process the events and carry out their effects."""
         for event in events:
-            self._show(event)
+            self._notify_observer(event)
         await self.perform_effects(self._steps(events))
 
     def _steps(self, events: Sequence[Event]) -> list[Effect]:
-        if self._together is not None:
-            return self._together(events, self._note_bug)
-        wanted: list[Effect] = []
+        if self._step_batch is not None:
+            return self._step_batch(events, self._note_bug)
+        effects: list[Effect] = []
         for event in events:
             try:
-                wanted += self.machine.step(event)
+                effects += self.machine.step(event)
             except Exception:
                 self._note_bug(event)
-        return wanted
+        return effects
 
     def _note_bug(self, event: Event) -> None:
         """Log the exception that is being handled."""
@@ -187,7 +187,7 @@ class Driver:
     async def perform_effects(self, effects: list[Effect]) -> None:
         """Carry out effects in order, including those that a restored machine starts with."""
         for effect in effects:
-            self._show(effect)
+            self._notify_observer(effect)
             try:
                 if isinstance(effect, SetTimer):
                     self._set_timer(effect.name, effect.delay_s)
@@ -200,12 +200,12 @@ class Driver:
             except Exception:
                 self.bugs += 1
                 _log.exception("carry_out", effect=repr(effect)[:2000], cause=effect.cause)
-        self._carried_out()
+        self._on_effects_done()
 
-    def _show(self, it: Event | Effect) -> None:
-        if self._watch is not None:
+    def _notify_observer(self, it: Event | Effect) -> None:
+        if self._observe is not None:
             try:
-                self._watch(it)
+                self._observe(it)
             except Exception:
                 self.bugs += 1
                 _log.exception("watch", watched=repr(it)[:2000], cause=it.cause)
@@ -223,7 +223,7 @@ class Driver:
 
     def _set_timer(self, name: str, delay_s: float) -> None:
         self._cancel_timer(name)
-        due = _Due(name, next(self._tickets))
+        due = _ExpiredTimer(name, next(self._tickets))
         handle = asyncio.get_running_loop().call_later(delay_s, self._put, due)
         self._timers[name] = (due.ticket, handle)
 
@@ -231,7 +231,7 @@ class Driver:
         if (entry := self._timers.pop(name, None)) is not None:
             entry[1].cancel()
 
-    def _ring(self, due: _Due) -> TimerFired | None:
+    def _expire(self, due: _ExpiredTimer) -> TimerFired | None:
         entry = self._timers.get(due.name)
         if entry is None or entry[0] != due.ticket:
             return None
@@ -254,7 +254,7 @@ class EventRateLimiter:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str | None, str], tuple[float, int]] = {}
-        self._second, self._let = 0, 0
+        self._second, self._passed = 0, 0
 
     def admit(self, event: EmitEvent, now: float) -> int | None:
         """Return how many similar events were withheld before this one, or None to withhold this one as well."""
@@ -264,12 +264,12 @@ class EventRateLimiter:
         key = (event.name, event.node, str(apart))
         if key not in self._kinds and len(self._kinds) >= self.MAX_KINDS:
             self._kinds.clear()
-        since, held = self._kinds.get(key, (-self.PERIOD_S, 0))
+        since, withheld = self._kinds.get(key, (-self.PERIOD_S, 0))
         if int(now) != self._second:
-            self._second, self._let = int(now), 0
-        if now - since < self.PERIOD_S or self._let >= self.MAX_PER_SECOND:
-            self._kinds[key] = (since, held + 1)
+            self._second, self._passed = int(now), 0
+        if now - since < self.PERIOD_S or self._passed >= self.MAX_PER_SECOND:
+            self._kinds[key] = (since, withheld + 1)
             return None
-        self._let += 1
+        self._passed += 1
         self._kinds[key] = (now, 0)
-        return held
+        return withheld

@@ -1,19 +1,19 @@
-"""Every error that ftd raises on purpose. The branch tells whose turn it is to act.
+"""Every error that ftd raises on purpose. The branch of the tree tells who has to act.
 
 FtdError                      exit code 1
-├── ConfigurationError        exit code 2   you configured it wrong: a field, and what to write instead
-│   ├── IncompleteError                     something that goes with what is written is missing
-│   └── ConfigurationErrors                     all that is wrong with a file
-├── PeerError                 exit code 1   a peer misbehaved: a message, a node, a broker
+├── ConfigurationError        exit code 2   a wrong configuration: names the field and what to write instead
+│   ├── IncompleteError                     the counterpart of a given key is missing
+│   └── ConfigurationErrors                 all errors of a configuration
+├── PeerError                 exit code 1   a message, node or broker broke the contract
 │   ├── WireError                           malformed, oversized or misaddressed payload
-│   ├── RequestRejected                      the coordinator said no
-│   └── Unreachable           exit code 3   no broker, or no coordinator, answers
-├── JournalError              exit code 1   durable state cannot be kept (disk full, file in use)
-├── CheckpointError           exit code 1   a checkpoint is damaged, or its place cannot be read or written
-└── InternalError             exit code 1   we have a bug
+│   ├── RequestRejected                     the coordinator or a node rejected a request
+│   └── UnreachableError      exit code 3   no broker, or no coordinator, answers
+├── JournalError              exit code 1   durable state cannot be stored (disk full, file in use)
+├── CheckpointError           exit code 1   a checkpoint is corrupt, or its location does not work
+└── InternalError             exit code 1   a bug of ftd
 
-The planner has its own small tree (``planner.errors``), because it is a library by itself; the edge that
-calls it (``ftd.coordinator.planning``, ``ftd.cli.plan``) turns those into these.
+The planner is a library by itself and has its own small tree (``planner.errors``). The modules that call it
+(``ftd.coordinator.planning``, ``ftd.cli.plan``) convert those errors into these.
 """
 
 
@@ -49,13 +49,13 @@ class IncompleteError(ConfigurationError):
 class ConfigurationErrors(ConfigurationError):
     """All problems of a configuration, reported together."""
 
-    def __init__(self, mistakes: tuple[ConfigurationError, ...]) -> None:
-        super().__init__("; ".join(str(mistake) for mistake in mistakes))
-        self._mistakes = mistakes
+    def __init__(self, errors: tuple[ConfigurationError, ...]) -> None:
+        super().__init__("; ".join(str(error) for error in errors))
+        self._errors = errors
 
     @property
     def errors(self) -> tuple[ConfigurationError, ...]:
-        return self._mistakes
+        return self._errors
 
 
 class PeerError(FtdError):

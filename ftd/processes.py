@@ -60,9 +60,9 @@ def read_tail(path: Path, size_bytes: int = 8192) -> str:
         stream.seek(0, os.SEEK_END)
         begin = max(0, stream.tell() - size_bytes)
         stream.seek(begin)
-        said = stream.read().decode("utf-8", errors="replace")
-        _, _, rest = said.partition("\n")
-        return (rest if begin and rest else said).strip()
+        text = stream.read().decode("utf-8", errors="replace")
+        _, _, rest = text.partition("\n")
+        return (rest if begin and rest else text).strip()
     return ""
 
 

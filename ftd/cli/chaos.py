@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode=None,
     )
     for command in (kill, term, stop, hang, raise_, slow, flip, disconnect, lossy, fill_memory, fill_disk):
-        chaos.command(command.__name__.rstrip("_").replace("_", "-"))(_striking(command))
+        chaos.command(command.__name__.rstrip("_").replace("_", "-"))(_fault_command(command))
     chaos.command("run")(run)
     chaos.command("soak")(soak.soak)
     app.add_typer(chaos)
@@ -230,7 +230,7 @@ def fill_disk(
     return {"process": "node", "for_s": for_s, "size_mib": size_mib}
 
 
-def _where(
+def _common_options(
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
@@ -240,23 +240,25 @@ def _where(
     return resolve_cluster(broker, cluster, config), as_json
 
 
-def _striking(wish: Callable[..., FaultFields]) -> Callable[..., None]:
-    """Return the command of a fault: with its own options, then those of ``_where``."""
-    own, common = inspect.signature(wish).parameters, inspect.signature(_where).parameters
+def _fault_command(build_fields: Callable[..., FaultFields]) -> Callable[..., None]:
+    """Return the command of a fault: with its own options, then those of ``_common_options``."""
+    own, common = inspect.signature(build_fields).parameters, inspect.signature(_common_options).parameters
 
     def command(**given: Any) -> None:
-        address, as_json = _where(**{name: given.pop(name) for name in common})
-        do: Any = wish.__name__.rstrip("_")
-        _strike(address, do, given["node"], wish(**given), as_json=as_json)
+        address, as_json = _common_options(**{name: given.pop(name) for name in common})
+        do: Any = build_fields.__name__.rstrip("_")
+        _inject(address, do, given["node"], build_fields(**given), as_json=as_json)
 
     parameters = [*own.values(), *common.values()]
-    command.__doc__ = wish.__doc__
+    command.__doc__ = build_fields.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: FaultFields, *, as_json: bool) -> None:
+def _inject(
+    address: ClusterAddress, do: "NodeFault", node: str, fields: FaultFields, *, as_json: bool
+) -> None:
     """Send one fault to a node.
 
     :raises RequestRejected: chaos is not allowed there.
@@ -267,9 +269,9 @@ def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: FaultFiel
     from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes
     from ftd.transport.client import ClusterClient
 
-    seed = wish.pop("seed", 0)
-    wanted = {"process": "trainer", **wish}
-    fault = Fault(id=do, trigger=AfterTime(delay_s=0.0), do=do, target=NamedNodes(names=(node,)), **wanted)
+    seed = fields.pop("seed", 0)
+    fields = {"process": "trainer", **fields}
+    fault = Fault(id=do, trigger=AfterTime(delay_s=0.0), do=do, target=NamedNodes(names=(node,)), **fields)
 
     async def ask() -> None:
         async with ClusterClient(address) as client:

@@ -63,13 +63,13 @@ def run(
                 f"{file.parent} is not a directory", field=option, remedy="create it first"
             )
 
-    def tell(played: "ScenarioResult") -> None:
+    def report_result(played: "ScenarioResult") -> None:
         typer.echo(render_text(played))
 
     if local:
-        work = play_locally(loaded, logs, typer.echo, tell)
+        work = play_locally(loaded, logs, typer.echo, report_result)
     else:
-        work = _play_there(resolve_cluster(broker, cluster, config), loaded, tell)
+        work = _play_remotely(resolve_cluster(broker, cluster, config), loaded, report_result)
     all_played = run_async(work)
     if junit is not None:
         write(junit, render_junit(all_played), "--junit")
@@ -107,8 +107,8 @@ async def play_locally(
     return [found[index] for index in range(len(scenarios))]
 
 
-async def _play_there(
-    address: ClusterAddress, scenarios: "list[Scenario]", tell: "Callable[[ScenarioResult], None]"
+async def _play_remotely(
+    address: ClusterAddress, scenarios: "list[Scenario]", report_result: "Callable[[ScenarioResult], None]"
 ) -> "list[ScenarioResult]":
     """Play scenarios on a running cluster, with the faults that can be injected over MQTT."""
     from ftd.faults.chaos.inject import require_remote
@@ -120,5 +120,5 @@ async def _play_there(
     found = []
     for scenario in scenarios:
         found.append(await play_remotely(address, scenario, report=typer.echo))
-        tell(found[-1])
+        report_result(found[-1])
     return found

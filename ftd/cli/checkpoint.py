@@ -55,10 +55,10 @@ def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
 
     Example: ftd checkpoint list /checkpoints/gpt
     """
-    with _told():
+    with _command_errors():
         store = _store(url)
         manifests = store.manifests()
-    told = {
+    document = {
         "schema": SCHEMA_VERSION,
         "url": url,
         "checkpoints": [_summary(manifest) for manifest in manifests],
@@ -66,11 +66,11 @@ def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
         "unfinished": store.unfinished,
     }
     if as_json:
-        print_json(told)
+        print_json(document)
         return
     from ftd.observe.view.checkpoint import render_checkpoints
 
-    print_rich(render_checkpoints(told))
+    print_rich(render_checkpoints(document))
 
 
 @group.command()
@@ -84,7 +84,7 @@ def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = Fals
 
     Example: ftd checkpoint verify /checkpoints/gpt --step 1000
     """
-    with _told():
+    with _command_errors():
         store = _store(url)
         steps = store.steps() if step is None else (step,)
         problems, unfinished = list(store.problems), list(store.unfinished)
@@ -92,7 +92,7 @@ def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = Fals
         if not opened and not problems and not unfinished:
             raise CheckpointError(f"{url} has no checkpoint")
         checkpoints = [_verified(one) for one in opened]
-    told = {
+    document = {
         "schema": SCHEMA_VERSION,
         "url": url,
         "checkpoints": checkpoints,
@@ -100,11 +100,11 @@ def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = Fals
         "unfinished": unfinished,
     }
     if as_json:
-        print_json(told)
+        print_json(document)
     else:
         from ftd.observe.view.checkpoint import render_verified
 
-        print_rich(render_verified(told))
+        print_rich(render_verified(document))
     if problems or any(one["problems"] for one in checkpoints):
         raise typer.Exit(1)
 
@@ -157,7 +157,7 @@ def export(
     _check_output(output, kind)
     converted = dtype.value if dtype is not None else None
     shard_bytes = parse_file_size(max_shard_size, "--max-shard-size")
-    with _told():
+    with _command_errors():
         checkpoint = _store(url).open(step)
         try:
             match kind:
@@ -178,7 +178,7 @@ def export(
             raise ConfigurationError(
                 f"{output} cannot be written: {error.strerror or error}", field="OUTPUT"
             ) from error
-    told = {
+    document = {
         "schema": SCHEMA_VERSION,
         "step": checkpoint.manifest.step,
         "format": kind.value,
@@ -187,7 +187,7 @@ def export(
         "size_bytes": done.size_bytes,
     }
     if as_json:
-        print_json(told)
+        print_json(document)
         return
     from ftd.observe.view.text import format_size, plural
 
@@ -290,7 +290,7 @@ def parse_file_size(text: str, field: str) -> int:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _command_errors() -> Iterator[None]:
     """Turn errors of the storage package into errors of the command."""
     from storage.errors import StorageError
 

@@ -140,7 +140,7 @@ def story(
     past = run_async(_past(resolve_cluster(broker, cluster, config)))
     told = chapters(past, of)
     if not told and of.isdigit():
-        _tell_recovery(past, int(of), as_json=as_json)
+        _print_recovery(past, int(of), as_json=as_json)
         return
     if not told:
         known = sorted({str(event["node"]) for event in past if event.get("node")})
@@ -158,7 +158,7 @@ async def _past(address: ClusterAddress) -> list[dict[str, Any]]:
         return await client.history()
 
 
-def _tell_recovery(past: list[dict[str, Any]], generation: int, *, as_json: bool) -> None:
+def _print_recovery(past: list[dict[str, Any]], generation: int, *, as_json: bool) -> None:
     from ftd.observe.view.history import find_recovery
     from ftd.observe.view.sentences import describe_recovery
 
@@ -242,7 +242,7 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
     from ftd.transport.client import ClusterClient
 
     states: Queue[dict[str, Any]] = Queue()
-    seen, said = False, ""
+    seen, printed = False, ""
     async with ClusterClient(address, on_state=states.put_nowait):
         while True:
             state = await states.get()
@@ -253,9 +253,9 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
             if job["id"] != job_id:
                 return {"finished": False, "text": f"{job_id} has ended, and {job['id']} is running now"}
             waiting = waiting_words(state) if state["phase"] == "WAITING" else ""
-            if waiting not in ("", said):
+            if waiting not in ("", printed):
                 typer.echo(f"ftd: {waiting}", err=True)
-                said = waiting
+                printed = waiting
             if state["phase"] in ("FINISHED", "FAILED"):
                 finished = state["phase"] == "FINISHED" and state["step"] >= job["steps"]
                 return {"finished": finished, "text": state["outcome"]}

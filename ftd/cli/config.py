@@ -63,11 +63,11 @@ def check(
     """
     from ftd.config.daemon import examine_daemon_config
 
-    loaded, mistakes = examine_daemon_config(config)
-    if node and not mistakes.affect("", "secret", "secret_file"):
-        with mistakes.collect():
+    loaded, collector = examine_daemon_config(config)
+    if node and not collector.affect("", "secret", "secret_file"):
+        with collector.collect():
             loaded.require_secret()
-    mistakes.raise_any()
+    collector.raise_any()
     typer.echo(f"{config} is valid: cluster {loaded.cluster}, node {loaded.node}, broker {loaded.broker.url}")
 
 

@@ -36,31 +36,31 @@ def doctor(
     from ftd.cli.checks.host import check_host, check_names
     from ftd.config.daemon import examine_daemon_config
 
-    findings: list[CheckResult] = []
+    results: list[CheckResult] = []
 
-    def note(finding: CheckResult) -> None:
-        findings.append(finding)
+    def note(result: CheckResult) -> None:
+        results.append(result)
         if not as_json:
-            remedy = f"\n{'':9}→ {finding.remedy}" if finding.remedy else ""
-            typer.echo(f"{_MARKS[finding.verdict]}  {finding.check}: {finding.detail}{remedy}")
+            remedy = f"\n{'':9}→ {result.remedy}" if result.remedy else ""
+            typer.echo(f"{_MARKS[result.verdict]}  {result.check}: {result.detail}{remedy}")
 
-    loaded, mistakes = examine_daemon_config(config)
-    for finding in check_configuration(loaded, mistakes):
-        note(finding)
-    for finding in check_host(loaded):
-        note(finding)
+    loaded, collector = examine_daemon_config(config)
+    for result in check_configuration(loaded, collector):
+        note(result)
+    for result in check_host(loaded):
+        note(result)
 
     async def ask() -> None:
-        async for finding in check_cluster(loaded):
-            note(finding)
+        async for result in check_cluster(loaded):
+            note(result)
 
-    if is_broker_known(mistakes):
+    if is_broker_known(collector):
         note(check_names(loaded))
         run_async(ask())
     else:
         note(warning("broker", "not checked: its configuration is wrong", "correct the configuration first"))
     if as_json:
         fields = ("check", "verdict", "detail", "remedy")
-        print_json([{name: getattr(finding, name) for name in fields} for finding in findings])
-    if any(finding.verdict == "failed" for finding in findings):
+        print_json([{name: getattr(result, name) for name in fields} for result in results])
+    if any(result.verdict == "failed" for result in results):
         raise typer.Exit(1)

@@ -50,7 +50,7 @@ def install(
             raise ConfigurationError(
                 f"{path} is a relative path", field=field, remedy="write the absolute path"
             )
-    program = executable or _this()
+    program = executable or _current_program()
     if not program.is_absolute() or not program.is_file():
         raise ConfigurationError(
             f"{program} is not the absolute path of a file",
@@ -71,9 +71,9 @@ def install(
     typer.echo("\nNext:\n" + "\n".join(f"  {step}" for step in next_steps(role)))
 
 
-def _this() -> Path:
+def _current_program() -> Path:
     """Return the program ftd that is running, in its virtual environment."""
     import sys
 
-    beside = Path(sys.executable).parent / "ftd"
-    return beside if beside.is_file() else Path(sys.argv[0]).absolute()
+    in_environment = Path(sys.executable).parent / "ftd"
+    return in_environment if in_environment.is_file() else Path(sys.argv[0]).absolute()

@@ -60,8 +60,8 @@ for module in (
     module.register(app)
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"ftd {version('ftd')}")
         raise typer.Exit
 
@@ -70,7 +70,7 @@ def _say_version(wanted: bool) -> None:
 def options(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Keep distributed PyTorch training running through failures.
@@ -84,8 +84,8 @@ def main() -> None:
     try:
         app(prog_name="ftd")
     except FtdError as error:
-        for mistake in error.errors if isinstance(error, ConfigurationError) else (error,):
-            print(f"ftd: {mistake}", file=sys.stderr)
+        for single in error.errors if isinstance(error, ConfigurationError) else (error,):
+            print(f"ftd: {single}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

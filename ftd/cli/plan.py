@@ -8,9 +8,9 @@ import typer
 
 from ftd.cli.options import JsonOption, print_json, print_rich, with_table_options
 from ftd.cli.plan_request import (
-    MOST_DEVICES_PER_NODE,
-    MOST_MICROBATCHES,
-    MOST_NODES,
+    MAX_DEVICES_PER_NODE,
+    MAX_MICROBATCHES,
+    MAX_NODES,
     PlanOptions,
     PlanRequest,
     build_plan_request,
@@ -33,7 +33,7 @@ JobArgument = Annotated[
     Path | None,
     typer.Argument(help="Job file; its model is measured on this machine.", metavar="[JOB.toml]"),
 ]
-NodesOption = Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Number of nodes to plan for.")]
+NodesOption = Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Number of nodes to plan for.")]
 ProfileOption = Annotated[
     Path | None, typer.Option(help="Measured profile to plan with; needs neither a cluster nor the model.")
 ]
@@ -43,7 +43,7 @@ DevicesOption = Annotated[
         "--gpus-per-node",
         "--devices-per-node",
         min=1,
-        max=MOST_DEVICES_PER_NODE,
+        max=MAX_DEVICES_PER_NODE,
         help="Number of devices of each node.",
     ),
 ]
@@ -54,7 +54,7 @@ MicrobatchesOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=MOST_MICROBATCHES,
+        max=MAX_MICROBATCHES,
         help="Microbatches per step, over all pipelines.",
         show_default="the job's, or 4 per device",
     ),

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from planner.values import ModelProfile
     from statemachine.messages.values import Job
 
-MOST_NODES = 100_000
-MOST_DEVICES_PER_NODE = 128
-MOST_MICROBATCHES = 10_000_000
+MAX_NODES = 100_000
+MAX_DEVICES_PER_NODE = 128
+MAX_MICROBATCHES = 10_000_000
 MICROBATCHES_PER_DEVICE = 4
 """Default of ``--microbatches``: the paper's N_b = 4S (Oobleck §4.1.2) with one stage per device."""
-MOST_TABLE_CELLS = 1 << 28
+MAX_TABLE_CELLS = 1 << 28
 """Limit of the planner's tables of stage times: (devices + 1)·(layers + 1)² numbers each, 2 GiB for one table."""
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -143,8 +143,8 @@ class PlanRequest:
             )
         layers = len(self.profile.layers)
         cells = (policy.devices_per_node + 1) * (layers + 1) ** 2
-        if cells > MOST_TABLE_CELLS:
-            most = int((MOST_TABLE_CELLS / (policy.devices_per_node + 1)) ** 0.5) - 1
+        if cells > MAX_TABLE_CELLS:
+            most = int((MAX_TABLE_CELLS / (policy.devices_per_node + 1)) ** 0.5) - 1
             raise ConfigurationError(
                 f"{layers} layers are too many for {policy.devices_per_node} devices per node",
                 field=self.name,

@@ -57,12 +57,12 @@ async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":
     from ftd.cli.profiling.network import measure_links
     from ftd.observe.view.progress import delayed_progress
 
-    with delayed_progress("measuring layers") as told:
-        layers = await measure_layers(job, told)
+    with delayed_progress("measuring layers") as on_progress:
+        layers = await measure_layers(job, on_progress)
     links = None
     if network:
-        with delayed_progress("measuring the network") as told:
-            links = await measure_links(job.training["backend"], told)
+        with delayed_progress("measuring the network") as on_progress:
+            links = await measure_links(job.training["backend"], on_progress)
     return build_profile_document(job.name, layers, links, job.policy.devices_per_node)
 
 

@@ -42,13 +42,13 @@ def reliability(
         from ftd.observe.view.plots.survival_plot import plot_survival
 
         plot_survival(question, plot)
-    told = compute_answers(question)
+    result = compute_answers(question)
     if as_json:
-        print_json(told)
+        print_json(result)
         return
     from ftd.observe.view.reliability import render_reliability
 
-    print_rich(render_reliability(question, told))
+    print_rich(render_reliability(question, result))
 
 
 def compute_answers(question: "ReliabilityInput") -> dict[str, Any]:

@@ -149,10 +149,10 @@ def load_with_origins(
     :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
     origins: dict[str, str] = {}
-    mistakes = _mistakes_of(path, origins)
+    collector = _collector_for(path, origins)
     written = read_toml(path) if path else {}
-    config, data = _read(written, path, environment, origins, mistakes)
-    mistakes.raise_any()
+    config, data = _read(written, path, environment, origins, collector)
+    collector.raise_any()
     return config, data, origins
 
 
@@ -161,12 +161,12 @@ def examine_daemon_config(
 ) -> tuple[DaemonConfig, ErrorCollector]:
     """Return the configuration together with its errors; wrong values are replaced by defaults."""
     origins: dict[str, str] = {}
-    mistakes = _mistakes_of(path, origins)
-    written: dict[str, Any] = mistakes.value_or(lambda: read_toml(path) if path else {}, {})
-    return _read(written, path, environment, origins, mistakes)[0], mistakes
+    collector = _collector_for(path, origins)
+    written: dict[str, Any] = collector.value_or(lambda: read_toml(path) if path else {}, {})
+    return _read(written, path, environment, origins, collector)[0], collector
 
 
-def _mistakes_of(path: Path | None, origins: Mapping[str, str]) -> ErrorCollector:
+def _collector_for(path: Path | None, origins: Mapping[str, str]) -> ErrorCollector:
     return ErrorCollector(path.name if path else "ftd.toml", origins)
 
 
@@ -175,17 +175,17 @@ def _read(
     path: Path | None,
     environment: Mapping[str, str],
     origins: dict[str, str],
-    mistakes: ErrorCollector,
+    collector: ErrorCollector,
 ) -> tuple[DaemonConfig, dict[str, Any]]:
     if path is not None:
-        with mistakes.collect():
-            _require_kept(written, path)
-    data = _overridden(written, environment, origins, mistakes)
+        with collector.collect():
+            _require_private_secrets(written, path)
+    data = _overridden(written, environment, origins, collector)
     directory = path.resolve().parent if path else Path.cwd()
-    return _checked(data, directory, mistakes), data
+    return _checked(data, directory, collector), data
 
 
-def _require_kept(written: dict[str, Any], path: Path) -> None:
+def _require_private_secrets(written: dict[str, Any], path: Path) -> None:
     """Check that others cannot read a file that contains a secret.
 
     :raises ConfigurationError: the file contains a secret, and everybody on this host can read it.
@@ -202,21 +202,21 @@ def parse_daemon_config(data: dict[str, Any], *, directory: Path, where: str = "
 
     :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
-    mistakes = ErrorCollector(where)
-    config = _checked(data, directory, mistakes)
-    mistakes.raise_any()
+    collector = ErrorCollector(where)
+    config = _checked(data, directory, collector)
+    collector.raise_any()
     return config
 
 
-def _checked(data: dict[str, Any], directory: Path, mistakes: ErrorCollector) -> DaemonConfig:
+def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -> DaemonConfig:
     """Return the configuration of ``data``; wrong values become errors and are replaced by defaults."""
-    file = msgspec.convert(keep_valid_fields(data, DaemonFile, mistakes), DaemonFile)
-    file = _with_sound_values(file, mistakes)
-    broker = _broker(file.broker, directory, mistakes)
+    file = msgspec.convert(keep_valid_fields(data, DaemonFile, collector), DaemonFile)
+    file = _with_valid_values(file, collector)
+    broker = _broker(file.broker, directory, collector)
     host = socket.gethostname().split(".")[0]
     node = file.node.name if file.node.name is not None else host
     runtime, snapshots = file.node.runtime_dir, file.node.snapshot_dir
-    own = Path() if runtime else mistakes.value_or(user_runtime_dir, Path("/tmp"))
+    own = Path() if runtime else collector.value_or(user_runtime_dir, Path("/tmp"))
     state = file.coordinator.state_dir
     tls_files = (file.node.snapshot_tls_cert, file.node.snapshot_tls_key, file.node.snapshot_tls_ca)
     return DaemonConfig(
@@ -236,25 +236,25 @@ def _checked(data: dict[str, Any], directory: Path, mistakes: ErrorCollector) ->
         / f"{file.cluster}-{node}",
         snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),
         snapshot_port=file.node.snapshot_port,
-        snapshot_tls=mistakes.value_or(lambda: shard_tls(*tls_files, directory), None),
+        snapshot_tls=collector.value_or(lambda: shard_tls(*tls_files, directory), None),
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
         scrub_rate_bytes_s=float(file.node.scrub_rate_mib_s << 20),
         snapshot_peers=file.node.snapshot_peers,
-        node_metrics=mistakes.value_or(lambda: _metrics("node", file.node, directory), None),
+        node_metrics=collector.value_or(lambda: _metrics("node", file.node, directory), None),
         coordinator=file.coordinator.name if file.coordinator.name is not None else host,
         priority=file.coordinator.priority,
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
-        coordinator_metrics=mistakes.value_or(
+        coordinator_metrics=collector.value_or(
             lambda: _metrics("coordinator", file.coordinator, directory), None
         ),
-        dashboard=mistakes.value_or(lambda: dashboard_address(file.dashboard, directory), None),
-        secret=mistakes.value_or(lambda: _secret(file, directory), None),
-        timing=_timing(file.timing, mistakes),
+        dashboard=collector.value_or(lambda: dashboard_address(file.dashboard, directory), None),
+        secret=collector.value_or(lambda: _secret(file, directory), None),
+        timing=_timing(file.timing, collector),
     )
 
 
-def _with_sound_values(file: DaemonFile, mistakes: ErrorCollector) -> DaemonFile:
+def _with_valid_values(file: DaemonFile, collector: ErrorCollector) -> DaemonFile:
     """Return the file with defaults in place of values that are wrong by themselves."""
     for require, fields in _REQUIRED.items():
         for field in fields:
@@ -265,10 +265,10 @@ def _with_sound_values(file: DaemonFile, mistakes: ErrorCollector) -> DaemonFile
             try:
                 require(value, field)
             except ConfigurationError as error:
-                mistakes.add(error)
+                collector.add(error)
                 default = next(f.default for f in msgspec.structs.fields(owner) if f.name == key)
-                sound = msgspec.structs.replace(owner, **{key: default})
-                file = msgspec.structs.replace(file, **{table: sound}) if table else sound
+                valid = msgspec.structs.replace(owner, **{key: default})
+                file = msgspec.structs.replace(file, **{table: valid}) if table else valid
     return file
 
 
@@ -280,15 +280,15 @@ def _bytes_of(mebibytes: int | None) -> int | None:
     return None if mebibytes is None else mebibytes << 20
 
 
-def _broker(table: BrokerTable, directory: Path, mistakes: ErrorCollector) -> BrokerAddress:
-    password = mistakes.value_or(lambda: _password(table, directory), None)
-    broker = mistakes.value_or(lambda: parse_broker(table.url), None)
+def _broker(table: BrokerTable, directory: Path, collector: ErrorCollector) -> BrokerAddress:
+    password = collector.value_or(lambda: _password(table, directory), None)
+    broker = collector.value_or(lambda: parse_broker(table.url), None)
     if broker is None:
         return BrokerAddress(host="localhost")
     if table.username is not None:
         broker = dataclasses.replace(broker, username=table.username, password=password)
     return dataclasses.replace(
-        broker, tls=mistakes.value_or(lambda: _tls(broker, table, directory), broker.tls)
+        broker, tls=collector.value_or(lambda: _tls(broker, table, directory), broker.tls)
     )
 
 
@@ -368,12 +368,12 @@ def _secret(file: DaemonFile, directory: Path) -> str | None:
     return read_secret(directory / file.secret_file, "secret_file")
 
 
-def _timing(overrides: dict[str, int | float], mistakes: ErrorCollector) -> Timing:
+def _timing(overrides: dict[str, int | float], collector: ErrorCollector) -> Timing:
     known = {field.name: field for field in dataclasses.fields(Timing)}
     values: dict[str, Any] = {}
     for name, value in overrides.items():
         field = f"timing.{name}"
-        with mistakes.collect():
+        with collector.collect():
             if name not in known:
                 remedy = suggest_name(name, list(known))
                 raise ConfigurationError("unknown field", field=field, remedy=remedy)
@@ -388,26 +388,29 @@ def _timing(overrides: dict[str, int | float], mistakes: ErrorCollector) -> Timi
         return Timing(**values)
     except ValueError as error:
         problem = str(error).removeprefix("timing: ")
-        mistakes.add(ConfigurationError(problem, field="timing"))
+        collector.add(ConfigurationError(problem, field="timing"))
         return Timing()
 
 
 def _overridden(
-    data: Mapping[str, Any], environment: Mapping[str, str], origins: dict[str, str], mistakes: ErrorCollector
+    data: Mapping[str, Any],
+    environment: Mapping[str, str],
+    origins: dict[str, str],
+    collector: ErrorCollector,
 ) -> dict[str, Any]:
     """Return the content of ``ftd.toml`` with the values of the environment in place of its own.
 
     :param origins: receives the variable of each key that the environment sets.
-    :param mistakes: receives variables that name no key, and values of the wrong type.
+    :param collector: receives variables that name no key, and values of the wrong type.
     """
     result: dict[str, Any] = copy.deepcopy(dict(data))
-    for variable, key in _named(environment, mistakes):
+    for variable, key in _given_variables(environment, collector):
         table, _, name = key.rpartition(".")
         place = result.setdefault(table, {}) if table else result
         try:
             value = _value(environment[variable], daemon_keys()[key].kind, variable)
         except ConfigurationError as error:
-            mistakes.add_invalid_key(error, key)
+            collector.add_invalid_key(error, key)
             continue
         if isinstance(place, dict):  # Otherwise the file has an error there, which is reported anyway.
             place[name] = value
@@ -415,7 +418,7 @@ def _overridden(
     return result
 
 
-def _named(environment: Mapping[str, str], mistakes: ErrorCollector) -> Iterator[tuple[str, str]]:
+def _given_variables(environment: Mapping[str, str], collector: ErrorCollector) -> Iterator[tuple[str, str]]:
     """Yield each variable of the environment that sets a key, together with the key."""
     variables = {environment_variable(key): key for key in daemon_keys()}
     tables = {key.partition(".")[0] for key in daemon_keys() if "." in key}
@@ -427,7 +430,7 @@ def _named(environment: Mapping[str, str], mistakes: ErrorCollector) -> Iterator
             if variable.startswith(f"{VARIABLE_PREFIX}{table.upper()}_"):
                 remedy = suggest_name(variable, list(variables))
                 error = ConfigurationError("no such setting", field=f"${variable}", remedy=remedy)
-                mistakes.add_invalid_key(error, f"{table}.{variable}")
+                collector.add_invalid_key(error, f"{table}.{variable}")
 
 
 def _value(text: str, kind: Any, variable: str) -> Any:

@@ -16,7 +16,7 @@ from runtime.wire.recipe import BYTES, DataTable, EvaluationTable, ModelTable, T
 
 _KINDS = {"tokens": "token file", "text": "text file", "instructions": "file of instructions"}
 _SOURCES = (*_KINDS, "megatron", "images", "huggingface")
-_KEY_OF = {
+_SOURCES_OF_KEY = {
     "dtype": ("tokens",),
     "field": ("text",),
     "packing": ("text",),
@@ -39,7 +39,7 @@ DEFAULT_FRACTION = 0.01
 
 
 def resolve_data(
-    table: DataTable, model: ModelTable, directory: Path, mistakes: ErrorCollector, where: str = "data"
+    table: DataTable, model: ModelTable, directory: Path, collector: ErrorCollector, where: str = "data"
 ) -> DataTable:
     """Return the table with absolute paths and the tokenizer to use.
 
@@ -49,14 +49,14 @@ def resolve_data(
     """
     chosen = [name for name in _SOURCES if getattr(table, name) is not None]
     if len(chosen) != 1:
-        mistakes.add(_no_single_source(chosen, where))
+        collector.add(_no_single_source(chosen, where))
         return table
     [source] = chosen
-    _note_useless_keys(table, source, where, mistakes)
+    _reject_inapplicable_keys(table, source, where, collector)
     changes: dict[str, str | list[str]] = {}
-    with mistakes.collect():
+    with collector.collect():
         changes[source] = _resolved_source(table, source, directory, f"{where}.{source}")
-    with mistakes.collect():
+    with collector.collect():
         _check_task(table, source, model.task, where)
         tokenizer = _resolved_tokenizer(table, model, directory, f"{where}.tokenizer")
         if tokenizer is None and (
@@ -70,13 +70,13 @@ def resolve_data(
         if tokenizer is not None:
             changes["tokenizer"] = tokenizer
     if table.cache is not None:
-        with mistakes.collect():
+        with collector.collect():
             changes["cache"] = str(expand_path(table.cache, directory, f"{where}.cache"))
     return msgspec.structs.replace(table, **changes)
 
 
 def resolve_evaluation(
-    table: EvaluationTable, model: ModelTable, directory: Path, mistakes: ErrorCollector
+    table: EvaluationTable, model: ModelTable, directory: Path, collector: ErrorCollector
 ) -> EvaluationTable:
     """Return the table with its held-out data resolved: a share of the training data, or separate data."""
     if table.every_steps == 0:
@@ -84,14 +84,14 @@ def resolve_evaluation(
     if table.data is None:
         return msgspec.structs.replace(table, fraction=table.fraction or DEFAULT_FRACTION)
     if table.fraction is not None:
-        mistakes.add(
+        collector.add(
             ConfigurationError(
                 "fraction and [evaluation.data] exclude each other",
                 field="evaluation.fraction",
                 remedy="keep one of them",
             )
         )
-    data = resolve_data(table.data, model, directory, mistakes, "evaluation.data")
+    data = resolve_data(table.data, model, directory, collector, "evaluation.data")
     return msgspec.structs.replace(table, data=data)
 
 
@@ -122,12 +122,12 @@ def _no_single_source(chosen: Sequence[str], where: str) -> ConfigurationError:
     )
 
 
-def _note_useless_keys(table: DataTable, source: str, where: str, mistakes: ErrorCollector) -> None:
+def _reject_inapplicable_keys(table: DataTable, source: str, where: str, collector: ErrorCollector) -> None:
     defaults = DataTable()
-    for key, sources in _KEY_OF.items():
+    for key, sources in _SOURCES_OF_KEY.items():
         if source not in sources and getattr(table, key) != getattr(defaults, key):
             problem = f"it does not apply to {source}, only to {' and '.join(sources)}"
-            mistakes.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))
+            collector.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))
 
 
 def _resolved_source(table: DataTable, source: str, directory: Path, field: str) -> str | list[str]:
@@ -259,9 +259,9 @@ def _check_task(table: DataTable, source: str, task: Task | None, where: str) ->
             remedy="remove collate",
         )
     if task is not None and task not in _TASKS_OF[source]:
-        fitting = [name for name in _SOURCES if task in _TASKS_OF[name]]
+        suitable = [name for name in _SOURCES if task in _TASKS_OF[name]]
         raise ConfigurationError(
             f"{source} cannot be used for the task {task}",
             field=f"{where}.{source}",
-            remedy=f"use one of {', '.join(fitting)}",
+            remedy=f"use one of {', '.join(suitable)}",
         )

@@ -19,8 +19,8 @@ class ErrorCollector:
 
     def __init__(self, where: str = "", variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self._where, self._variables = where, variables
-        self._misfits: set[str] = set()
-        self._keys: set[str] = set()
+        self._invalid_tables: set[str] = set()
+        self._wrong_keys: set[str] = set()
         self.errors: list[ConfigurationError] = []
 
     def add(self, error: ConfigurationError) -> None:
@@ -28,11 +28,11 @@ class ErrorCollector:
 
         A key that seems to be missing from a table may be the very key that is misspelled there.
         """
-        for mistake in error.errors:
-            key = mistake.field or ""
-            if not (isinstance(mistake, IncompleteError) and _table(key) in self._misfits):
-                self._keys.add(key)
-                self.errors.append(self._placed(mistake, key))
+        for single in error.errors:
+            key = single.field or ""
+            if not (isinstance(single, IncompleteError) and _table(key) in self._invalid_tables):
+                self._wrong_keys.add(key)
+                self.errors.append(self._located(single, key))
 
     def add_invalid_key(self, error: ConfigurationError, key: str) -> None:
         """Add the error of a key that is unknown or has a value of the wrong type.
@@ -40,9 +40,9 @@ class ErrorCollector:
         Its table is therefore not what the user meant, and keys that seem to be missing from it are not
         reported.
         """
-        self._misfits.add(_table(key))
-        self._keys.add(key)
-        self.errors.append(self._placed(error, error.field or ""))
+        self._invalid_tables.add(_table(key))
+        self._wrong_keys.add(key)
+        self.errors.append(self._located(error, error.field or ""))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -64,8 +64,8 @@ class ErrorCollector:
         """Return whether an error is about one of these keys or tables (``""``: the whole file, or a key at its
         top level).
         """
-        at_top = "" in places and "" in self._misfits
-        return at_top or any(key in places or (_table(key) or key) in places for key in self._keys)
+        at_top = "" in places and "" in self._invalid_tables
+        return at_top or any(key in places or (_table(key) or key) in places for key in self._wrong_keys)
 
     def raise_any(self) -> None:
         """Raise the errors that were found, if any.
@@ -80,14 +80,14 @@ class ErrorCollector:
             case several:
                 raise ConfigurationErrors(tuple(several))
 
-    def _placed(self, mistake: ConfigurationError, key: str) -> ConfigurationError:
+    def _located(self, single: ConfigurationError, key: str) -> ConfigurationError:
         if (variable := self._variables.get(key)) is not None:
             field = f"${variable} ({key})"
         elif key and self._where and not key.startswith("$"):
             field = f"{self._where}: {key}"
         else:
-            return mistake
-        return ConfigurationError(mistake.problem, field=field, remedy=mistake.remedy)
+            return single
+        return ConfigurationError(single.problem, field=field, remedy=single.remedy)
 
 
 def _table(key: str) -> str:

@@ -1,7 +1,7 @@
 """Reads and checks job files: what to train, with which batches, and how many failures to survive.
 
 This happens on the user's machine before anything is sent. The coordinator answers what only the cluster can
-know, for example whether the model fits and whether there are enough nodes. Every trainer reads the training
+know, for example whether the model valid and whether there are enough nodes. Every trainer reads the training
 script under the same absolute path, so it must be there on every host.
 """
 
@@ -144,18 +144,18 @@ def load_job_data(
     """
     if steps is not None:
         require_positive(steps, "--steps")
-    mistakes = ErrorCollector(shown_as or path.name)
-    fits = keep_valid_fields(_laid_over(read_toml(path), override or {}), JobFile, mistakes)
+    collector = ErrorCollector(shown_as or path.name)
+    valid = keep_valid_fields(_merged(read_toml(path), override or {}), JobFile, collector)
     try:
-        file = msgspec.convert(fits, JobFile)
+        file = msgspec.convert(valid, JobFile)
     except msgspec.ValidationError:  # Missing required keys have been collected.
-        mistakes.raise_any()
+        collector.raise_any()
         raise
-    _check_values(file, mistakes)
+    _check_values(file, collector)
     if steps is not None:
         file = msgspec.structs.replace(file, steps=steps)
     directory = path.resolve().parent
-    function, arguments = _what_to_train(file, directory, mistakes)
+    function, arguments = _what_to_train(file, directory, collector)
     clip = file.training.clip_gradient_norm
     if clip is None and file.model is not None:
         clip = DEFAULT_CLIP
@@ -178,9 +178,9 @@ def load_job_data(
     memory_mib = file.planner.device_memory_mib
     named = file.planner.profile
     profile = (
-        None if named is None else mistakes.value_or(lambda: _submitted_profile(directory / named), None)
+        None if named is None else collector.value_or(lambda: _submitted_profile(directory / named), None)
     )
-    mistakes.raise_any()
+    collector.raise_any()
     return JobData(
         name=file.name,
         steps=file.steps,
@@ -210,33 +210,33 @@ def _values(table: msgspec.Struct, shared: type[msgspec.Struct]) -> dict[str, An
     return {key: getattr(table, key) for key in shared.__struct_fields__}
 
 
-def _what_to_train(file: JobFile, directory: Path, mistakes: ErrorCollector) -> tuple[str, dict[str, Any]]:
+def _what_to_train(file: JobFile, directory: Path, collector: ErrorCollector) -> tuple[str, dict[str, Any]]:
     """Return the training function and its arguments: the user's, or ours that builds a Hugging Face model."""
     if file.model is None:
-        _note_tables_of_model(file, mistakes)
-        return mistakes.value_or(
+        _reject_tables_of_model(file, collector)
+        return collector.value_or(
             lambda: _function(file.training.function, directory), ""
         ), file.training.arguments
     for key, value in (("function", file.training.function), ("arguments", file.training.arguments or None)):
         if value is not None:
-            mistakes.add(
+            collector.add(
                 ConfigurationError(
                     "[model] already says what to train",
                     field=f"training.{key}",
                     remedy=f"remove {key} or the table [model]",
                 )
             )
-    model = resolve_model(file.model, directory, mistakes)
+    model = resolve_model(file.model, directory, collector)
     recipe = Recipe(
         model=model,
-        data=resolve_data(file.data, model, directory, mistakes),
+        data=resolve_data(file.data, model, directory, collector),
         optimizer=file.optimizer,
         schedule=file.schedule,
-        evaluation=resolve_evaluation(file.evaluation, model, directory, mistakes),
+        evaluation=resolve_evaluation(file.evaluation, model, directory, collector),
         steps=file.steps,
     )
-    if not mistakes.errors:
-        with mistakes.collect():
+    if not collector.errors:
+        with collector.collect():
             recipe = msgspec.structs.replace(recipe, files=_facts_of(recipe))
     arguments: dict[str, Any] = msgspec.to_builtins(recipe)
     return RECIPE, arguments
@@ -253,7 +253,7 @@ def _facts_of(recipe: Recipe) -> dict[str, FileTotals]:
         raise ConfigurationError(str(error)) from None
 
 
-def _note_tables_of_model(file: JobFile, mistakes: ErrorCollector) -> None:
+def _reject_tables_of_model(file: JobFile, collector: ErrorCollector) -> None:
     """Collect errors for tables that only apply with ``[model]``; otherwise the training function decides."""
     workers = DataTable(workers=file.data.workers)
     when = EvaluationTable(every_steps=file.evaluation.every_steps, batches=file.evaluation.batches)
@@ -265,7 +265,7 @@ def _note_tables_of_model(file: JobFile, mistakes: ErrorCollector) -> None:
     ):
         if table != allowed:
             instead = f"with training.function, only {keys} may be set" if keys else "remove the table"
-            mistakes.add(
+            collector.add(
                 ConfigurationError(
                     "the training function decides this",
                     field=name,
@@ -274,16 +274,16 @@ def _note_tables_of_model(file: JobFile, mistakes: ErrorCollector) -> None:
             )
 
 
-def _laid_over(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+def _merged(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     """Return ``data`` with the values of ``override``; tables are merged, other values replaced."""
-    laid = dict(data)
+    merged = dict(data)
     for key, value in override.items():
-        known = laid.get(key)
+        known = merged.get(key)
         if isinstance(known, dict) and isinstance(value, dict):
-            laid[key] = _laid_over(known, value)
+            merged[key] = _merged(known, value)
         else:
-            laid[key] = value
-    return laid
+            merged[key] = value
+    return merged
 
 
 def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
@@ -368,20 +368,20 @@ def nearest_batches(global_batch: int, microbatch: int) -> tuple[int, ...]:
     return tuple(sorted(around, key=lambda batch: abs(batch - global_batch)))
 
 
-def _check_values(file: JobFile, mistakes: ErrorCollector) -> None:
-    with mistakes.collect():
+def _check_values(file: JobFile, collector: ErrorCollector) -> None:
+    with collector.collect():
         require_name(file.name, "name")
-    with mistakes.collect():
+    with collector.collect():
         _check_tolerance(file.tolerance.failures)
     if not 0 <= file.training.seed < 2**63:
         problem, remedy = f"{file.training.seed} is not allowed", "write a number from 0 to 2^63 - 1"
-        mistakes.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
+        collector.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
     if file.training.backend == "nccl" and file.training.device == "cpu":
         problem, remedy = (
             '"cpu" does not work with backend = "nccl"',
             'remove device, or write backend = "gloo"',
         )
-        mistakes.add(ConfigurationError(problem, field="training.device", remedy=remedy))
+        collector.add(ConfigurationError(problem, field="training.device", remedy=remedy))
     for field, number in (
         ("steps", file.steps),
         ("training.global_batch", file.training.global_batch),
@@ -390,20 +390,20 @@ def _check_values(file: JobFile, mistakes: ErrorCollector) -> None:
         ("planner.horizon_s", file.planner.horizon_s),
     ):
         if number is not None:
-            with mistakes.collect():
+            with collector.collect():
                 require_positive(number, field)
     if file.training.global_batch > 0 and file.training.microbatch > 0:
-        with mistakes.collect():
+        with collector.collect():
             _check_batch(file.training.global_batch, file.training.microbatch)
-    with mistakes.collect():
+    with collector.collect():
         check_evaluation(file.evaluation)
     if file.model is not None:
         shard = file.planner.within_node in ("shard", "tensor")
-        check_optimizer(file.optimizer, zero1=file.training.zero1, shard=shard, mistakes=mistakes)
-        check_schedule(file.schedule, steps=file.steps, mistakes=mistakes)
-    with mistakes.collect():
+        check_optimizer(file.optimizer, zero1=file.training.zero1, shard=shard, collector=collector)
+        check_schedule(file.schedule, steps=file.steps, collector=collector)
+    with collector.collect():
         check_snapshot(file.snapshot, zero1=file.training.zero1)
-    with mistakes.collect():
+    with collector.collect():
         check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
 
 

@@ -38,7 +38,7 @@ _ELSEWHERE = {
 _LARGEST_CONFIG_BYTES = 16 * 1024 * 1024
 
 
-def resolve_model(table: ModelTable, directory: Path, mistakes: ErrorCollector) -> ModelTable:
+def resolve_model(table: ModelTable, directory: Path, collector: ErrorCollector) -> ModelTable:
     """Return the table with the absolute directory of the model, and the task if the configuration names it.
 
     :param directory: that of the job file.
@@ -46,8 +46,8 @@ def resolve_model(table: ModelTable, directory: Path, mistakes: ErrorCollector) 
     for name, remedy in _ELSEWHERE.items():
         if name in table.overrides:
             problem = f"{name} cannot be set here"
-            mistakes.add(ConfigurationError(problem, field="model.overrides", remedy=remedy))
-    return mistakes.value_or(lambda: _resolved(table, directory), table)
+            collector.add(ConfigurationError(problem, field="model.overrides", remedy=remedy))
+    return collector.value_or(lambda: _resolved(table, directory), table)
 
 
 def _resolved(table: ModelTable, directory: Path) -> ModelTable:

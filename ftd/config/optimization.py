@@ -14,14 +14,14 @@ _SCHEDULES_OF = {
 """Keys that only some optimizers and schedules have, with the names of those."""
 
 
-def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes: ErrorCollector) -> None:
+def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, collector: ErrorCollector) -> None:
     """Collect errors for keys and options that do not work together.
 
     :param shard: whether the devices of a node must hold shards.
     """
-    _note_useless_keys(table, OptimizerTable(), _OPTIMIZERS_OF, "optimizer", mistakes)
+    _reject_inapplicable_keys(table, OptimizerTable(), _OPTIMIZERS_OF, "optimizer", collector)
     if zero1 and table.name == "adafactor":
-        mistakes.add(
+        collector.add(
             ConfigurationError(
                 "adafactor needs sums over rows and columns, but training.zero1 divides parameters into parts",
                 field="optimizer.name",
@@ -29,7 +29,7 @@ def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes
             )
         )
     if shard and table.name == "adafactor":
-        mistakes.add(
+        collector.add(
             ConfigurationError(
                 "adafactor needs sums over rows and columns, but shards divide parameters into parts",
                 field="optimizer.name",
@@ -38,13 +38,13 @@ def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes
         )
 
 
-def check_schedule(table: ScheduleTable, *, steps: int, mistakes: ErrorCollector) -> None:
+def check_schedule(table: ScheduleTable, *, steps: int, collector: ErrorCollector) -> None:
     """Collect errors for keys that do not work together, and for a warm-up that never ends."""
-    _note_useless_keys(table, ScheduleTable(), _SCHEDULES_OF, "schedule", mistakes)
+    _reject_inapplicable_keys(table, ScheduleTable(), _SCHEDULES_OF, "schedule", collector)
     if table.warmup_steps is None:
         return
     if table.warmup_ratio is not None:
-        mistakes.add(
+        collector.add(
             ConfigurationError(
                 "warmup_steps already gives the length of the warm-up",
                 field="schedule.warmup_ratio",
@@ -52,7 +52,7 @@ def check_schedule(table: ScheduleTable, *, steps: int, mistakes: ErrorCollector
             )
         )
     if table.warmup_steps >= steps > 0:
-        mistakes.add(
+        collector.add(
             ConfigurationError(
                 f"a warm-up of {table.warmup_steps} steps is not shorter than the job, which has {steps} steps",
                 field="schedule.warmup_steps",
@@ -61,10 +61,10 @@ def check_schedule(table: ScheduleTable, *, steps: int, mistakes: ErrorCollector
         )
 
 
-def _note_useless_keys(
-    table: Any, defaults: Any, names_of: dict[str, tuple[str, ...]], where: str, mistakes: ErrorCollector
+def _reject_inapplicable_keys(
+    table: Any, defaults: Any, names_of: dict[str, tuple[str, ...]], where: str, collector: ErrorCollector
 ) -> None:
     for key, names in names_of.items():
         if table.name not in names and getattr(table, key) != getattr(defaults, key):
             problem = f"{table.name} does not have this key, only {' and '.join(names)}"
-            mistakes.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))
+            collector.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))

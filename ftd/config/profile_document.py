@@ -18,15 +18,15 @@ MAX_DEVICES = 1024
 """Largest number of devices of one stage."""
 
 # The upper limits keep every sum that the planner makes finite and every size inside 64 bits.
-MOST_MS = 1e9
-MOST_BYTES = 2**50
-MOST_COUNT = 2**31
-MOST_BYTES_PER_S = 1e18
-MOST_FLOPS = 1e30
-TimeMs = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]
-Flops = Annotated[float, msgspec.Meta(gt=0, le=MOST_FLOPS)]
-SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNT)]
+MAX_MS = 1e9
+MAX_BYTES = 2**50
+MAX_COUNT = 2**31
+MAX_BYTES_PER_S = 1e18
+MAX_FLOPS = 1e30
+TimeMs = Annotated[float, msgspec.Meta(ge=0, le=MAX_MS)]
+Flops = Annotated[float, msgspec.Meta(gt=0, le=MAX_FLOPS)]
+SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Devices = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
 Text = Annotated[str, msgspec.Meta(max_length=1000)]
 
@@ -127,7 +127,7 @@ class LinkEntry(_Entry, frozen=True, kw_only=True):
     """Linear model of a link: moving s bytes takes latency_ms + 1000 · s / bytes_per_s."""
 
     latency_ms: TimeMs
-    bytes_per_s: Annotated[float, msgspec.Meta(ge=1, le=MOST_BYTES_PER_S)]
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_BYTES_PER_S)]
 
 
 class PointToPointEntry(_Entry, frozen=True, kw_only=True):
@@ -179,7 +179,7 @@ class ProfileDocument(_Entry, frozen=True, kw_only=True):
     microbatch_rows: Count
     """Samples of the microbatch that times, activations and outputs refer to."""
     layers: Annotated[tuple[LayerEntry, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
-    device_memory_bytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)] | None = None
+    device_memory_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)] | None = None
     """Memory of one device; null: no memory limit."""
     stage_devices: Annotated[tuple[Devices, ...], msgspec.Meta(min_length=1)] | None = None
     """Numbers of devices that a stage can have, ascending; null: any number up to microbatch_rows."""

@@ -87,14 +87,14 @@ def save_profile(path: Path, document: ProfileDocument) -> None:
     """
     check_document(document)
     text = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
-    beside = path.with_name(f".{path.name}.part")
+    partial = path.with_name(f".{path.name}.part")
     try:
         try:
-            beside.write_bytes(text)
-            beside.replace(path)
+            partial.write_bytes(text)
+            partial.replace(path)
         finally:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error}", remedy="name a file in a directory that you may write to"
@@ -215,7 +215,7 @@ def _timed_layer(layer: TimedLayer, counts: tuple[int, ...]) -> LayerProfile:
 # --- JSON --------------------------------------------------------------------------------------
 
 
-class _Twice:
+class _DuplicateKey:
     """Marker for an object that has the same key twice, which JSON parsers accept silently."""
 
     def __init__(self, name: str) -> None:
@@ -253,7 +253,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
     if len(found) == len(pairs):
         return found
     names = [name for name, _ in pairs]
-    return _Twice(next(name for name in names if names.count(name) > 1))
+    return _DuplicateKey(next(name for name in names if names.count(name) > 1))
 
 
 def _check_tree(tree: Any) -> None:
@@ -262,7 +262,7 @@ def _check_tree(tree: Any) -> None:
     :raises ConfigurationError: a duplicate key, a number that is not finite, or invalid text.
     """
     for field, value in _leaves(tree):
-        if isinstance(value, _Twice):
+        if isinstance(value, _DuplicateKey):
             raise ConfigurationError(
                 "the key appears twice", field=join_path(field, value.name), remedy="keep one of the two"
             )
@@ -305,15 +305,17 @@ def _convert(tree: dict[str, Any], into: type[T]) -> T:
     """
     try:
         return convert(tree, into)
-    except ConfigurationError as several:
-        error = several.errors[0]  # The others are probably the same error in the other layers.
+    except ConfigurationError as errors:
+        error = errors.errors[0]  # The others are probably the same error in the other layers.
         if error.remedy is not None or error.field is None:
             raise error from None
         value = _at(tree, error.field)
         if isinstance(value, dict | list):
             raise error from None
-        said = error.problem[:1].lower() + error.problem[1:]
-        raise ConfigurationError(f"{format_value(value)} is not allowed: {said}", field=error.field) from None
+        problem = error.problem[:1].lower() + error.problem[1:]
+        raise ConfigurationError(
+            f"{format_value(value)} is not allowed: {problem}", field=error.field
+        ) from None
 
 
 def _at(tree: Any, field: str) -> Any:

@@ -22,14 +22,14 @@ class ShardTls:
     def server_context(self) -> ssl.SSLContext:
         """Return a context that presents the certificate in the file at the time of each connection.
 
-        A renewed certificate therefore needs no restart.
+        A renewable certificate therefore needs no restart.
 
         :raises ConfigurationError: a file cannot be used.
         """
-        context, renewed = self._served(), _Renewed(self)
+        context, renewable = self._served(), _RenewableContext(self)
 
         def show(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = renewed.newest(connection.context)
+            connection.context = renewable.newest(connection.context)
 
         context.sni_callback = show
         return context
@@ -59,20 +59,20 @@ class ShardTls:
 
 
 @dataclass(slots=True)
-class _Renewed:
+class _RenewableContext:
     """Context of the files as they are now, or the previous one while they cannot be used."""
 
     tls: ShardTls
     _context: ssl.SSLContext | None = None
-    _seen: tuple[tuple[int, int], ...] | None = None
+    _last_versions: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        self._seen = self._look()
+        self._last_versions = self._file_versions()
 
     def newest(self, first: ssl.SSLContext) -> ssl.SSLContext:
-        seen = self._look()
-        if seen != self._seen:
-            self._seen = seen
+        versions = self._file_versions()
+        if versions != self._last_versions:
+            self._last_versions = versions
             import structlog  # Commands read the configuration as well, and should start without structlog.
 
             log = structlog.get_logger("ftd.tls")
@@ -85,7 +85,7 @@ class _Renewed:
                 log.warning("certificate_not_renewed", cert=str(self.tls.cert), reason=str(error))
         return self._context or first
 
-    def _look(self) -> tuple[tuple[int, int], ...] | None:
+    def _file_versions(self) -> tuple[tuple[int, int], ...] | None:
         try:
             stats = [path.stat() for path in (self.tls.cert, self.tls.key)]
         except OSError:

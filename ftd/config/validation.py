@@ -101,47 +101,47 @@ def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
     :raises ConfigurationError: names each wrong field of the Structs, dotted from the top, and the remedy;
         for a dataclass only the first wrong field.
     """
-    mistakes = ErrorCollector(where)
+    collector = ErrorCollector(where)
     if _struct_of(into) is not None:
-        data = keep_valid_fields(data, into, mistakes)
+        data = keep_valid_fields(data, into, collector)
     else:
-        _Sieve(into, mistakes).passes(data, into, ())
-    mistakes.raise_any()
+        _Validator(into, collector).accepts(data, into, ())
+    collector.raise_any()
     return msgspec.convert(data, into)
 
 
-def keep_valid_fields(data: dict[str, Any], into: type[Any], mistakes: ErrorCollector) -> dict[str, Any]:
+def keep_valid_fields(data: dict[str, Any], into: type[Any], collector: ErrorCollector) -> dict[str, Any]:
     """Return the part of ``data`` that fits a tree of Structs; the rest is collected as errors, field by field."""
-    return _fitting(data, into, (), _Sieve(into, mistakes))
+    return _valid_part(data, into, (), _Validator(into, collector))
 
 
 @dataclass(frozen=True, slots=True)
-class _Sieve:
+class _Validator:
     root: type[Any]
-    mistakes: ErrorCollector
+    collector: ErrorCollector
 
-    def passes(self, value: Any, kind: Any, path: tuple[str, ...]) -> bool:
+    def accepts(self, value: Any, kind: Any, path: tuple[str, ...]) -> bool:
         """Return whether ``value`` has the type ``kind``; otherwise add an error."""
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            words, field = _words_of(kind), ".".join(path)
-            if isinstance(value, str) and words:
-                mistake = ConfigurationError(
-                    f"{value!r} is not known", field=field, remedy=suggest_name(value, words)
+            allowed, field = _allowed_words(kind), ".".join(path)
+            if isinstance(value, str) and allowed:
+                unknown = ConfigurationError(
+                    f"{value!r} is not known", field=field, remedy=suggest_name(value, allowed)
                 )
-                self.mistakes.add_invalid_key(mistake, field)
+                self.collector.add_invalid_key(unknown, field)
             elif match := _RANGE.fullmatch(str(error)):
                 remedy = f"write a number {_RANGES[match['compared']]} {float(match['bound']):g}"
                 index = match["index"]
                 wrong, place = (value, field) if index is None else (value[int(index)], f"{field}[{index}]")
-                self.mistakes.add(ConfigurationError(f"{wrong} is not allowed", field=place, remedy=remedy))
+                self.collector.add(ConfigurationError(f"{wrong} is not allowed", field=place, remedy=remedy))
             else:
-                self.misfit(str(error), path)
+                self.add_error(str(error), path)
             return False
         return True
 
-    def misfit(self, message: str, path: tuple[str, ...]) -> None:
+    def add_error(self, message: str, path: tuple[str, ...]) -> None:
         """Add msgspec's error about the value at ``path``."""
         place = "".join(f".{step}" for step in path)
         if " - at `$" in message:
@@ -149,26 +149,30 @@ class _Sieve:
         elif place:
             message = f"{message} - at `${place}`"
         error = explain_error(message, self.root)
-        self.mistakes.add_invalid_key(error, error.field or "")
+        self.collector.add_invalid_key(error, error.field or "")
 
 
-def _fitting(data: dict[str, Any], into: type[Any], path: tuple[str, ...], sieve: _Sieve) -> dict[str, Any]:
+def _valid_part(
+    data: dict[str, Any], into: type[Any], path: tuple[str, ...], validator: _Validator
+) -> dict[str, Any]:
     fields = {field.encode_name: field for field in msgspec.structs.fields(into)}
     fits: dict[str, Any] = {}
     for name, value in data.items():
         here = (*path, name)
         if name not in fields:
-            sieve.misfit(f"Object contains unknown field `{name}`", path)
+            validator.add_error(f"Object contains unknown field `{name}`", path)
         elif isinstance(value, dict) and (inner := _struct_of(fields[name].type)) is not None:
-            fits[name] = _fitting(value, inner, here, sieve)
+            fits[name] = _valid_part(value, inner, here, validator)
         elif isinstance(value, dict) and get_origin(kind := fields[name].type) is dict:
             each = get_args(kind)[1]
-            fits[name] = {key: one for key, one in value.items() if sieve.passes(one, each, (*here, key))}
-        elif sieve.passes(value, fields[name].type, here):
+            fits[name] = {
+                key: one for key, one in value.items() if validator.accepts(one, each, (*here, key))
+            }
+        elif validator.accepts(value, fields[name].type, here):
             fits[name] = value
     for name, field in fields.items():
         if field.required and name not in data:
-            sieve.misfit(f"Object missing required field `{name}`", path)
+            validator.add_error(f"Object missing required field `{name}`", path)
     return fits
 
 
@@ -190,13 +194,13 @@ def field_descriptions(table: type[Any], *, shared: bool = True) -> dict[str, st
     found: dict[str, str] = {}
     for owner in reversed(table.__mro__):
         if "__annotations__" in vars(owner):
-            for names, meaning in _own_meanings(owner):
+            for names, meaning in _own_descriptions(owner):
                 found |= dict.fromkeys(names if shared else names[-1:], meaning)
     return found
 
 
 @cache
-def _own_meanings(owner: type[Any]) -> list[tuple[list[str], str]]:
+def _own_descriptions(owner: type[Any]) -> list[tuple[list[str], str]]:
     """Return the literals in the body of a class, each with the fields since the previous literal."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef), "the source of a class is a class statement"
@@ -212,8 +216,8 @@ def _own_meanings(owner: type[Any]) -> list[tuple[list[str], str]]:
     return found
 
 
-def _words_of(kind: Any) -> list[str]:
-    """Return the allowed words of a field that only allows some words."""
+def _allowed_words(kind: Any) -> list[str]:
+    """Return the allowed allowed of a field that only allows some allowed."""
     return [str(word) for one in member_types(kind) if get_origin(one) is Literal for word in get_args(one)]
 
 
@@ -226,7 +230,7 @@ def _struct_of(kind: Any) -> type[Any] | None:
 
 
 def explain_error(message: str, into: type[Any]) -> ConfigurationError:
-    """Return msgspec's error in our words."""
+    """Return msgspec's error in our allowed."""
     if match := _UNKNOWN.match(message):
         path = _dotted(match["path"])
         known = field_names(into, path)
@@ -241,7 +245,7 @@ def explain_error(message: str, into: type[Any]) -> ConfigurationError:
 
 
 def _in_words(problem: str) -> str:
-    """Return a message such as ``Expected `int | null`, got `str` `` in words for the author of the file."""
+    """Return a message such as ``Expected `int | null`, got `str` `` in allowed for the author of the file."""
     if match := _LENGTH.fullmatch(problem):
         return f"expected {match['wanted']} values, got {match['got']}"
     if not (match := _TYPES.fullmatch(problem)):

@@ -48,9 +48,9 @@ class _Probe:
     def __init__(self, config: DaemonConfig) -> None:
         self._config = config
         self._topics = Topics(cluster=config.cluster)
-        self._word = secrets.token_bytes(8)
-        self._heard = asyncio.Event()
-        self._spoke = asyncio.Event()
+        self._token = secrets.token_bytes(8)
+        self._echoed = asyncio.Event()
+        self._received = asyncio.Event()
         self._fresh = asyncio.Event()
         self._state: dict[str, object] = {}
         self._skew_s = 0.0
@@ -63,25 +63,25 @@ class _Probe:
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
         if topic == self._topics.node_echo(self._config.node):
-            if payload == self._word:
-                self._heard.set()
+            if payload == self._token:
+                self._echoed.set()
             return
         try:
             self._state = decode_json(payload, dict)
         except WireError:
             return
-        self._spoke.set()
+        self._received.set()
         with contextlib.suppress(ValueError):
             if not retained:
-                said = datetime.fromisoformat(str(self._state.get("at")))
-                self._skew_s = (datetime.now(UTC) - said).total_seconds()
+                published_at = datetime.fromisoformat(str(self._state.get("at")))
+                self._skew_s = (datetime.now(UTC) - published_at).total_seconds()
                 self._fresh.set()
 
     async def check_rights(self) -> CheckResult:
         """Publish a token to this node's own echo topic: the broker silently drops what an ACL forbids."""
-        self.session.publish(self._topics.node_echo(self._config.node), self._word)
+        self.session.publish(self._topics.node_echo(self._config.node), self._token)
         try:
-            await asyncio.wait_for(self._heard.wait(), ECHO_TIMEOUT_S)
+            await asyncio.wait_for(self._echoed.wait(), ECHO_TIMEOUT_S)
         except TimeoutError:
             user = self._config.broker.username or "anonymous"
             detail = f"{user} may not write or read the topics of {self._config.node}"
@@ -91,7 +91,7 @@ class _Probe:
 
     async def check_coordinator(self) -> AsyncIterator[CheckResult]:
         try:
-            await asyncio.wait_for(self._spoke.wait(), STATE_TIMEOUT_S)
+            await asyncio.wait_for(self._received.wait(), STATE_TIMEOUT_S)
         except TimeoutError:
             detail = f"no coordinator has published a state for the cluster {self._config.cluster!r}"
             yield warning("coordinator", detail, "start it, or correct the key cluster in ftd.toml")

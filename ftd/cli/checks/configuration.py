@@ -7,21 +7,21 @@ from ftd.config.daemon import DaemonConfig
 from ftd.config.error_collector import ErrorCollector
 
 
-def check_configuration(config: DaemonConfig, mistakes: ErrorCollector) -> Iterator[CheckResult]:
+def check_configuration(config: DaemonConfig, collector: ErrorCollector) -> Iterator[CheckResult]:
     """Yield a result for each error.
 
-    :param mistakes: receives the error of a missing secret, which a node needs.
+    :param collector: receives the error of a missing secret, which a node needs.
     """
-    if not mistakes.affect("", "secret", "secret_file"):
-        with mistakes.collect():
+    if not collector.affect("", "secret", "secret_file"):
+        with collector.collect():
             config.require_secret()
-    for mistake in mistakes.errors:
-        detail = f"{mistake.field}: {mistake.problem}" if mistake.field else mistake.problem
-        yield failed("configuration", detail, mistake.remedy or "correct it")
-    if not mistakes.errors:
+    for error in collector.errors:
+        detail = f"{error.field}: {error.problem}" if error.field else error.problem
+        yield failed("configuration", detail, error.remedy or "correct it")
+    if not collector.errors:
         yield ok("configuration", f"cluster {config.cluster}, node {config.node}")
 
 
-def is_broker_known(mistakes: ErrorCollector) -> bool:
+def is_broker_known(collector: ErrorCollector) -> bool:
     """Return whether the broker can be checked: its address, credentials and the name of the cluster are valid."""
-    return not mistakes.affect("", "cluster", "broker")
+    return not collector.affect("", "cluster", "broker")

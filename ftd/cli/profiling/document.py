@@ -70,7 +70,7 @@ def _entry(fit: LinkFit) -> LinkEntry:
 
 def _measured(layers: LayerMeasurements, network: NetworkEntry | None) -> tuple[str, ...]:
     counts = sorted({entry.rows for rows in layers.rows for entry in rows}, reverse=True)
-    said = [
+    statements = [
         f"forward and backward pass of each layer on one device, with {_listed(counts)} rows: medians after a "
         "warm-up",
         "bytes of parameters, gradients, optimizer state, of what autograd holds, and of each layer's output",
@@ -80,45 +80,49 @@ def _measured(layers: LayerMeasurements, network: NetworkEntry | None) -> tuple[
         "selectively": all(layer.selective is not None for layer in layers.profile.layers),
     }
     if known := " and ".join(way for way, there in ways.items() if there):
-        said.append(f"bytes that each layer holds, and its additional time, if it recomputes {known}")
+        statements.append(f"bytes that each layer holds, and its additional time, if it recomputes {known}")
     if network is not None:
-        said.append(
+        statements.append(
             f"point-to-point transfers and all-reduces between {network.where}; link and ring are fitted to them"
         )
-    return tuple(said)
+    return tuple(statements)
 
 
 def _stated(
     layers: LayerMeasurements, network: NetworkEntry | None, devices_per_node: int
 ) -> tuple[str, ...]:
     rows = layers.profile.microbatch_rows
-    said = []
+    statements = []
     if devices_per_node > 1:
-        said.append(
+        statements.append(
             "a stage of several devices takes the measured time of one device for the rows of the fullest device"
         )
         if layers.profile.shard_problem is None:
-            said.append(
+            statements.append(
                 "a stage of shards also takes the time to gather and reduce, computed from bytes and "
                 + ("inner" if network is not None else "ftd's default network")
             )
         if any(layer.tensor is not None for layer in layers.profile.layers):
-            said.append(
+            statements.append(
                 "a tensor-parallel stage takes its share of the time of one device, and the time of its exchanges, "
                 "computed from bytes"
             )
     if devices_per_node < rows:
-        behind = f"more than {devices_per_node}" if devices_per_node > 1 else "several"
-        said.append(f"a stage of {behind} devices, d, takes ⌈{rows} / d⌉ / {rows} of the time of one")
-    said += [
+        devices = f"more than {devices_per_node}" if devices_per_node > 1 else "several"
+        statements.append(f"a stage of {devices} devices, d, takes ⌈{rows} / d⌉ / {rows} of the time of one")
+    statements += [
         f"not measured, so the model ⌈rows / d⌉ / rows is used: {why[:500]}" for why in layers.unmeasured
     ]
-    said += [f"no layer is recomputed selectively: {why[:500]}" for why in layers.unselectable]
+    statements += [f"no layer is recomputed selectively: {why[:500]}" for why in layers.unselectable]
     if network is None:
-        said.append("the network was not measured: ftd's default is used, 0.1 ms and 1e9 bytes per second")
+        statements.append(
+            "the network was not measured: ftd's default is used, 0.1 ms and 1e9 bytes per second"
+        )
     else:
-        said.append("link and ring between hosts are assumed to equal those between devices of this host")
-    return tuple(said)
+        statements.append(
+            "link and ring between hosts are assumed to equal those between devices of this host"
+        )
+    return tuple(statements)
 
 
 def _listed(counts: list[int]) -> str:

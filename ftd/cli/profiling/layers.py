@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 def measure_profile(
-    job: "Job", told: ProgressCallback = lambda done, total: None, *, activation_checkpointing: str
+    job: "Job", on_progress: ProgressCallback = lambda done, total: None, *, activation_checkpointing: str
 ) -> "ModelProfile":
     """Return the profile for the planner, without a measured network.
 
     :param activation_checkpointing: kind to plan with, whatever the job says.
-    :param told: called with the number of measured layers and of all layers.
+    :param on_progress: called with the number of measured layers and of all layers.
     :raises ConfigurationError: the training function, or what it returns, cannot be used.
     """
     from planner.values import ModelProfile
 
-    found = asyncio.run(measure_layers(job, told, activation_checkpointing=activation_checkpointing))
+    found = asyncio.run(measure_layers(job, on_progress, activation_checkpointing=activation_checkpointing))
     return msgspec.convert(msgspec.to_builtins(found.profile), ModelProfile)
 
 
 async def measure_layers(
-    job: "Job", told: ProgressCallback, *, activation_checkpointing: str = "auto"
+    job: "Job", on_progress: ProgressCallback, *, activation_checkpointing: str = "auto"
 ) -> "LayerMeasurements":
     """Return all measurements, by default with every kind of recomputation.
 
@@ -43,5 +43,5 @@ async def measure_layers(
         str(job.policy.devices_per_node),
         order=msgspec.json.encode({**job.training, "activation_checkpointing": activation_checkpointing}),
         answer=LayerMeasurements,
-        told=told,
+        on_progress=on_progress,
     )

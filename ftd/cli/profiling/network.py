@@ -37,7 +37,7 @@ class LinkFit:
     """
 
 
-async def measure_links(backend: str, told: ProgressCallback) -> LinkMeasurements:
+async def measure_links(backend: str, on_progress: ProgressCallback) -> LinkMeasurements:
     """Measure point-to-point transfers and all-reduces between processes of this machine.
 
     :raises InternalError: the processes failed, or took too long.
@@ -51,7 +51,7 @@ async def measure_links(backend: str, told: ProgressCallback) -> LinkMeasurement
             "runtime.profiling.link_profile",
             order=msgspec.json.encode(order),
             answer=LinkMeasurements,
-            told=told,
+            on_progress=on_progress,
             timeout_s=_TIMEOUT_S,
         )
 

@@ -22,7 +22,7 @@ ProgressCallback = Callable[[int, int], None]
 Answer = TypeVar("Answer", LayerMeasurements, LinkMeasurements)
 
 _MAX_LINE_BYTES = 64 * 1024 * 1024
-_KEPT_LINES = 200
+_HELD_LINES = 200
 """Lines of stderr to hold: enough for a traceback, whatever the user's code prints before."""
 
 
@@ -31,7 +31,7 @@ async def run_measurement(
     *arguments: str,
     order: bytes,
     answer: type[Answer],
-    told: ProgressCallback,
+    on_progress: ProgressCallback,
     timeout_s: float | None = None,
 ) -> Answer:
     """Run ``python -m module`` with an order on its standard input, and return its answer.
@@ -52,27 +52,31 @@ async def run_measurement(
         env={**threads, **os.environ},
         limit=_MAX_LINE_BYTES,
     )
-    said: deque[str] = deque(maxlen=_KEPT_LINES)
+    stderr_lines: deque[str] = deque(maxlen=_HELD_LINES)
     try:
         async with asyncio.timeout(timeout_s):
             found, _, _ = await asyncio.gather(
-                _answer(process, answer, told), _listen(process, said), _give(process, order)
+                _read_answer(process, answer, on_progress),
+                _read_stderr(process, stderr_lines),
+                _send_order(process, order),
             )
             code = await process.wait()
     except TimeoutError:
-        raise InternalError(f"{module} did not answer within {timeout_s:g} s:\n" + "\n".join(said)) from None
+        raise InternalError(
+            f"{module} did not answer within {timeout_s:g} s:\n" + "\n".join(stderr_lines)
+        ) from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if code == INVALID_EXIT:
-        raise ConfigurationError(said[-1] if said else "measuring failed", field="training")
+        raise ConfigurationError(stderr_lines[-1] if stderr_lines else "measuring failed", field="training")
     if code != 0 or found is None:
-        raise InternalError(f"measuring failed ({module}, exit code {code}):\n" + "\n".join(said))
+        raise InternalError(f"measuring failed ({module}, exit code {code}):\n" + "\n".join(stderr_lines))
     return found
 
 
-async def _give(process: asyncio.subprocess.Process, order: bytes) -> None:
+async def _send_order(process: asyncio.subprocess.Process, order: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # It has ended; its exit code says why.
         process.stdin.write(order)
@@ -80,23 +84,23 @@ async def _give(process: asyncio.subprocess.Process, order: bytes) -> None:
     process.stdin.close()
 
 
-async def _answer(
-    process: asyncio.subprocess.Process, answer: type[Answer], told: ProgressCallback
+async def _read_answer(
+    process: asyncio.subprocess.Process, answer: type[Answer], on_progress: ProgressCallback
 ) -> Answer | None:
     assert process.stdout is not None
     decoder = msgspec.json.Decoder(Progress | answer)
     async for line in process.stdout:
-        said: Progress | Answer = decoder.decode(line)
-        if isinstance(said, Progress):
-            told(said.done, said.total)
+        message: Progress | Answer = decoder.decode(line)
+        if isinstance(message, Progress):
+            on_progress(message.done, message.total)
         else:
-            return said
+            return message
     return None
 
 
-async def _listen(process: asyncio.subprocess.Process, said: deque[str]) -> None:
+async def _read_stderr(process: asyncio.subprocess.Process, lines: deque[str]) -> None:
     assert process.stderr is not None
     async for line in process.stderr:
         text = line.decode(errors="replace").rstrip()
         if text:
-            said.append(text)
+            lines.append(text)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from ftd.config.profile_document import (
+    MAX_BYTES,
+    MAX_BYTES_PER_S,
+    MAX_COUNT,
     MAX_DEVICES,
+    MAX_FLOPS,
     MAX_LAYERS,
-    MOST_BYTES,
-    MOST_BYTES_PER_S,
-    MOST_COUNT,
-    MOST_FLOPS,
-    MOST_MS,
+    MAX_MS,
 )
 from planner.values import LayerProfile, Link, ModelProfile, TensorSplit
 
@@ -43,12 +43,12 @@ def problem_of_profile(profile: ModelProfile) -> str | None:
 
 def _numbers(profile: ModelProfile) -> Iterator[Bounded]:
     yield "the number of layers", len(profile.layers), 1, MAX_LAYERS
-    yield "microbatch_rows", profile.microbatch_rows, 1, MOST_COUNT
+    yield "microbatch_rows", profile.microbatch_rows, 1, MAX_COUNT
     if profile.device_memory_bytes is not None:
-        yield "device_memory_bytes", profile.device_memory_bytes, 1, MOST_BYTES
+        yield "device_memory_bytes", profile.device_memory_bytes, 1, MAX_BYTES
     for name in ("flops", "device_peak_flops"):
         if (value := getattr(profile, name)) is not None:
-            yield name, value, 1, MOST_FLOPS
+            yield name, value, 1, MAX_FLOPS
     if profile.stage_devices is not None:
         yield "the number of stage_devices", len(profile.stage_devices), 1, MAX_DEVICES
         for devices in profile.stage_devices:
@@ -58,31 +58,31 @@ def _numbers(profile: ModelProfile) -> Iterator[Bounded]:
     if profile.inner is not None:
         yield from _of_link("inner", profile.inner)
     for number, (_, count) in enumerate(profile.tensor_counts):
-        yield f"tensor_counts[{number}]", count, 1, MOST_COUNT
+        yield f"tensor_counts[{number}]", count, 1, MAX_COUNT
     for number, layer in enumerate(profile.layers):
         yield from _of_layer(f"layers[{number}]", layer)
 
 
 def _of_link(where: str, link: Link) -> Iterator[Bounded]:
-    yield f"{where}.latency_ms", link.latency_ms, 0, MOST_MS
-    yield f"{where}.bytes_per_s", link.bytes_per_s, 1, MOST_BYTES_PER_S
+    yield f"{where}.latency_ms", link.latency_ms, 0, MAX_MS
+    yield f"{where}.bytes_per_s", link.bytes_per_s, 1, MAX_BYTES_PER_S
 
 
 def _of_layer(where: str, layer: LayerProfile) -> Iterator[Bounded]:
     for name in _TIMES:
-        yield f"{where}.{name}", getattr(layer, name), 0, MOST_MS
+        yield f"{where}.{name}", getattr(layer, name), 0, MAX_MS
     for name in _SIZES:
-        yield f"{where}.{name}", getattr(layer, name), 0, MOST_BYTES
+        yield f"{where}.{name}", getattr(layer, name), 0, MAX_BYTES
     for name, again in (("full", layer.full), ("selective", layer.selective)):
         if again is not None:
-            yield f"{where}.{name}.activation_bytes", again.activation_bytes, 0, MOST_BYTES
-            yield f"{where}.{name}.recompute_ms", again.recompute_ms, 0, MOST_MS
+            yield f"{where}.{name}.activation_bytes", again.activation_bytes, 0, MAX_BYTES
+            yield f"{where}.{name}.recompute_ms", again.recompute_ms, 0, MAX_MS
     for field in fields(TensorSplit) if layer.tensor is not None else ():
-        most = MAX_LAYERS if field.name.endswith("_exchanges") else MOST_BYTES
+        most = MAX_LAYERS if field.name.endswith("_exchanges") else MAX_BYTES
         yield f"{where}.tensor.{field.name}", getattr(layer.tensor, field.name), 0, most
     for place, split in enumerate(layer.split):
         if split.activation_bytes is not None:
-            yield f"{where}.split[{place}].activation_bytes", split.activation_bytes, 0, MOST_BYTES
+            yield f"{where}.split[{place}].activation_bytes", split.activation_bytes, 0, MAX_BYTES
         yield f"{where}.split[{place}].devices", split.devices, 2, MAX_DEVICES
         for name in _TIMES:
-            yield f"{where}.split[{place}].{name}", getattr(split, name), 0, MOST_MS
+            yield f"{where}.split[{place}].{name}", getattr(split, name), 0, MAX_MS

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def checkpoints(tmp_path: Path) -> Path:
     store = CheckpointStore.at(str(tmp_path / "kept"), create=True)
     for step in (5, 7):
         write(store, step)
@@ -51,14 +51,14 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_list_shows_the_newest_first_and_the_skipped_ones(kept: Path) -> None:
-    CheckpointStore.at(str(kept)).begin(9)
-    (kept / "step-000000000005" / "layer-0001.bin").unlink()
-    answer = json_of("list", str(kept))
+def test_list_shows_the_newest_first_and_the_skipped_ones(checkpoints: Path) -> None:
+    CheckpointStore.at(str(checkpoints)).begin(9)
+    (checkpoints / "step-000000000005" / "layer-0001.bin").unlink()
+    answer = json_of("list", str(checkpoints))
     assert [one["step"] for one in answer["checkpoints"]] == [7]
     assert answer["checkpoints"][0]["vote"] == {"loss": 2.5, "gradient_norm": 1.0}
     assert len(answer["problems"]) == 1 and len(answer["unfinished"]) == 1
-    page = " ".join(run("list", str(kept)).split())
+    page = " ".join(run("list", str(checkpoints)).split())
     assert "gpt" in page and "2.5000" in page and "layer-0001.bin is missing" in page
 
 
@@ -67,28 +67,30 @@ def test_an_empty_list(tmp_path: Path) -> None:
     assert json_of("list", f"memory://{tmp_path}")["checkpoints"] == []
 
 
-def test_verify_reports_corrupt_checkpoints_with_exit_code_1(kept: Path) -> None:
-    assert run("verify", str(kept)).count("sound") == 2
-    flip(kept / "step-000000000007" / "layer-0002.bin")
-    answer = json_of("verify", str(kept), code=1)
+def test_verify_reports_corrupt_checkpoints_with_exit_code_1(checkpoints: Path) -> None:
+    assert run("verify", str(checkpoints)).count("sound") == 2
+    flip(checkpoints / "step-000000000007" / "layer-0002.bin")
+    answer = json_of("verify", str(checkpoints), code=1)
     assert [bool(one["problems"]) for one in answer["checkpoints"]] == [True, False]
-    page = run("verify", str(kept), code=1)
+    page = run("verify", str(checkpoints), code=1)
     assert "DAMAGED" in page and "layer-0002.bin" in page
-    assert "sound" in run("verify", str(kept), "--step", "5")
-    (kept / "step-000000000007" / "manifest.json").unlink()
-    assert len(json_of("verify", str(kept), code=1)["problems"]) == 1
+    assert "sound" in run("verify", str(checkpoints), "--step", "5")
+    (checkpoints / "step-000000000007" / "manifest.json").unlink()
+    assert len(json_of("verify", str(checkpoints), code=1)["problems"]) == 1
 
 
-def test_verify_accepts_a_checkpoint_that_is_being_written(kept: Path) -> None:
-    CheckpointStore.at(str(kept)).begin(9)
-    answer = json_of("verify", str(kept))
+def test_verify_accepts_a_checkpoint_that_is_being_written(checkpoints: Path) -> None:
+    CheckpointStore.at(str(checkpoints)).begin(9)
+    answer = json_of("verify", str(checkpoints))
     assert answer["problems"] == [] and "step-000000000009" in answer["unfinished"][0]
-    assert "it is being written, or its writer was stopped" in " ".join(run("verify", str(kept)).split())
+    assert "it is being written, or its writer was stopped" in " ".join(
+        run("verify", str(checkpoints)).split()
+    )
 
 
-def test_the_safetensors_package_reads_an_export(kept: Path, tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_an_export(checkpoints: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.safetensors"
-    answer = json_of("export", str(kept), str(file), "--format", "safetensors", "--step", "5")
+    answer = json_of("export", str(checkpoints), str(file), "--format", "safetensors", "--step", "5")
     assert answer["tensors"] == 2 * LAYERS and answer["size_bytes"] == file.stat().st_size
     read = dict(safetensors.deserialize(file.read_bytes()))
     assert set(read) == {f"{layer}.{name}" for layer in range(LAYERS) for name in ("weight", "seen")}
@@ -98,7 +100,7 @@ def test_the_safetensors_package_reads_an_export(kept: Path, tmp_path: Path) -> 
         assert (weight["dtype"], weight["shape"]) == ("BF16", [100, 10])
         assert bytes(weight["data"]) == payload[:2000].tobytes()
         assert bytes(read[f"{layer}.seen"]["data"]) == payload[6000:6008].tobytes()
-    assert "6 tensors" in run("export", str(kept), str(file), "--format", "safetensors")
+    assert "6 tensors" in run("export", str(checkpoints), str(file), "--format", "safetensors")
     with safetensors.safe_open(file, framework="numpy") as opened:
         assert opened.metadata() == {"format": "pt", "job": "gpt", "step": "7"}
         assert opened.get_tensor("1.seen").tobytes() == layer_state(1, 7)[1][6000:6008].tobytes()
@@ -109,41 +111,50 @@ def test_every_type_is_exported_or_rejected() -> None:
     assert set(DTYPE_BYTES) - set(DTYPE_NAMES) == {"complex128"}
 
 
-def test_a_corrupt_layer_is_not_exported_and_the_old_file_stays(kept: Path, tmp_path: Path) -> None:
+def test_a_corrupt_layer_is_not_exported_and_the_old_file_stays(checkpoints: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.safetensors"
     file.write_text("old")
-    flip(kept / "step-000000000007" / "layer-0002.bin")
-    assert "layer-0002.bin" in str(error_of("export", str(kept), str(file), "--format", "safetensors"))
+    flip(checkpoints / "step-000000000007" / "layer-0002.bin")
+    assert "layer-0002.bin" in str(error_of("export", str(checkpoints), str(file), "--format", "safetensors"))
     assert file.read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out.safetensors"]
 
 
-def test_errors_name_the_wrong_input(kept: Path, tmp_path: Path) -> None:
+def test_errors_name_the_wrong_input(checkpoints: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "x.safetensors")
     for arguments, words in (
         (("list", str(tmp_path / "nowhere")), "does not exist"),
         (("verify", str(tmp_path)), "has no checkpoint"),
-        (("verify", str(kept), "--step", "6"), "no checkpoint of step 6; complete ones: 7, 5"),
-        (("export", str(kept), out, "--format", "safetensors", "--step", "6"), "no checkpoint of step 6"),
+        (("verify", str(checkpoints), "--step", "6"), "no checkpoint of step 6; complete ones: 7, 5"),
+        (
+            ("export", str(checkpoints), out, "--format", "safetensors", "--step", "6"),
+            "no checkpoint of step 6",
+        ),
         (("export", str(tmp_path), out, "--format", "safetensors"), "no complete checkpoint"),
         (("list", "nosuch://x"), "nosuch"),
-        (("export", str(kept), str(tmp_path), "--format", "safetensors"), "OUTPUT: "),
-        (("export", str(kept), "/proc/x", "--format", "huggingface"), "cannot be written"),
-        (("export", str(kept), str(kept), "--format", "torch"), "already exists"),
-        (("export", str(kept), out, "--format", "torch", "--merge"), "it does not apply to --format torch"),
-        (("export", str(kept), out, "--format", "torch", "--dtype", "float16"), "the exact numbers"),
-        (("export", str(kept), out, "--format", "huggingface", "--max-shard-size", "5"), "is not a size"),
+        (("export", str(checkpoints), str(tmp_path), "--format", "safetensors"), "OUTPUT: "),
+        (("export", str(checkpoints), "/proc/x", "--format", "huggingface"), "cannot be written"),
+        (("export", str(checkpoints), str(checkpoints), "--format", "torch"), "already exists"),
         (
-            ("export", str(kept), out, "--format", "huggingface", "--files-from", "no"),
+            ("export", str(checkpoints), out, "--format", "torch", "--merge"),
+            "it does not apply to --format torch",
+        ),
+        (("export", str(checkpoints), out, "--format", "torch", "--dtype", "float16"), "the exact numbers"),
+        (
+            ("export", str(checkpoints), out, "--format", "huggingface", "--max-shard-size", "5"),
+            "is not a size",
+        ),
+        (
+            ("export", str(checkpoints), out, "--format", "huggingface", "--files-from", "no"),
             "no is not a directory",
         ),
-        (("export", str(kept), str(tmp_path / "no" / "x"), "--format", "torch"), "does not exist"),
-        (("export", str(kept), "/proc/x", "--format", "safetensors"), "cannot be written"),
+        (("export", str(checkpoints), str(tmp_path / "no" / "x"), "--format", "torch"), "does not exist"),
+        (("export", str(checkpoints), "/proc/x", "--format", "safetensors"), "cannot be written"),
     ):
         assert words in str(error_of(*arguments))
-    run("verify", str(kept), "--step", "-1", code=2)
-    run("export", str(kept), out, code=2)
-    run("export", str(kept), out, "--format", "pickle", code=2)
+    run("verify", str(checkpoints), "--step", "-1", code=2)
+    run("export", str(checkpoints), out, code=2)
+    run("export", str(checkpoints), out, "--format", "pickle", code=2)
 
 
 def test_sizes_are_parsed() -> None:
@@ -152,7 +163,7 @@ def test_sizes_are_parsed() -> None:
 
 
 @pytest.mark.processes
-def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(kept: Path, tmp_path: Path) -> None:
+def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(checkpoints: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom ftd.cli.main import main\n"
         "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules, 'torch'"
@@ -165,4 +176,4 @@ def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(kept: Path, tmp
     done = ftd("list", str(tmp_path / "nowhere"))
     assert done.returncode == 1 and done.stderr.startswith("ftd: ") and done.stderr.count("\n") == 1
     assert ftd("list", "nosuch://x").returncode == 2
-    assert ftd("export", str(kept), str(tmp_path / "x"), "--format", "safetensors").returncode == 0
+    assert ftd("export", str(checkpoints), str(tmp_path / "x"), "--format", "safetensors").returncode == 0

@@ -116,13 +116,13 @@ def test_an_unreadable_secret_does_not_stop_the_other_checks(tmp_path: Path, con
 
 def test_the_doctor_continues_with_the_valid_part(tmp_path: Path) -> None:
     (tmp_path / "ftd.toml").write_text('[broker]\nuri = "mqtt://127.0.0.1:1"\n[node]\ndevices = 0\n')
-    config, mistakes = examine_daemon_config(tmp_path / "ftd.toml", environment={})
-    details = [finding.detail for finding in check_configuration(config, mistakes)]
+    config, collector = examine_daemon_config(tmp_path / "ftd.toml", environment={})
+    details = [finding.detail for finding in check_configuration(config, collector)]
     assert [detail.split(": ")[1] for detail in details] == ["broker.uri", "node.devices", "secret"]
-    assert not is_broker_known(mistakes)
-    config, mistakes = examine_daemon_config(tmp_path / "gone.toml", environment={})
-    assert [finding.verdict for finding in check_configuration(config, mistakes)] == ["failed"]
-    assert not is_broker_known(mistakes)
+    assert not is_broker_known(collector)
+    config, collector = examine_daemon_config(tmp_path / "gone.toml", environment={})
+    assert [finding.verdict for finding in check_configuration(config, collector)] == ["failed"]
+    assert not is_broker_known(collector)
 
 
 def test_checks_of_the_host_find_problems(tmp_path: Path) -> None:

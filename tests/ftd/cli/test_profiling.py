@@ -203,13 +203,13 @@ def test_a_spread_is_shown_as_median_and_half_of_the_interquartile_range() -> No
 # --- processes ---------------------------------------------------------------------------------
 
 
-def asked(order: bytes, timeout_s: float | None = None) -> LayerMeasurements:
+def measure(order: bytes, timeout_s: float | None = None) -> LayerMeasurements:
     return asyncio.run(
         run_measurement(
             "runtime.profiling.layer_profile",
             order=order,
             answer=LayerMeasurements,
-            told=lambda done, total: None,
+            on_progress=lambda done, total: None,
             timeout_s=timeout_s,
         )
     )
@@ -223,7 +223,7 @@ def children() -> set[str]:
 def test_a_process_that_takes_too_long_is_ended() -> None:
     before = children()
     with pytest.raises(InternalError, match=r"did not answer within 0\.05 s"):
-        asked(b"{}", timeout_s=0.05)
+        measure(b"{}", timeout_s=0.05)
     assert children() <= before
 
 

@@ -149,8 +149,8 @@ def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     environment = {"FTD_NODE_DEVICES": "0", "FTD_NODE_DEVICE": "2", "FTD_COORDINATOR_PRIORITY": "first"}
     with pytest.raises(ConfigurationError) as caught:
         load_daemon_config(path, environment=environment)
-    told = {mistake.field: mistake.remedy for mistake in caught.value.errors}
-    assert set(told) == {
+    remedies = {error.field: error.remedy for error in caught.value.errors}
+    assert set(remedies) == {
         "$FTD_COORDINATOR_PRIORITY",
         "$FTD_NODE_DEVICE",
         "$FTD_NODE_DEVICES (node.devices)",
@@ -164,11 +164,11 @@ def test_all_errors_are_reported_together(tmp_path: Path) -> None:
         "ftd.toml: timing.heartbeat_s",
         "ftd.toml: timing.silence",
     }
-    assert told["ftd.toml: broker.usrname"] == "did you mean 'username'?"
-    assert all(str(mistake) in str(caught.value) for mistake in caught.value.errors)
-    config, mistakes = examine_daemon_config(path, environment=environment)
+    assert remedies["ftd.toml: broker.usrname"] == "did you mean 'username'?"
+    assert all(str(error) in str(caught.value) for error in caught.value.errors)
+    config, collector = examine_daemon_config(path, environment=environment)
     assert (config.cluster, config.devices, config.timing) == ("ftd", 1, Timing())
-    assert mistakes.affect("broker") and mistakes.affect("") and not mistakes.affect("coordinator.state")
+    assert collector.affect("broker") and collector.affect("") and not collector.affect("coordinator.state")
 
 
 def test_a_runtime_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

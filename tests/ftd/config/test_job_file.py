@@ -167,9 +167,9 @@ def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     data = changed("training.microbatch", -1) | {"steps": 0, "snapshots": {}, "name": "a/b"}
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(tmp_path, data))
-    told = [mistake.field for mistake in caught.value.errors]
+    fields = [error.field for error in caught.value.errors]
     names = ("snapshots", "name", "steps", "training.microbatch")
-    assert told == [f"job.toml: {name}" for name in names]
+    assert fields == [f"job.toml: {name}" for name in names]
 
 
 def saved_profile(directory: Path, layers: int = 3) -> ModelProfile:
@@ -290,8 +290,8 @@ EXPORTS = {"huggingface_every_steps": 20, "huggingface_directory": "exports"}
 
 
 def test_paths_of_exports_are_relative_to_the_job_file(tmp_path: Path) -> None:
-    told = CHECKPOINTS["checkpoint"] | EXPORTS
-    policy = load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told})).checkpoint
+    table = CHECKPOINTS["checkpoint"] | EXPORTS
+    policy = load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": table})).checkpoint
     assert policy.huggingface_directory == str(tmp_path / "exports")
     assert (policy.url, policy.huggingface_every_steps) == (str(tmp_path / "kept"), 20)
 
@@ -311,9 +311,9 @@ def test_paths_of_exports_are_relative_to_the_job_file(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_exports_are_rejected(tmp_path: Path, change: dict[str, object], says: str) -> None:
-    told = CHECKPOINTS["checkpoint"] | EXPORTS | change
+    table = CHECKPOINTS["checkpoint"] | EXPORTS | change
     with pytest.raises(ConfigurationError, match=says):
-        load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told}))
+        load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": table}))
 
 
 @pytest.mark.parametrize("protection", [None, "none", "aor", "aor+arc:1", "arc:1+aor"])

@@ -301,9 +301,9 @@ def test_every_error_names_its_field_and_the_remedy(
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(place, changed(changes)))
-    [mistake] = caught.value.errors
-    assert mistake.field == f"job.toml: {field}"
-    assert says in str(mistake)
+    [error] = caught.value.errors
+    assert error.field == f"job.toml: {field}"
+    assert says in str(error)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +340,6 @@ def test_all_errors_are_reported_together(place: Path) -> None:
     changes = {"model.huggingface": "gone", "data.tokens": "gone", "optimizer.eps": -1, "schedule.name": "x"}
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(place, changed(changes)))
-    found = [mistake.field for mistake in caught.value.errors]
+    found = [error.field for error in caught.value.errors]
     names = ("optimizer.eps", "schedule.name", "model.huggingface", "data.tokens")
     assert found == [f"job.toml: {name}" for name in names]

@@ -20,11 +20,11 @@ def run(*arguments: str) -> str:
 
 
 def test_the_example_reproduces_figure_8() -> None:
-    told = json.loads(run(str(EXAMPLE), "--json"))
-    assert told["with_protection"]["safe_days"] == pytest.approx(16.178, abs=1e-3)
-    assert told["without_protection"]["safe_days"] == pytest.approx(0.408, abs=1e-3)
-    assert told["with_protection_as_printed"]["safe_days"] == pytest.approx(2.564, abs=1e-3)
-    assert told["smallest_f"] == 3
+    answer = json.loads(run(str(EXAMPLE), "--json"))
+    assert answer["with_protection"]["safe_days"] == pytest.approx(16.178, abs=1e-3)
+    assert answer["without_protection"]["safe_days"] == pytest.approx(0.408, abs=1e-3)
+    assert answer["with_protection_as_printed"]["safe_days"] == pytest.approx(2.564, abs=1e-3)
+    assert answer["smallest_f"] == 3
 
 
 def test_the_printed_answer() -> None:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftd.config.profile_document import (
+    MAX_BYTES,
+    MAX_BYTES_PER_S,
+    MAX_COUNT,
     MAX_DEVICES,
     MAX_LAYERS,
-    MOST_BYTES,
-    MOST_BYTES_PER_S,
-    MOST_COUNT,
-    MOST_MS,
+    MAX_MS,
 )
 from ftd.errors import WireError
 from ftd.transport.wire import codec
@@ -145,7 +145,7 @@ reports = st.builds(
 LAYER_NUMBERS = [
     f.name for f in dataclasses.fields(LayerProfile) if f.name not in ("split", "tensor", "full", "selective")
 ]
-times, sizes = st.floats(0, MOST_MS), st.integers(0, MOST_BYTES)
+times, sizes = st.floats(0, MAX_MS), st.integers(0, MAX_BYTES)
 splits = st.builds(
     SplitTime,
     devices=st.integers(2, MAX_DEVICES),
@@ -169,13 +169,13 @@ layers = st.builds(
     tensor=st.none() | tensor_splits,
     split=st.lists(splits, max_size=2).map(tuple),
 )
-links = st.builds(Link, latency_ms=times, bytes_per_s=st.floats(1, MOST_BYTES_PER_S))
+links = st.builds(Link, latency_ms=times, bytes_per_s=st.floats(1, MAX_BYTES_PER_S))
 profiles = st.builds(
     ModelProfile,
     layers=st.lists(layers, min_size=1, max_size=3).map(tuple),
-    microbatch_rows=st.integers(1, MOST_COUNT),
-    tensor_counts=st.lists(st.tuples(st.just("heads"), st.integers(1, MOST_COUNT)), max_size=2).map(tuple),
-    device_memory_bytes=st.none() | st.integers(1, MOST_BYTES),
+    microbatch_rows=st.integers(1, MAX_COUNT),
+    tensor_counts=st.lists(st.tuples(st.just("heads"), st.integers(1, MAX_COUNT)), max_size=2).map(tuple),
+    device_memory_bytes=st.none() | st.integers(1, MAX_BYTES),
     stage_devices=st.none()
     | st.sets(st.integers(1, MAX_DEVICES), min_size=1, max_size=3).map(sorted).map(tuple),
     link=links,
