@@ -1,4 +1,4 @@
-"""A node's daemon without processes, around the real agent machine."""
+"""Node daemon without processes, around the real agent machine."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def plan(*nodes: str, devices: int = 1) -> Plan:
 
 
 class Daemon(Script):
-    """An agent of node ``a``, incarnation 7, that has started and is connected."""
+    """Agent of node ``a``, incarnation 7, that has started and is connected."""
 
     def __init__(self, devices: int = 1) -> None:
         super().__init__(AgentMachine("a", Timing()))
@@ -65,7 +65,7 @@ class Daemon(Script):
             self.feed(TrainerConnected, device=device, pid=first_pid + device)
 
     def prepared(self, profile: bool = False) -> None:
-        """From a started daemon to a built job."""
+        """Go from a started daemon to a built job."""
         self.up()
         self.order(Prepare(job=job(), profile=profile))
         for device in range(self.devices):
@@ -81,7 +81,7 @@ class Daemon(Script):
             self.answered(generation, step, device)
 
     def answered(self, generation: int, step: int, device: int = 0) -> None:
-        """A trainer's answer to a Quiesce."""
+        """Return a trainer's answer to a Quiesce."""
         values = {name: getattr(report(step), name) for name in TrainerState.__struct_fields__}
         self.feed(
             TrainerReported, device=device, report=trainer.TrainerQuiesced(generation=generation, **values)
@@ -100,7 +100,7 @@ class Daemon(Script):
         )
 
     def training(self, generation: int = 1, step: int = 0) -> None:
-        """From a built job to a running group."""
+        """Go from a built job to a running group."""
         self.quiesced(generation, step)
         self.order(self.resume(generation, step))
         for device in range(self.devices):
@@ -121,7 +121,9 @@ class Daemon(Script):
             ),
         )
 
-    def beat(self, device: int = 0, progress: int = 1, waiting: bool = False, reading: bool = False) -> None:
+    def heartbeat(
+        self, device: int = 0, progress: int = 1, waiting: bool = False, reading: bool = False
+    ) -> None:
         self.feed(
             TrainerReported,
             device=device,

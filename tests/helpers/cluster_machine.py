@@ -1,4 +1,4 @@
-"""A cluster machine in a given phase, and what it does."""
+"""Cluster machines in a given phase, and their effects."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from tests.helpers.transcripts import Coordination
 
 
 def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
-    """Commands of this kind among the last effects, by node."""
+    """Return the commands of this kind among the last effects, by node."""
     return {e.node: e.command for e in s.commands(kind)}
 
 
@@ -21,7 +21,7 @@ def events(s: Coordination) -> list[str]:
 
 
 def restarted(s: Coordination) -> Coordination:
-    """The same cluster after SIGKILL of the coordinator: its journal is all that is left."""
+    """Return the same cluster after SIGKILL of the coordinator, restored from its journal."""
     journal = json.loads(json.dumps(s.machine.durable_state()))
     machine, effects = ClusterMachine.restore(Timing(), journal, s.now, "restart")
     other = Coordination(machine)

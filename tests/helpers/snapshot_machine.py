@@ -1,4 +1,4 @@
-"""The cluster machine's rules of snapshots, driven by hand."""
+"""Scripts of the cluster machine's rules of snapshots."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 
 
 class Snapshots(Coordination):
-    """Four nodes, two pipelines of two stages; a snapshot behind every second step."""
+    """Four nodes in two pipelines of two stages, with a snapshot after every second step."""
 
     def begin(self, protection: str = "aec", **policy: Any) -> None:
         self.feed(BrokerConnected)
@@ -47,7 +47,7 @@ class Snapshots(Coordination):
         self.stepped("node-0", 1, 1)
         self.lines.clear()
 
-    def beat(self, node: str, retained_step: int = 0, **says: Any) -> None:
+    def heartbeat(self, node: str, retained_step: int = 0, **says: Any) -> None:
         self.say(node, Heartbeat(generation=1, committed=committed(1), retained_step=retained_step, **says))
 
     def look(self) -> None:
@@ -55,9 +55,9 @@ class Snapshots(Coordination):
         self.fire("tick")
 
     def ordered(self) -> None:
-        """Steps 1 and 2 are committed, everybody is heard: a snapshot is ordered."""
+        """Commit steps 1 and 2 with heartbeats of all nodes, so that a snapshot is ordered."""
         for name in HELD:
-            self.beat(name)
+            self.heartbeat(name)
         self.wait(0.1)
         self.stepped("node-0", 1, 2)
 
@@ -75,8 +75,8 @@ class Snapshots(Coordination):
                 ),
             )
 
-    def kept(self) -> None:
-        """The snapshot of step 3 is complete everywhere."""
+    def complete_snapshot(self) -> None:
+        """Complete the snapshot of step 3 everywhere."""
         self.begin()
         self.ordered()
         for name in HELD:
@@ -86,7 +86,7 @@ class Snapshots(Coordination):
         self.lines.clear()
 
     def plan_or_not(self) -> None:
-        """The planner's answer to the ComputePlan among the last effects."""
+        """Send the planner's answer to the ComputePlan among the last effects."""
         asked: ComputePlan = self.one(ComputePlan)
         try:
             self.plan()
@@ -100,7 +100,7 @@ class Snapshots(Coordination):
             )
 
     def check(self) -> None:
-        """The coordinator's answer to the CheckRestore among the last effects."""
+        """Send the coordinator's answer to the CheckRestore among the last effects."""
         answer = check_restore(self.one(CheckRestore), self.now)
         self.feed(
             RestoreChecked,
@@ -111,7 +111,9 @@ class Snapshots(Coordination):
         )
 
     def both_hosts_die(self) -> None:
-        """Those of layers 2 and 3; the survivors are at step 5. The second dies while a plan is made."""
+        """Lose both hosts of layers 2 and 3, the second one while a plan is computed; the survivors are at
+        step 5.
+        """
         self.feed(NodeVanished, node="node-1", incarnation=101)
         for name in ("node-0", "node-2", "node-3"):
             self.quiesced(name, 2, report(5, held=HELD[name]))

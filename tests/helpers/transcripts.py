@@ -1,6 +1,7 @@
-"""Drive a machine by hand and write down what goes in and comes out, in a form that people can read.
+"""Script that drives a machine by hand and records its events and effects as a transcript that people can
+read.
 
-The transcripts lie in ``golden/`` and are compared word for word; ``FTD_REWRITE_GOLDEN=1`` writes them again
+The transcripts are in ``golden/`` and are compared word for word; ``FTD_REWRITE_GOLDEN=1`` rewrites them
 (then read the difference).
 """
 
@@ -74,7 +75,7 @@ PLAIN = {
     "replica_peer", "replica_peers", "owner", "copied", "held_parts", "evaluation", "evaluated", "build_progress",
     "in_memory",
 }  # fmt: skip
-"""Shown where they say something."""
+"""Fields that are shown only if they differ from their default."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}
 
 PROFILE = ModelProfile(
@@ -93,7 +94,7 @@ PROFILE = ModelProfile(
     microbatch_rows=2,
 )
 POLICY = Policy(global_batch=24, microbatch_rows=2, tolerate=1, device_memory_bytes=30_000)
-"""Two nodes hold one replica."""
+"""Policy under which two nodes hold one replica."""
 
 
 def job(
@@ -200,7 +201,7 @@ def _fields(value: Any) -> Iterable[Any]:
 
 
 def _event(event: EmitEvent) -> str:
-    """Without the planner's words, which are its own business."""
+    """Return an event without the planner's words, which tests of the planner cover."""
     match event.name:
         case "PlanChosen":
             return f"EVENT PlanChosen: {event.details['method']}"
@@ -220,7 +221,7 @@ def _pipeline(pipeline: Any) -> str:
 
 
 class Script:
-    """Feeds one machine and keeps the transcript."""
+    """Script that feeds one machine and records the transcript."""
 
     def __init__(self, machine: ClusterMachine | AgentMachine | ElectionMachine) -> None:
         self.machine: Any = machine
@@ -228,7 +229,7 @@ class Script:
         self.lines: list[str] = []
         self.last: list[Effect] = []
         self.due: dict[str, float] = {}
-        """When each timer is due that the machine has set."""
+        """Time at which each timer of the machine is due."""
 
     def failure(self, row: str, *description: str) -> None:
         """Begin the transcript of a row of the failure table in ARCHITECTURE.md with its heading.
@@ -254,7 +255,7 @@ class Script:
         return self.took(self.machine.step(event))
 
     def feed_quietly(self, kind: Any, **values: Any) -> None:
-        """Feed an event, and write it down only if it has effects that are written down."""
+        """Feed an event, and record it only if it has effects that are recorded."""
         before = len(self.lines)
         self.feed(kind, **values)
         if len(self.lines) == before + 1:
@@ -280,7 +281,7 @@ class Script:
         return self.feed(TimerFired, name=name)
 
     def pass_time(self, seconds: float) -> None:
-        """Fire every timer that comes due in this time, at its time."""
+        """Fire every timer that is due in this time, at its time."""
         end = round(self.now + seconds, 6)
         while (at := min(self.due.values(), default=math.inf)) <= end:
             self.now = max(self.now, at)
@@ -291,7 +292,7 @@ class Script:
         return [effect for effect in self.last if isinstance(effect, kind)]
 
     def commands(self, kind: type[Any] = object) -> list[ToNode]:
-        """Those of this kind among the last effects, as each receiver gets them."""
+        """Return the commands of this kind among the last effects, as each receiver gets them."""
         found: list[ToNode] = []
         for effect in self.last:
             match effect:
@@ -310,7 +311,7 @@ class Script:
         return found[0]
 
     def compare(self, name: str) -> None:
-        """With ``golden/name.txt``."""
+        """Compare the transcript with ``golden/name.txt``."""
         text = "\n".join(self.lines).strip() + "\n"
         path = GOLDEN / f"{name}.txt"
         if os.environ.get("FTD_REWRITE_GOLDEN") == "1":
@@ -319,7 +320,7 @@ class Script:
 
 
 class Coordination(Script):
-    """A cluster machine with hand-fed nodes, and the real planner behind it."""
+    """Script of a cluster machine with hand-fed nodes and the real planner."""
 
     def __init__(self, machine: ClusterMachine | None = None) -> None:
         super().__init__(machine if machine is not None else ClusterMachine(Timing()))
@@ -327,7 +328,7 @@ class Coordination(Script):
         self.planner = Planner(PROFILE, POLICY)
 
     def feed(self, kind: Any, **values: Any) -> list[Effect]:
-        """Feed an event, and check that whatever it changes is published, or stored, where it must be."""
+        """Feed an event, and check that everything it changes is published or stored as it must be."""
         before = self._lasting()
         effects = super().feed(kind, **values)
         kinds = {type(effect) for effect in effects}
@@ -337,10 +338,11 @@ class Coordination(Script):
         return effects
 
     def _lasting(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what outside tools are shown at once, and what must survive a crash.
+        """Return the published state that must be current at once, and the durable state that must survive a
+        crash.
 
-        Steps, hosts, and what is waited for are shown with the next change. Reports and facts of nodes are asked for
-        again.
+        Steps, hosts, and what is waited for are published with the next change. Nodes are asked again for
+        reports and facts.
         """
         seen = self.machine.public_state()
         later = {"step", "loss", "step_s", "samples_per_s", "waiting_for", "snapshot"}
@@ -380,34 +382,36 @@ class Coordination(Script):
     def acknowledge(
         self, node: str, generation: int = 1, activity: NodeActivity = NodeActivity.TRAINING, **said: Any
     ) -> list[Any]:
-        """Let the node's heartbeats say this for as long as a lost message may take to be repeated.
+        """Let the node's heartbeats carry this for as long as a lost message may take to be repeated.
 
         :returns: the commands to this node that follow.
         """
         found: list[Any] = []
         acknowledgement = Acknowledgement(activity=activity, job_id="job-1", **said)
         for _ in range(5):
-            beat = Heartbeat(generation=generation, committed=committed(1), acknowledgement=acknowledgement)
+            heartbeat = Heartbeat(
+                generation=generation, committed=committed(1), acknowledgement=acknowledgement
+            )
             for other in self.incarnations.keys() - {node}:
                 self.say(other, Heartbeat(generation=generation, committed=committed(1)))
-            for effects in (self.say(node, beat), self.fire("tick", Timing().heartbeat_s)):
+            for effects in (self.say(node, heartbeat), self.fire("tick", Timing().heartbeat_s)):
                 self.last = effects
                 found += [one.command for one in self.commands() if one.node == node]
         return found
 
-    def beat_for(self, seconds: float, beats: Mapping[str, Heartbeat]) -> None:
+    def heartbeats_for(self, seconds: float, heartbeats: Mapping[str, Heartbeat]) -> None:
         """Let time pass in which these nodes, and no others, send these heartbeats."""
-        self.lines.append(f"... {seconds:g} s pass, with heartbeats of {', '.join(beats) or 'no node'}")
+        self.lines.append(f"... {seconds:g} s pass, with heartbeats of {', '.join(heartbeats) or 'no node'}")
         period_s, before = Timing().heartbeat_s, self.now
         for number in range(1, math.floor(seconds / period_s) + 1):
             self.pass_time(round(before + number * period_s - self.now, 6))
-            for node, beat in beats.items():
-                message = FromNode(node=node, incarnation=self.incarnations[node], signal=beat)
+            for node, heartbeat in heartbeats.items():
+                message = FromNode(node=node, incarnation=self.incarnations[node], signal=heartbeat)
                 self.feed_quietly(SignalArrived, message=message)
         self.pass_time(round(before + seconds - self.now, 6))
 
     def states(self) -> None:
-        """Write down the states of the cluster and of its nodes, as outside tools see them."""
+        """Record the states of the cluster and of its nodes, as outside tools see them."""
         seen = self.machine.public_state()
         nodes = ", ".join(f"{name} {node['state']}" for name, node in seen["nodes"].items())
         self.write(f"= {seen['phase']}, generation {seen['generation']}, step {seen['step']}: {nodes}")
@@ -422,7 +426,7 @@ class Coordination(Script):
         return self.feed(PlanReady, generation=asked.generation, plan=self.planner.plan(asked.situation))
 
     def running(self, nodes: int = 4, steps: int = 10, profile: ModelProfile = PROFILE) -> None:
-        """Bring the job to its first steps on node-0 … in generation 1, off the record."""
+        """Bring the job to its first step on node-0 … in generation 1."""
         self.feed(BrokerConnected)
         names = [f"node-{n}" for n in range(nodes)]
         for number, name in enumerate(names):

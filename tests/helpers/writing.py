@@ -1,4 +1,4 @@
-"""Nodes that write a checkpoint, driven by hand."""
+"""Scripts of nodes that write a checkpoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +82,7 @@ def on_disk(layers: tuple[int, ...]) -> tuple[LayerFile, ...]:
 
 
 class Writing(Coordination):
-    """Four nodes, two pipelines of two stages; what is complete in memory is written every fourth step."""
+    """Four nodes in two pipelines of two stages; a snapshot is written as a checkpoint every fourth step."""
 
     def begin(self, steps: int = 40, begin: Checkpoint | None = None, **policy: Any) -> None:
         self.feed(BrokerConnected)
@@ -102,7 +102,7 @@ class Writing(Coordination):
             self.resumed(name, 1)
 
     def snapshot(self, step: int) -> list[Any]:
-        """One of this step becomes complete everywhere; the effects of that."""
+        """Complete a snapshot of this step everywhere; return the effects of that."""
         self.wait(1.0)
         machine: ClusterMachine = self.machine
         kept = machine.snapshot.step if machine.snapshot is not None else 0
@@ -138,7 +138,7 @@ class Writing(Coordination):
         )
 
     def written(self, step: int) -> CommitCheckpoint:
-        """The snapshot of this step is written by everybody, and committed."""
+        """Let all nodes write the snapshot of this step, and commit it."""
         self.snapshot(step)
         for node, order in self.orders().items():
             self.wrote(order, node)
@@ -166,7 +166,7 @@ def all_done(s: Writing, steps: int) -> None:
 
 
 def gone(s: Writing, before: Callable[[], Any] = lambda: None) -> None:
-    """Everything that somebody's memory held is lost; new nodes of the old names are ready."""
+    """Lose everything that any node's memory held; new nodes of the same names are ready."""
     s.train()
     s.written(5)
     before()

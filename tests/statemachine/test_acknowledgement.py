@@ -41,7 +41,7 @@ class Cluster(Coordination):
         self.generations = dict.fromkeys(NODES, 1)
         self.step = 1
 
-    def beat(self, seconds: float = LIMIT_S) -> list[tuple[str, Command]]:
+    def heartbeat(self, seconds: float = LIMIT_S) -> list[tuple[str, Command]]:
         """Let all nodes send heartbeats for a while, and return the commands that follow."""
         sent: list[tuple[str, Command]] = []
 
@@ -54,8 +54,10 @@ class Cluster(Coordination):
                     activity=self.activity[name], job_id=self.job_ids[name], **self.acknowledged[name]
                 )
                 generation = self.generations[name]
-                beat = Heartbeat(generation=generation, committed=committed(self.step), acknowledgement=said)
-                self.say(name, beat)
+                heartbeat = Heartbeat(
+                    generation=generation, committed=committed(self.step), acknowledgement=said
+                )
+                self.say(name, heartbeat)
                 collect()
             self.fire("tick", BEAT_S)
             collect()
@@ -94,27 +96,27 @@ def recovering(s: Cluster) -> None:
 
 
 def test_where_nothing_is_lost_nothing_is_repeated(s: Cluster) -> None:
-    assert s.beat(20.0) == []
+    assert s.heartbeat(20.0) == []
     quiescing(s)
     s.activity["node-2"] = NodeActivity.QUIESCING
-    assert Quiesce not in {kind for _, kind in kinds(s.beat(2.0))}
+    assert Quiesce not in {kind for _, kind in kinds(s.heartbeat(2.0))}
     s.quiesced("node-2", 2, report(1))
     s.plan()
     s.all_are(NodeActivity.RESUMING, 2)
     s.activity["node-3"] = NodeActivity.BUILDING
-    assert s.beat(20.0) == []
+    assert s.heartbeat(20.0) == []
 
 
 def test_a_quiesce_is_sent_again(s: Cluster) -> None:
     quiescing(s)
     s.activity["node-2"], s.generations["node-2"] = NodeActivity.TRAINING, 1
-    assert ("node-2", Quiesce) in kinds(s.beat())
-    assert {name for name, command in s.beat() if isinstance(command, Quiesce)} == {"node-2"}
+    assert ("node-2", Quiesce) in kinds(s.heartbeat())
+    assert {name for name, command in s.heartbeat() if isinstance(command, Quiesce)} == {"node-2"}
 
 
 def test_lost_reports_are_requested(s: Cluster) -> None:
     quiescing(s)
-    assert ("node-2", RequestHello) in kinds(s.beat())
+    assert ("node-2", RequestHello) in kinds(s.heartbeat())
     s.hello("node-2", 102, job_id="job-1", prepared=True, generation=2, quiesced=True)
     assert ("node-2", Quiesce) in {(one.node, type(one.command)) for one in s.commands()}
 
@@ -124,7 +126,7 @@ def test_a_resume_is_sent_again_to_all_that_lack_it_at_once(s: Cluster) -> None:
     s.all_are(NodeActivity.RESUMING, 2)
     s.activity["node-3"] = NodeActivity.BUILDING
     s.activity["node-1"] = s.activity["node-2"] = NodeActivity.QUIESCED
-    sent = s.beat()
+    sent = s.heartbeat()
     assert {name for name, command in sent if isinstance(command, Resume)} == {"node-1", "node-2"}
 
 
@@ -137,7 +139,7 @@ def test_a_resume_to_a_node_without_a_rank_is_sent_again_while_the_others_train(
     idle = [name for name in NODES[:3] if name not in s.machine._c.planned]
     late = idle[0] if idle else "node-2"
     s.activity[late] = NodeActivity.QUIESCED
-    assert (late, Resume) in kinds(s.beat())
+    assert (late, Resume) in kinds(s.heartbeat())
 
 
 def test_a_lost_resumed_is_requested(s: Cluster) -> None:
@@ -145,28 +147,28 @@ def test_a_lost_resumed_is_requested(s: Cluster) -> None:
     s.resumed("node-0", 2)
     s.all_are(NodeActivity.RESUMING, 2)
     s.activity["node-3"], s.activity["node-1"] = NodeActivity.BUILDING, NodeActivity.TRAINING
-    assert kinds(s.beat()) == {("node-1", RequestHello)}
+    assert kinds(s.heartbeat()) == {("node-1", RequestHello)}
 
 
 @pytest.mark.parametrize("activity", [NodeActivity.BUILDING, NodeActivity.PREPARED])
 def test_a_lost_trainer_is_asked_about(s: Cluster, activity: NodeActivity) -> None:
     s.activity["node-2"] = activity
-    assert ("node-2", RequestHello) in kinds(s.beat())
+    assert ("node-2", RequestHello) in kinds(s.heartbeat())
     s.hello("node-2", 102, job_id="job-1", prepared=activity is NodeActivity.PREPARED, generation=1)
     assert s.machine.phase is ClusterPhase.QUIESCING
 
 
 def test_a_restore_that_failed_and_a_suspected_peer_are_asked_about(s: Cluster) -> None:
     s.acknowledged["node-1"] = {"suspects_peer": True}
-    assert kinds(s.beat()) == {("node-1", RequestHello)}
+    assert kinds(s.heartbeat()) == {("node-1", RequestHello)}
     s.say("node-1", PeerSuspected(generation=1, detail="reset"))
-    assert s.beat(1.0) == []
+    assert s.heartbeat(1.0) == []
     recovering(s)
     s.all_are(NodeActivity.RESUMING, 2)
     s.activity["node-3"] = NodeActivity.BUILDING
     s.acknowledged = {name: {} for name in NODES}
     s.acknowledged["node-0"] = {"restore_failed": True}
-    assert kinds(s.beat()) == {("node-0", RequestHello)}
+    assert kinds(s.heartbeat()) == {("node-0", RequestHello)}
 
 
 def test_a_lost_finished_is_requested() -> None:
@@ -175,10 +177,10 @@ def test_a_lost_finished_is_requested() -> None:
     s.all_are(NodeActivity.FINISHED, 1)
     for name in NODES[:3]:
         s.say(name, Finished(generation=1, step=1, digests={}))
-    assert kinds(s.beat()) == {("node-3", RequestHello)}
+    assert kinds(s.heartbeat()) == {("node-3", RequestHello)}
     s.say("node-3", Finished(generation=1, step=1, digests={}))
     assert s.machine.phase is ClusterPhase.FINISHED
-    assert {name for name, command in s.beat() if isinstance(command, RequestHello)} == set(NODES)
+    assert {name for name, command in s.heartbeat() if isinstance(command, RequestHello)} == set(NODES)
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
     assert [type(one.command) for one in s.commands()] == [Stop]
 
@@ -192,14 +194,14 @@ def test_a_prepare_is_sent_again_and_prepared_is_requested(s: Cluster) -> None:
     s.plan()
     s.all_are(NodeActivity.RESUMING, 2)
     s.activity["node-3"] = NodeActivity.NONE
-    assert ("node-3", Prepare) in kinds(s.beat())
+    assert ("node-3", Prepare) in kinds(s.heartbeat())
     s.job_ids["node-3"], s.activity["node-3"] = "job-1", NodeActivity.PREPARED
-    assert ("node-3", RequestHello) in kinds(s.beat())
+    assert ("node-3", RequestHello) in kinds(s.heartbeat())
 
 
 def test_a_lost_leaving_is_requested_and_a_lost_release_sent_again(s: Cluster) -> None:
     s.acknowledged["node-3"] = {"leaving": True}
-    assert kinds(s.beat()) == {("node-3", RequestHello)}
+    assert kinds(s.heartbeat()) == {("node-3", RequestHello)}
     s.say("node-3", Leaving(reason="spot notice"))
     s.fire("join", 0.1)
     s.all_are(NodeActivity.QUIESCED, 2)
@@ -212,7 +214,7 @@ def test_a_lost_leaving_is_requested_and_a_lost_release_sent_again(s: Cluster) -
     s.activity["node-3"] = NodeActivity.IDLE
     s.step = 2
     s.stepped("node-0", 2, 2)
-    assert ("node-3", Release) in kinds(s.beat())
+    assert ("node-3", Release) in kinds(s.heartbeat())
 
 
 # --- heartbeats without contradiction ------------------------------------------------------------
@@ -225,13 +227,13 @@ def beaten(s: Cluster, node: str, **said: Any) -> list[type[Command]]:
     s.activity[node] = said.pop("activity", NodeActivity.TRAINING)
     s.job_ids[node] = said.pop("job_id", "job-1")
     s.acknowledged[node] = said
-    return sorted({type(command) for name, command in s.beat() if name == node}, key=str)
+    return sorted({type(command) for name, command in s.heartbeat() if name == node}, key=str)
 
 
 def test_a_contradiction_that_ends_in_between_costs_nothing(s: Cluster) -> None:
     for activity in (NodeActivity.PREPARED, NodeActivity.TRAINING) * 4:
         s.activity["node-1"] = activity
-        assert s.beat(0.5) == []
+        assert s.heartbeat(0.5) == []
 
 
 def test_a_different_contradiction_has_its_own_time(s: Cluster) -> None:
@@ -239,7 +241,7 @@ def test_a_different_contradiction_has_its_own_time(s: Cluster) -> None:
     for late in (True, False) * 4:
         s.generations["node-2"] = 1 if late else 2
         s.activity["node-2"] = NodeActivity.TRAINING
-        assert s.beat(0.25) == []
+        assert s.heartbeat(0.25) == []
 
 
 def test_an_order_is_not_repeated_to_a_node_that_is_lost_before_the_tick(s: Cluster) -> None:
@@ -289,7 +291,7 @@ def test_without_a_job_a_node_is_asked_about_a_job_that_it_names_and_about_nothi
         s.hello(name, 100 + number)
     s.all_are(NodeActivity.NONE, 0)
     s.job_ids = dict.fromkeys(NODES, None)
-    assert s.beat(2.0) == []
+    assert s.heartbeat(2.0) == []
     assert beaten(s, "node-1", activity=NodeActivity.PREPARED, job_id="job-0") == [RequestHello]
 
 

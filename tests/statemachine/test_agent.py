@@ -304,13 +304,13 @@ def test_the_heartbeat_carries_the_newest_step_of_the_living_trainers() -> None:
     d = running()
     d.stepped(1)
     d.fire("heartbeat", 0.25)
-    [beat] = d.signals(Heartbeat)
-    assert (beat.generation, beat.committed) == (1, committed(1))
+    [heartbeat] = d.signals(Heartbeat)
+    assert (heartbeat.generation, heartbeat.committed) == (1, committed(1))
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
     assert [type(s) for s in d.signals()] == [Heartbeat, TrainerLost]
     d.fire("heartbeat", 0.25)
-    [beat] = d.signals(Heartbeat)
-    assert (beat.generation, beat.committed) == (1, None)
+    [heartbeat] = d.signals(Heartbeat)
+    assert (heartbeat.generation, heartbeat.committed) == (1, None)
 
 
 def test_the_heartbeat_acknowledges_orders_and_mentions_reports() -> None:
@@ -318,9 +318,9 @@ def test_the_heartbeat_acknowledges_orders_and_mentions_reports() -> None:
 
     def said() -> Acknowledgement:
         d.fire("heartbeat", 0.25)
-        [beat] = d.signals(Heartbeat)
-        assert beat.acknowledgement is not None
-        return beat.acknowledgement
+        [heartbeat] = d.signals(Heartbeat)
+        assert heartbeat.acknowledgement is not None
+        return heartbeat.acknowledgement
 
     assert (said().activity, said().job_id) == (NodeActivity.NONE, None)
     d.prepared()
@@ -348,10 +348,10 @@ def test_a_repeated_quiesce_is_answered_again_also_without_trainers() -> None:
 def test_the_heartbeat_carries_how_long_each_device_computes() -> None:
     d = running(devices=2)
 
-    def told() -> tuple[float, ...] | None:
+    def reported() -> tuple[float, ...] | None:
         d.fire("heartbeat")
-        [beat] = d.signals(Heartbeat)
-        return beat.microbatch_ms
+        [heartbeat] = d.signals(Heartbeat)
+        return heartbeat.microbatch_ms
 
     def step(number: int, *computed_ms: float) -> None:
         for device, value in enumerate(computed_ms):
@@ -370,18 +370,18 @@ def test_the_heartbeat_carries_how_long_each_device_computes() -> None:
 
     step(2, 5.0, 0.0)
     step(3, 5.0, 0.0)
-    assert told() is None, "two steps are too few"
+    assert reported() is None, "two steps are too few"
     step(4, 5.5, 0.0)
-    assert told() == (5.0, 0.0), "a device that computes nothing is not known"
+    assert reported() == (5.0, 0.0), "a device that computes nothing is not known"
     step(5, 90.0, 7.0)
-    assert told() == (5.25, 0.0), "one slow step is a hiccup"
+    assert reported() == (5.25, 0.0), "one slow step is a hiccup"
     for number in range(6, 12):
         step(number, 20.0, 7.0)
-    assert told() == (20.0, 7.0)
+    assert reported() == (20.0, 7.0)
     d.quiesced(2, 11)
-    assert told() is None, "the next group computes other layers"
+    assert reported() is None, "the next group computes other layers"
     d.resume(2, 11)
-    assert told() is None
+    assert reported() is None
 
 
 def test_the_end_gathers_the_digests_of_all_devices() -> None:
@@ -442,12 +442,12 @@ def test_a_replica_that_differed_is_reported() -> None:
 # --- failures and hangs ---------------------------------------------------------------------------------
 
 
-def watch(d: Daemon, seconds: float, **beats: Any) -> list[TrainerLost]:
+def watch(d: Daemon, seconds: float, **heartbeats: Any) -> list[TrainerLost]:
     """Let time pass with periodic checks of the trainers; return the losses that were found."""
     for _ in range(round(seconds / 0.1)):
         d.wait(0.1)
-        if beats:
-            d.beat(**beats)
+        if heartbeats:
+            d.heartbeat(**heartbeats)
         d.fire("watch")
         if d.signals(TrainerLost):
             return d.signals(TrainerLost)
@@ -467,7 +467,7 @@ def test_a_stopped_trainer_is_found_by_its_missing_heartbeats() -> None:
 def test_a_sleeping_trainer_is_found_although_it_sends_heartbeats() -> None:
     d = running()
     d.stepped(1)
-    d.beat(progress=5)
+    d.heartbeat(progress=5)
     [lost] = watch(d, 2.0, progress=5)
     assert "no progress" in lost.detail
 
@@ -494,7 +494,7 @@ def test_a_trainer_whose_host_is_busy_does_not_hang() -> None:
     d.stepped(1)
     for progress in (2, 3):
         assert not starving(d, 5.0, 0.9)
-        d.beat(progress=progress)
+        d.heartbeat(progress=progress)
     [lost] = starving(d, 20.0, 1.0)
     assert 20.5 < d.now < 21.0 and "in which it could run (and 10.00 s more)" in lost.detail
     d = running()
@@ -527,7 +527,7 @@ def test_a_stalled_data_set_is_no_hang_within_a_longer_limit() -> None:
     assert "reading samples for 60." in lost.detail and "limit 60 s (timing: reading_s)" in lost.detail
     d = running()
     d.stepped(1)
-    d.beat(reading=True)
+    d.heartbeat(reading=True)
     [lost] = watch(d, 2.0)  # Stopped in the middle of it.
     assert "no heartbeat for" in lost.detail
 

@@ -299,9 +299,9 @@ def test_the_rejection_of_a_returning_node_says_how_many_devices_it_had() -> Non
 
 def test_the_rejection_of_a_node_with_fewer_devices_says_that_one_may_have_failed() -> None:
     policy = msgspec.structs.replace(job().policy, devices_per_node=2)
-    told = device_mismatch(facts(devices=1), policy, before=2)
-    assert told is not None and "has 1 device and had 2 before" in told
-    assert "has 2: see whether a device has failed, set node.devices = 2 and restart the node" in told
+    published = device_mismatch(facts(devices=1), policy, before=2)
+    assert published is not None and "has 1 device and had 2 before" in published
+    assert "has 2: see whether a device has failed, set node.devices = 2 and restart the node" in published
     assert device_mismatch(facts(devices=2), policy, before=1) is None
 
 
@@ -651,10 +651,10 @@ def test_a_recovery_s_phases_add_up_though_the_coordinator_is_restarted_in_it() 
         back.resumed(name, 2)
     back.wait(0.25)
     back.stepped("node-0", 2, 2)
-    [told] = [e.details["recovery"] for e in back.all(EmitEvent) if e.name == "RecoveryCompleted"]
-    phases = {name: told[name] for name in ("quiesce_ms", "plan_ms", "state_ms", "resume_ms")}
+    [published] = [e.details["recovery"] for e in back.all(EmitEvent) if e.name == "RecoveryCompleted"]
+    phases = {name: published[name] for name in ("quiesce_ms", "plan_ms", "state_ms", "resume_ms")}
     assert phases == {"quiesce_ms": 1000.0, "plan_ms": 500.0, "state_ms": 2000.0, "resume_ms": 250.0}
-    assert told["total_ms"] == sum(phases.values())
+    assert published["total_ms"] == sum(phases.values())
 
 
 def test_a_drain_is_retried_once_others_have_the_layers_that_only_the_node_had() -> None:
@@ -785,7 +785,9 @@ def test_steps_that_another_coordinator_published_are_recorded_and_not_published
     s = running()
     s.stepped("node-0", 1, 2, 3, 4, 5)
     s.feed(StepsMissed, first=2, last=9)
-    assert sent(s, RequestSteps) == {"node-0": RequestSteps(first=2, last=5)}, "what was told, and no more"
+    assert sent(s, RequestSteps) == {"node-0": RequestSteps(first=2, last=5)}, (
+        "what was published, and no more"
+    )
     held_out = Evaluation(loss=3.0, weight=8.0, took_s=0.5)
     known = (
         CommittedStep(step=2, vote=vote(2)),
@@ -818,7 +820,7 @@ def test_steps_that_no_node_remembers_are_asked_of_each_once() -> None:
         s.say(name, Stepped(generation=1, steps=(), step_s=0.1, requested_first=1))
     assert not sent(s, RequestSteps) and not s.all(RecordSteps)
     s.feed(StepsMissed, first=4, last=4)
-    assert not sent(s, RequestSteps), "it was not told yet"
+    assert not sent(s, RequestSteps), "it was not published yet"
 
 
 def test_steps_that_update_nothing_are_reported_now_and_then() -> None:
@@ -826,10 +828,10 @@ def test_steps_that_update_nothing_are_reported_now_and_then() -> None:
     nothing = Vote(loss=math.nan, gradient_norm=math.nan, skipped=True)
     steps = [CommittedStep(step=n, vote=vote(n) if n == 4 else nothing) for n in range(2, 16)]
     s.say("node-0", Stepped(generation=1, steps=tuple(steps), step_s=0.1))
-    told = [e for e in s.all(EmitEvent) if e.name == "UpdateSkipped"]
-    assert [(e.step, e.details["steps"]) for e in told] == [(2, 1), (5, 1), (14, 10)]
-    assert told[0].reason == "the gradients of step 2 are not finite: no parameter was updated"
-    assert told[2].reason.endswith(", 10 steps in a row")
+    published = [e for e in s.all(EmitEvent) if e.name == "UpdateSkipped"]
+    assert [(e.step, e.details["steps"]) for e in published] == [(2, 1), (5, 1), (14, 10)]
+    assert published[0].reason == "the gradients of step 2 are not finite: no parameter was updated"
+    assert published[2].reason.endswith(", 10 steps in a row")
 
 
 def test_missed_steps_are_requested() -> None:
@@ -966,7 +968,7 @@ def test_events_are_journaled_with_the_state_and_not_decided_again_after_a_crash
     s = running()
     s.stepped("node-0", 1, 3)
     assert events(s) == [], "step 2 is missing"
-    s.stepped("node-0", 1, 2)  # No news, but told now.
+    s.stepped("node-0", 1, 2)  # Known already, but published now.
     assert events(s) == ["StepCommitted", "StepCommitted"]
     assert isinstance(s.last[0], PersistState)
     s = restarted(s)
@@ -982,7 +984,7 @@ def test_events_are_journaled_with_the_state_and_not_decided_again_after_a_crash
 
 
 @pytest.mark.parametrize(
-    ("signal", "told", "kept"),
+    ("signal", "published", "journaled"),
     [
         (TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"), "TrainerLost", True),
         (
@@ -994,12 +996,14 @@ def test_events_are_journaled_with_the_state_and_not_decided_again_after_a_crash
         (Finished(generation=9, step=1, digests={}), "MessageIgnored", False),
     ],
 )
-def test_every_event_is_journaled_except_repeatable_ones(signal: Signal, told: str, kept: bool) -> None:
+def test_every_event_is_journaled_except_repeatable_ones(
+    signal: Signal, published: str, journaled: bool
+) -> None:
     s = running()
     s.say("node-0", signal)
-    assert told in events(s)
-    assert len(s.all(PersistState)) == kept
-    assert is_journaled(told) == kept
+    assert published in events(s)
+    assert len(s.all(PersistState)) == journaled
+    assert is_journaled(published) == journaled
 
 
 def test_a_coordinator_killed_while_quiescing_uses_a_new_generation() -> None:

@@ -39,7 +39,7 @@ class Checked(Snapshots):
 
 def test_reused_parts_equal_newly_made_parts() -> None:
     s = Checked()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.hello("node-3", 203, snapshots=(KEY,))
     s.survivors(3)
@@ -54,7 +54,7 @@ def test_reused_parts_equal_newly_made_parts() -> None:
 
 def test_a_restored_machine_writes_the_state_that_it_read() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.hello("node-3", 203, snapshots=(KEY,))
     s.survivors(3)

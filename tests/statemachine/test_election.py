@@ -56,7 +56,7 @@ class One:
         self.at = self.machine._due[name] + late_s
         return self.feed(TimerFired, name=name)
 
-    def waits_for_the_seat(self) -> None:
+    def waits_for_its_turn(self) -> None:
         """Let all timers before its turn expire."""
         while not self.has(AcquireLeadership):
             self.fire("turn" if "turn" in self.machine._due else "silence")
@@ -83,26 +83,26 @@ class One:
             assert self.machine.role is Role.CANDIDATE and not self.has(Lead)
             self.feed(LeaderSeen, leader=claim.leader)
 
-    def reigns(self, found: Leader | None = None, term: int = 0) -> Lead:
+    def leads(self, found: Leader | None = None, term: int = 0) -> Lead:
         assert self.has(AcquireLeadership) and self.machine.role is Role.CANDIDATE
         self.takes(found, (term, 0))
-        [reign] = [effect for effect in self.out if isinstance(effect, Lead)]
+        [lead] = [effect for effect in self.out if isinstance(effect, Lead)]
         assert self.machine.role is Role.LEADER
-        return reign
+        return lead
 
 
 def test_the_first_coordinator_leads_at_once() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
-    reign = one.reigns()
-    assert (reign.leader.term, reign.leader.name, reign.resumed) == (1, "bert", False)
+    lead = one.leads()
+    assert (lead.leader.term, lead.leader.name, lead.resumed) == (1, "bert", False)
     assert "LeaderElected" not in one.names()
 
 
 def test_the_term_is_above_all_that_were_read_or_held() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    assert one.reigns(found=Leader(term=9, name="cora", incarnation=3), term=11).leader.term == 12
+    assert one.leads(found=Leader(term=9, name="cora", incarnation=3), term=11).leader.term == 12
 
 
 def test_a_last_will_of_the_leader_is_enough_and_is_reported() -> None:
@@ -110,7 +110,7 @@ def test_a_last_will_of_the_leader_is_enough_and_is_reported() -> None:
     one.feed(LeaderVanished, incarnation=7, graceful=False)
     assert not one.out  # Of somebody who led before.
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    assert one.reigns(found=ANNA).leader.term == 5
+    assert one.leads(found=ANNA).leader.term == 5
     assert [name for name in one.names() if name.startswith("Leader")] == ["LeaderLost", "LeaderElected"]
 
 
@@ -121,7 +121,7 @@ def test_the_leader_publishes_who_stands_by() -> None:
     assert not one.has(PublishCluster)  # The leader does.
     one = One()
     one.feed(FollowerSessionOpened)
-    one.reigns()
+    one.leads()
     one.feed(PeerSeen, peer=cora)
     assert one.has(PublishCluster)
     one.feed(PeerSeen, peer=cora)
@@ -136,7 +136,7 @@ def test_silence_deposes_a_leader_and_heartbeats_do_not() -> None:
         one.feed(LeaderHeartbeatSeen, after_s=TIMING.leader_silence_s * 0.9, leader=ANNA)
         assert one.machine._due["silence"] == one.at + TIMING.leader_silence_s
     one.fire("silence")
-    one.reigns(found=ANNA)
+    one.leads(found=ANNA)
 
 
 def test_a_suspended_follower_reads_messages_first() -> None:
@@ -156,7 +156,7 @@ def test_standbys_take_turns() -> None:
     for one in (last, first):
         one.feed(LeaderVanished, incarnation=1, graceful=False)
     assert first.has(AcquireLeadership) and not last.has(AcquireLeadership)
-    record = first.reigns(found=ANNA).leader
+    record = first.leads(found=ANNA).leader
     last.feed(LeaderSeen, leader=record)
     assert last.machine.role is Role.FOLLOWER and "turn" not in last.machine._due
     # If the first one fails before it wrote its record:
@@ -169,7 +169,7 @@ def test_standbys_take_turns() -> None:
 def test_a_higher_term_deposes_the_leader() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
-    one.reigns()
+    one.leads()
     other = Leader(term=2, name="anna", incarnation=1)
     one.feed(LeaderSeen, leader=other)
     assert one.has(ReleaseLeadership) and one.has(StepDown) and one.machine.role is Role.FOLLOWER
@@ -180,7 +180,7 @@ def test_a_higher_term_deposes_the_leader() -> None:
 def test_a_leader_that_lost_its_session_looks_before_it_becomes_a_candidate_again() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
-    mine = one.reigns().leader
+    mine = one.leads().leader
     one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
     one.feed(LeaderSessionLost, why="thrown out")
     assert one.has(Suspend) and not one.has(AcquireLeadership)
@@ -193,23 +193,23 @@ def test_a_leader_that_lost_its_session_looks_before_it_becomes_a_candidate_agai
 def test_a_leader_whose_broker_was_restarted_leads_again() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
-    mine = one.reigns().leader
+    mine = one.leads().leader
     one.feed(FollowerSessionLost)
     one.feed(LeaderSessionLost, why="the broker")
     assert one.has(Suspend) and not one.has(AcquireLeadership)
     one.feed(FollowerSessionOpened, after_s=5.0)
-    reign = one.reigns()  # The broker remembers nothing.
-    assert reign.resumed and reign.leader.term == mine.term + 1
+    lead = one.leads()  # The broker remembers nothing.
+    assert lead.resumed and lead.leader.term == mine.term + 1
 
 
 def test_a_leader_that_was_replaced_meanwhile_does_not_reuse_its_state() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
-    mine = one.reigns().leader
+    mine = one.leads().leader
     one.feed(LeaderSessionLost, why="reset")
     assert one.has(AcquireLeadership)  # Alone, as far as it knows.
-    reign = one.reigns(found=Leader(term=mine.term + 1, name="anna", incarnation=1))
-    assert not reign.resumed and reign.leader.term == mine.term + 2
+    lead = one.leads(found=Leader(term=mine.term + 1, name="anna", incarnation=1))
+    assert not lead.resumed and lead.leader.term == mine.term + 2
 
 
 def test_failed_attempts_are_repeated_at_growing_intervals() -> None:
@@ -293,7 +293,7 @@ def test_a_coordinator_waits_when_the_broker_lost_the_record_of_the_leader() -> 
     kept_up.feed(FollowerSessionOpened)
     assert not kept_up.has(AcquireLeadership)
     kept_up.fire("silence")
-    kept_up.reigns()
+    kept_up.leads()
     orphan = One()
     orphan.machine = ElectionMachine(orphan.machine.me, TIMING, shared=True)
     orphan.feed(FollowerSessionOpened)
@@ -325,8 +325,8 @@ def test_a_coordinator_that_cannot_read_the_newest_journal_reports_so_once() -> 
     [announced] = [e for e in one.feed(JournalChecked, problem="schema 2") if isinstance(e, AnnouncePeer)]
     assert announced.peer.ineligible == "schema 2" and announced.peer.name == "bert"
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    [refused] = [e for e in one.out if isinstance(e, RejectTakeover)]
-    assert "bert must not: schema 2" in refused.event.reason and not one.has(AcquireLeadership)
+    [rejected] = [e for e in one.out if isinstance(e, RejectTakeover)]
+    assert "bert must not: schema 2" in rejected.event.reason and not one.has(AcquireLeadership)
     assert not one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.feed(FollowerSessionLost)
     one.feed(LeaderSeen, leader=ANNA)
@@ -336,7 +336,7 @@ def test_a_coordinator_that_cannot_read_the_newest_journal_reports_so_once() -> 
     one.feed(JournalChecked, problem="")
     assert one.has(AnnouncePeer) and not one.machine.me.ineligible
     one.feed(LeaderVanished, incarnation=3, graceful=False)
-    one.reigns(found=Leader(term=5, name="cora", incarnation=3))
+    one.leads(found=Leader(term=5, name="cora", incarnation=3))
 
 
 def test_no_coordinator_waits_for_an_ineligible_one_and_that_one_waits_for_all() -> None:
@@ -370,7 +370,7 @@ def test_the_leader_reports_ineligible_standbys() -> None:
     one.feed(PeerSeen, peer=Peer(name="dora", incarnation=4, ineligible="older"))
     one.feed(FollowerSessionOpened)
     one.fire("silence")
-    one.reigns()
+    one.leads()
     assert one.names().count("StandbyIneligible") == 1
     cora = Peer(name="cora", incarnation=3)
     one.feed(PeerSeen, peer=cora)
@@ -415,13 +415,13 @@ def test_a_peer_that_knows_more_and_comes_after_the_claim_leads_instead() -> Non
     """
     one = One()
     one.feed(FollowerSessionOpened)
-    one.reigns()
+    one.leads()
     one.feed(FollowerSessionLost)
     one.feed(LeaderSessionLost, why="the broker ended")
     mine = one.machine.leader
     one.feed(LeaderSeen, leader=mine)
     one.feed(FollowerSessionOpened)
-    one.waits_for_the_seat()
+    one.waits_for_its_turn()
     one.feed(LeaderSessionOpened, found=mine, newest=(1, 9))
     [claim] = [effect for effect in one.out if isinstance(effect, ClaimTerm)]
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3, position=(2, 4)))
@@ -437,8 +437,8 @@ def test_terms_that_the_broker_may_have_lost_are_left_out(live: str) -> None:
         one.feed(LeaderHeartbeatSeen, leader=ANNA)
     if live == "last will":
         one.feed(LeaderVanished, incarnation=1, graceful=False)
-    one.waits_for_the_seat()
-    term = one.reigns(found=ANNA, term=4).leader.term
+    one.waits_for_its_turn()
+    term = one.leads(found=ANNA, term=4).leader.term
     assert term == 4 + (100 if live == "nothing" else 1)
 
 
@@ -449,8 +449,8 @@ def test_an_older_record_is_as_good_as_none() -> None:
     one = One()
     one.machine = ElectionMachine(replace(one.machine.me, position=(5, 3)), TIMING, shared=True)
     one.feed(FollowerSessionOpened)
-    one.waits_for_the_seat()
-    one.reigns(term=5)
+    one.waits_for_its_turn()
+    one.leads(term=5)
     one.feed(FollowerSessionLost)
     one.feed(LeaderSessionLost, why="the broker ended")
     back_at, before = one.at, Leader(term=4, name="anna", incarnation=1)
@@ -458,9 +458,9 @@ def test_an_older_record_is_as_good_as_none() -> None:
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.feed(FollowerSessionOpened)
     assert not one.has(AcquireLeadership)
-    one.waits_for_the_seat()
+    one.waits_for_its_turn()
     assert one.at >= back_at + TIMING.leader_silence_s / 2
-    assert not one.reigns(found=before, term=5).resumed
+    assert not one.leads(found=before, term=5).resumed
 
 
 def test_a_leader_session_lost_before_its_claim_leads_to_no_leader() -> None:
@@ -486,7 +486,7 @@ def test_a_claim_that_the_broker_does_not_send_back_is_abandoned() -> None:
     assert not one.has(Lead)
     while not one.has(AcquireLeadership):
         one.fire("turn")
-    assert one.reigns(found=Leader(term=1, name="bert", incarnation=2)).leader.term == 2
+    assert one.leads(found=Leader(term=1, name="bert", incarnation=2)).leader.term == 2
 
 
 def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
@@ -505,9 +505,9 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
         one.fire("turn")
     one.feed(LeaderSessionOpened, found=claim, newest=(4, 8), has_journal=False)
     assert one.has(ReleaseLeadership) and not one.has(ClaimTerm)
-    one.waits_for_the_seat()
+    one.waits_for_its_turn()
     assert one.at >= gone_at + TIMING.lost_record_timeout_s
-    assert one.reigns(found=claim).leader.term == 6
+    assert one.leads(found=claim).leader.term == 6
 
 
 # --- events without effect -----------------------------------------------------------------------
@@ -528,7 +528,7 @@ def waiting() -> One:
 def leading() -> One:
     one = One()
     one.feed(FollowerSessionOpened)
-    one.reigns()
+    one.leads()
     return one
 
 

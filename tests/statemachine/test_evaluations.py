@@ -40,7 +40,7 @@ def stepped(
     s.say(node, Stepped(generation=generation, steps=steps, step_s=0.1, **more))
 
 
-def told(s: Coordination) -> list[tuple[str, int | None]]:
+def published(s: Coordination) -> list[tuple[str, int | None]]:
     """Return the steps and evaluations among the last effects."""
     return [
         (e.name, e.step) for e in s.all(EmitEvent) if e.name in ("StepCommitted", "Evaluated", "JobFinished")
@@ -63,11 +63,16 @@ def resumed(s: Coordination) -> set[int]:
 def test_an_evaluation_is_published_between_its_step_and_the_next() -> None:
     s = running()
     stepped(s, 1, committed(2), after(3), committed(4))
-    assert told(s) == [("StepCommitted", 2), ("Evaluated", 2), ("StepCommitted", 3), ("StepCommitted", 4)]
+    assert published(s) == [
+        ("StepCommitted", 2),
+        ("Evaluated", 2),
+        ("StepCommitted", 3),
+        ("StepCommitted", 4),
+    ]
     (event,) = [e for e in s.all(EmitEvent) if e.name == "Evaluated"]
     assert event.details == {"loss": 0.5, "weight": 37.0, "metrics": {"accuracy": 0.25}, "took_s": 2.0}
     stepped(s, 1, after(3))  # Comes twice.
-    assert told(s) == []
+    assert published(s) == []
 
 
 def test_an_evaluation_that_only_a_heartbeat_shows_is_published() -> None:
@@ -78,7 +83,7 @@ def test_an_evaluation_that_only_a_heartbeat_shows_is_published() -> None:
         for number in range(4):
             s.say(f"node-{number}", Heartbeat(generation=1, committed=after(2)))
         s.fire("tick", 0.25)
-        heard += told(s)
+        heard += published(s)
     assert heard == [("Evaluated", 1), ("StepCommitted", 2)]
 
 
@@ -86,9 +91,14 @@ def test_an_evaluation_in_a_gap_is_published_with_the_missed_steps() -> None:
     s = running()
     stepped(s, 1, committed(4))
     (asked,) = s.commands(RequestSteps)
-    assert told(s) == []
+    assert published(s) == []
     stepped(s, 1, committed(2), after(3), node=asked.node, requested_first=2)
-    assert told(s) == [("StepCommitted", 2), ("Evaluated", 2), ("StepCommitted", 3), ("StepCommitted", 4)]
+    assert published(s) == [
+        ("StepCommitted", 2),
+        ("Evaluated", 2),
+        ("StepCommitted", 3),
+        ("StepCommitted", 4),
+    ]
 
 
 def failure(s: Coordination) -> None:
@@ -102,12 +112,12 @@ def test_a_trainer_stopped_after_an_evaluation_reports_it_and_it_is_not_repeated
     s.quiesced("node-0", 2, report(1))
     s.quiesced("node-1", 2, known)
     s.quiesced("node-2", 2, replace(report(1), evaluation=evaluation(0.6)))
-    assert told(s) == [("Evaluated", 1)]
+    assert published(s) == [("Evaluated", 1)]
     s.plan()
     assert resumed(s) == {1}
     # Other nodes may have a different result of the same step, but it was published.
     stepped(s, 2, after(2, evaluation(0.7)))
-    assert told(s) == [("StepCommitted", 2)]
+    assert published(s) == [("StepCommitted", 2)]
 
 
 def test_an_evaluation_that_was_not_finished_is_repeated() -> None:
@@ -118,7 +128,7 @@ def test_an_evaluation_that_was_not_finished_is_repeated() -> None:
     s.plan()
     assert resumed(s) == {0}
     stepped(s, 2, after(2))
-    assert told(s) == [("Evaluated", 1), ("StepCommitted", 2)]
+    assert published(s) == [("Evaluated", 1), ("StepCommitted", 2)]
 
 
 def test_roll_forward_publishes_the_evaluation_that_the_vote_carries() -> None:
@@ -128,7 +138,7 @@ def test_roll_forward_publishes_the_evaluation_that_the_vote_carries() -> None:
     s.quiesced("node-0", 2, ahead)
     for node in ("node-1", "node-2"):
         s.quiesced(node, 2, replace(report(1, ready=True), evaluation=evaluation()))
-    assert told(s) == [("Evaluated", 1), ("StepCommitted", 2)]
+    assert published(s) == [("Evaluated", 1), ("StepCommitted", 2)]
     s.plan()
     assert resumed(s) == {1}
 
@@ -149,7 +159,7 @@ def test_a_restarted_coordinator_neither_repeats_nor_loses_an_evaluation() -> No
     stepped(s, 1, after(2))
     other = restarted(s)
     stepped(other, 1, after(2), after(3))
-    assert told(other) == [("Evaluated", 2), ("StepCommitted", 3)]
+    assert published(other) == [("Evaluated", 2), ("StepCommitted", 3)]
     other.feed(TemplatesReady, job_id="job-1")
     failure(other)
     for node in ("node-0", "node-1", "node-2"):
@@ -158,7 +168,7 @@ def test_a_restarted_coordinator_neither_repeats_nor_loses_an_evaluation() -> No
     again = restarted(other)
     again.now += 1.0
     again.hello("node-1", 101, job_id="job-1", prepared=True, generation=2, quiesced=True)
-    assert resumed(again) == {2}  # As the others were told.
+    assert resumed(again) == {2}  # It was published before.
 
 
 def test_the_last_evaluation_comes_with_the_end_of_the_job() -> None:
@@ -167,7 +177,7 @@ def test_the_last_evaluation_comes_with_the_end_of_the_job() -> None:
     for number in range(4):
         assert s.machine.phase is ClusterPhase.RUNNING
         s.say(f"node-{number}", Finished(generation=1, step=2, digests={}, evaluation=evaluation()))
-        assert told(s) == {0: [("Evaluated", 2)], 3: [("JobFinished", 2)]}.get(number, [])
+        assert published(s) == {0: [("Evaluated", 2)], 3: [("JobFinished", 2)]}.get(number, [])
     assert s.machine.phase is ClusterPhase.FINISHED
 
 
@@ -176,9 +186,9 @@ def test_the_last_evaluation_waits_for_steps_that_were_missed() -> None:
     stepped(s, 1, committed(3))
     for number in range(4):
         s.say(f"node-{number}", Finished(generation=1, step=3, digests={}, evaluation=evaluation()))
-        assert told(s) == []
+        assert published(s) == []
     stepped(s, 1, committed(2), requested_first=2)
-    assert told(s) == [("StepCommitted", 2), ("StepCommitted", 3), ("Evaluated", 3), ("JobFinished", 3)]
+    assert published(s) == [("StepCommitted", 2), ("StepCommitted", 3), ("Evaluated", 3), ("JobFinished", 3)]
 
 
 def test_a_job_that_begins_from_a_checkpoint_does_not_evaluate_it() -> None:

@@ -113,7 +113,7 @@ class Failing(Coordination):
                 self.weighing = effect
         return super().took(effects)
 
-    def beats(
+    def heartbeats(
         self,
         *names: str,
         generation: int = 1,
@@ -138,7 +138,7 @@ class Failing(Coordination):
         for name in names:
             self.quiesced(name, generation, report(step, held=HELD[name]))
 
-    def refuse_plan(self) -> None:
+    def reject_plan(self) -> None:
         """Answer the ComputePlan among the last effects with the planner's rejection."""
         asked: ComputePlan = self.one(ComputePlan)
         answer: dict[str, Any] = {
@@ -146,10 +146,10 @@ class Failing(Coordination):
             "too_few": True,
             "reason": "1 of 2 nodes is here",
         }
-        with pytest.raises((InfeasibleError, TooFewNodesError, StateLostError)) as refused:
+        with pytest.raises((InfeasibleError, TooFewNodesError, StateLostError)) as rejected:
             self.planner.plan(asked.situation)
-        if isinstance(refused.value, StateLostError):
-            answer |= {"too_few": False, "reason": str(refused.value), "lost_layers": refused.value.layers}
+        if isinstance(rejected.value, StateLostError):
+            answer |= {"too_few": False, "reason": str(rejected.value), "lost_layers": rejected.value.layers}
         self.feed(PlanImpossible, **answer)
 
     def resume_all(self, generation: int, *names: str) -> None:
@@ -164,7 +164,7 @@ def test_host_gone() -> None:
         "Nothing is heard from node-3 any more. The coordinator notices its silence and continues without it.",
         "When it is heard again under the same incarnation, it is fenced, since the others resumed without it.",
     )
-    s.beat_for(4.5, s.beats("node-0", "node-1", "node-2"))
+    s.heartbeats_for(4.5, s.heartbeats("node-0", "node-1", "node-2"))
     s.states()
     s.reports(2, "node-0", "node-1", "node-2")
     s.plan()
@@ -226,7 +226,7 @@ def test_no_answer_to_quiesce() -> None:
     )
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0")
-    s.beat_for(5.0, {**s.beats("node-0", "node-2", generation=2), **s.beats("node-1")})
+    s.heartbeats_for(5.0, {**s.heartbeats("node-0", "node-2", generation=2), **s.heartbeats("node-1")})
     s.states()
     s.note("the others continue without both")
     s.reports(3, "node-0")
@@ -257,7 +257,7 @@ def test_message_lost() -> None:
         "node-1": NodeActivity.TRAINING,
         "node-2": NodeActivity.QUIESCED,
     }
-    beats = {
+    heartbeats = {
         name: Heartbeat(
             generation=2,
             committed=committed(1),
@@ -265,7 +265,7 @@ def test_message_lost() -> None:
         )
         for name, activity in doing.items()
     }
-    s.beat_for(1.0, beats)
+    s.heartbeats_for(1.0, heartbeats)
     s.note("both messages arrive")
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=2, training=True)
     s.resumed("node-1", 2)
@@ -286,7 +286,7 @@ def test_group_does_not_form() -> None:
         s.reports(generation, "node-0", "node-1", "node-2")
         s.plan()
         s.resume_all(generation, "node-0", "node-1")
-        s.beat_for(60.0, s.beats("node-0", "node-1", "node-2", generation=generation))
+        s.heartbeats_for(60.0, s.heartbeats("node-0", "node-1", "node-2", generation=generation))
         s.states()
     s.compare("group_does_not_form")
 
@@ -298,13 +298,13 @@ def test_too_few_nodes() -> None:
         "node-1 is cut off, and the model does not fit on node-0 alone: the job pauses. It continues when node-1 is",
         "heard again and still has its layers.",
     )
-    s.beat_for(4.5, s.beats("node-0"))
+    s.heartbeats_for(4.5, s.heartbeats("node-0"))
     s.reports(2, "node-0")
-    s.refuse_plan()
+    s.reject_plan()
     s.states()
     s.note("node-1 is heard again")
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
-    s.beat_for(0.25, s.beats(*s.incarnations))
+    s.heartbeats_for(0.25, s.heartbeats(*s.incarnations))
     s.reports(3, "node-0", "node-1")
     s.plan()
     s.resume_all(3, "node-0", "node-1")
@@ -323,10 +323,10 @@ def test_layers_lost() -> None:
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0", "node-2")
-    s.refuse_plan()
+    s.reject_plan()
     s.states()
     s.note("neither returns")
-    s.beat_for(30.0, s.beats("node-0", "node-2", generation=2))
+    s.heartbeats_for(30.0, s.heartbeats("node-0", "node-2", generation=2))
     s.states()
     s.compare("layers_lost")
 
@@ -363,14 +363,14 @@ def test_broker_restarted() -> None:
         "Every session breaks and no deadline runs. When the broker is back, no node is declared lost for 3 s;",
         "a node that has not been heard by then is lost.",
     )
-    s.beat_for(3.0, s.beats(*HELD))
+    s.heartbeats_for(3.0, s.heartbeats(*HELD))
     s.feed(BrokerDisconnected)
     s.wait(20.0)
     s.feed(BrokerConnected)
     for name in ("node-0", "node-1", "node-2"):
         s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=1, training=True)
     s.states()
-    s.beat_for(3.5, s.beats("node-0", "node-1", "node-2"))
+    s.heartbeats_for(3.5, s.heartbeats("node-0", "node-1", "node-2"))
     s.states()
     s.compare("broker_restarted")
 
@@ -382,7 +382,7 @@ def test_broker_stood_still() -> None:
         "It ends all sessions and publishes all last wills. For 3 s a last will proves nothing: its node is asked,",
         "and lost only if it stays silent.",
     )
-    s.beat_for(3.0, s.beats(*HELD))
+    s.heartbeats_for(3.0, s.heartbeats(*HELD))
     s.feed(BrokerDisconnected)
     s.wait(8.0)
     s.feed(BrokerConnected)
@@ -392,7 +392,7 @@ def test_broker_stood_still() -> None:
     s.note("all but node-3 answer")
     for name in ("node-0", "node-1", "node-2"):
         s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=1, training=True)
-    s.beat_for(3.5, s.beats("node-0", "node-1", "node-2"))
+    s.heartbeats_for(3.5, s.heartbeats("node-0", "node-1", "node-2"))
     s.states()
     s.compare("broker_stood_still")
 
@@ -404,7 +404,7 @@ def test_node_cut_off_and_healed() -> None:
         "node-2 and node-3 are declared OFFLINE. node-2 is heard before anything was resumed: it returns with its",
         "state. node-3 is heard after that: it is fenced and returns as a new incarnation.",
     )
-    s.beat_for(4.5, s.beats("node-0", "node-1"))
+    s.heartbeats_for(4.5, s.heartbeats("node-0", "node-1"))
     s.states()
     s.reports(2, "node-0")
     s.note("node-2 is heard again")
@@ -429,10 +429,10 @@ def test_connection_broken() -> None:
         "A trainer of node-0 reports it. No node is found dead, hung or silent, and no step is committed,",
         "so the same nodes form a new group.",
     )
-    s.beat_for(3.0, s.beats(*HELD))
+    s.heartbeats_for(3.0, s.heartbeats(*HELD))
     s.say("node-0", PeerSuspected(generation=1, detail="the connection to node-1 was reset"))
     s.states()
-    s.beat_for(3.0, s.beats(*HELD))
+    s.heartbeats_for(3.0, s.heartbeats(*HELD))
     s.states()
     s.reports(2, *HELD)
     s.plan()
@@ -448,11 +448,11 @@ def test_coordinator_cut_off() -> None:
         "broker or coordinator host cut off",
         "No node at all is heard: none is declared silent. After the first message the others have 3 s to be heard.",
     )
-    s.beat_for(4.0, s.beats(*HELD))
-    s.beat_for(20.0, {})
+    s.heartbeats_for(4.0, s.heartbeats(*HELD))
+    s.heartbeats_for(20.0, {})
     s.states()
     s.note("the network heals, but node-3 stays silent")
-    s.beat_for(3.5, s.beats("node-0", "node-1", "node-2"))
+    s.heartbeats_for(3.5, s.heartbeats("node-0", "node-1", "node-2"))
     s.states()
     s.compare("coordinator_cut_off")
 
@@ -471,7 +471,7 @@ def test_node_removed() -> None:
     s.stepped("node-0", 2, 2)
     s.states()
     s.note("a minute later")
-    s.beat_for(60.5, s.beats("node-0", "node-1", "node-2", generation=2, step=2))
+    s.heartbeats_for(60.5, s.heartbeats("node-0", "node-1", "node-2", generation=2, step=2))
     s.states()
     s.compare("node_removed")
 
@@ -480,18 +480,18 @@ def test_same_name_twice() -> None:
     s = Failing()
     s.failure(
         "same name twice",
-        "A second node named node-3 sends Hello while the first one is alive: it is rejected, and asks again every second.",
-        "When the first one is silent, the second takes its place.",
+        "A second node named node-3 sends Hello while the first one is alive: it is rejected, and asks again every",
+        "second. When the first one is silent, the second takes its place.",
     )
-    s.beat_for(3.0, s.beats(*HELD))
+    s.heartbeats_for(3.0, s.heartbeats(*HELD))
     s.hello("node-3", 999, facts=facts(host="10.0.0.9"))
     s.incarnations["node-3"] = 103
-    s.beat_for(1.0, s.beats(*HELD))
+    s.heartbeats_for(1.0, s.heartbeats(*HELD))
     s.hello("node-3", 999, facts=facts(host="10.0.0.9"))
     s.states()
     s.note("the first one falls silent")
     s.incarnations["node-3"] = 103
-    s.beat_for(1.6, s.beats("node-0", "node-1", "node-2"))
+    s.heartbeats_for(1.6, s.heartbeats("node-0", "node-1", "node-2"))
     s.hello("node-3", 999, facts=facts(host="10.0.0.9"))
     s.states()
     s.compare("same_name_twice")
@@ -504,8 +504,8 @@ def test_slow_node() -> None:
         "node-3 computes at a quarter of the others' speed for 5 s: it is a straggler. The best plan with this speed",
         "is compared and saves enough, so all stop at a step boundary, and its pipeline gets fewer microbatches.",
     )
-    s.beat_for(4.0, s.beats(*HELD))
-    s.beat_for(6.0, s.beats(*HELD, slowness={"node-3": 4.0}))
+    s.heartbeats_for(4.0, s.heartbeats(*HELD))
+    s.heartbeats_for(6.0, s.heartbeats(*HELD, slowness={"node-3": 4.0}))
     asked = s.weighing
     assert asked is not None
     present_s, possible_s = s.planner.compare_iteration_s(asked.situation)

@@ -33,10 +33,10 @@ def look(s: Coordination, after_s: float = 0.0) -> list[str]:
             s.say(name, Heartbeat(generation=s.machine.generation, committed=None))
     s.machine._c.due["tick"] = s.now
     s.fire("tick")
-    forgotten = [event.node for event in s.all(EmitEvent) if event.name == "NodeRemoved"]
-    assert [effect.node for effect in s.all(RemoveNode)] == forgotten
-    assert not set(forgotten) & s.machine.public_state()["nodes"].keys()
-    return [name for name in forgotten if name is not None]
+    removed = [event.node for event in s.all(EmitEvent) if event.name == "NodeRemoved"]
+    assert [effect.node for effect in s.all(RemoveNode)] == removed
+    assert not set(removed) & s.machine.public_state()["nodes"].keys()
+    return [name for name in removed if name is not None]
 
 
 def pods(count: int) -> Coordination:
@@ -201,8 +201,8 @@ def test_a_lost_trainer_of_an_idle_node_interrupts_nothing() -> None:
     s.wait(0.1)
     s.say("node-2", TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"))
     assert s.machine.phase is ClusterPhase.RUNNING
-    told = [event.name for event in s.all(EmitEvent)]
+    published = [event.name for event in s.all(EmitEvent)]
     s.wait(0.1)
     s.stepped("node-0", 1, 2)
-    told += [event.name for event in s.all(EmitEvent)]
-    assert "TrainerLost" in told and not {"GenerationStarted", "RecoveryCompleted"} & set(told)
+    published += [event.name for event in s.all(EmitEvent)]
+    assert "TrainerLost" in published and not {"GenerationStarted", "RecoveryCompleted"} & set(published)

@@ -255,8 +255,8 @@ def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=found, skipped=skipped, reason="")
     assert "a file is missing" in s.events("CheckpointSkipped")[0].reason
     s.plan()
-    told = s.events("RolledBack")[0]
-    assert (told.step, told.details["tier"]) == (5, "persistent")
+    published = s.events("RolledBack")[0]
+    assert (published.step, published.details["tier"]) == (5, "persistent")
     restore = s.commands(Resume)[0].command.restore
     assert (restore.url, restore.job_name, restore.step) == ("/checkpoints", "tiny", 5)
     assert s.machine.snapshot is None
@@ -307,9 +307,11 @@ def test_the_first_trainer_that_cannot_take_the_state_ends_the_job_with_the_laye
     s.feed(CheckpointFound, generation=1, checkpoint=CHECKPOINT, skipped=(), reason="")
     s.plan()
     s.say("node-1", TrainerLost(generation=1, device=0, cause="foreign", detail="layer 2, 2.weight: (3,)"))
-    [told] = s.events("JobFailed")
-    assert told.reason.startswith("checkpoint.url: /checkpoints holds another model under the name 'tiny'")
-    assert "layer 2, 2.weight" in told.reason and "another url or name" in told.reason
+    [published] = s.events("JobFailed")
+    assert published.reason.startswith(
+        "checkpoint.url: /checkpoints holds another model under the name 'tiny'"
+    )
+    assert "layer 2, 2.weight" in published.reason and "another url or name" in published.reason
     assert not s.all(AbandonCheckpoint), "what is there stays"
     s.say("node-0", TrainerLost(generation=1, device=0, cause="foreign", detail="layer 0, 0.weight: (3,)"))
     nodes = s.machine.public_state()["nodes"]
@@ -372,8 +374,11 @@ def test_an_unreadable_checkpoint_location_is_read_again_after_a_tenth_of_the_ti
     s.say(
         "node-0", Stepped(generation=s.machine.generation, steps=steps, step_s=0.1, lineage=s.machine.lineage)
     )
-    [told] = s.events("RecoveryCompleted")
-    assert (told.details["recovery"]["cause"], told.details["recovery"]["tier"]) == ("resumed", "persistent")
+    [published] = s.events("RecoveryCompleted")
+    assert (published.details["recovery"]["cause"], published.details["recovery"]["tier"]) == (
+        "resumed",
+        "persistent",
+    )
 
 
 def test_under_zero1_a_checkpoint_gives_every_device_every_part() -> None:

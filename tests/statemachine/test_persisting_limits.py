@@ -230,8 +230,8 @@ def training(devices: int = 2) -> Daemon:
 
 def snapped(s: Daemon) -> list[tuple[int, bool]]:
     """Return the devices whose trainers were told to take a snapshot, and whether it was to be the last one."""
-    told = [(effect.device, effect.instruction) for effect in s.all(InstructTrainer)]
-    return [(device, snap.last) for device, snap in told if isinstance(snap, trainer.StartSnapshot)]
+    published = [(effect.device, effect.instruction) for effect in s.all(InstructTrainer)]
+    return [(device, snap.last) for device, snap in published if isinstance(snap, trainer.StartSnapshot)]
 
 
 def test_only_one_trainer_asks_for_a_snapshot() -> None:

@@ -72,8 +72,8 @@ class Recovering(Coordination):
     def recovery(self) -> dict[str, Any]:
         """Return what the last effects report about a recovery."""
         [event] = self.events("RecoveryCompleted")
-        told: dict[str, Any] = event.details["recovery"]
-        return told
+        published: dict[str, Any] = event.details["recovery"]
+        return published
 
     def modes(self) -> dict[str, str]:
         return {one.node: one.command.mode for one in self.commands(Quiesce)}
@@ -365,10 +365,10 @@ def test_a_drain_that_has_to_wait_is_reported_with_the_reason() -> None:
     s.fire("join", 0.1)
     s.reports(2, "node-0", "node-1")
     s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes")
-    [told] = s.events("NodeDraining")
-    assert told.reason == "node-1 cannot be released yet: 1 of 2 nodes" and told.details["nodes"] == [
-        "node-1"
-    ]
+    [published] = s.events("NodeDraining")
+    assert published.reason == "node-1 cannot be released yet: 1 of 2 nodes" and published.details[
+        "nodes"
+    ] == ["node-1"]
     s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes", needed=2)
     assert s.machine.phase is ClusterPhase.PAUSED, "not even with it"
 
@@ -398,7 +398,7 @@ def test_a_message_of_a_past_incarnation_is_ignored_and_reported() -> None:
 
 def test_a_fenced_node_that_is_heard_shows_that_the_silent_ones_are_gone() -> None:
     s = without_node_3()
-    s.beat_for(6.0, {"node-3": Heartbeat(generation=1, committed=committed(1))})
+    s.heartbeats_for(6.0, {"node-3": Heartbeat(generation=1, committed=committed(1))})
     states = {name: node["state"] for name, node in s.machine.public_state()["nodes"].items()}
     assert set(states.values()) == {"OFFLINE"}
 
@@ -409,7 +409,7 @@ def test_a_node_that_never_said_hello_to_this_coordinator_is_asked() -> None:
     s.due.clear()
     s.feed(BrokerConnected)
     s.lines.clear()
-    s.beat_for(2.0, {name: Heartbeat(generation=1, committed=committed(1)) for name in HELD})
+    s.heartbeats_for(2.0, {name: Heartbeat(generation=1, committed=committed(1)) for name in HELD})
     asked = [line for line in s.lines if "command=RequestHello()" in line]
     assert len(asked) == 4
 
@@ -419,8 +419,10 @@ def test_a_node_that_leaves_is_released_as_often_as_it_asks() -> None:
     s.say("node-2", Leaving(reason="SIGTERM"))
     said = Acknowledgement(activity=NodeActivity.TRAINING, job_id="job-1", leaving=True)
     s.lines.clear()
-    beats = {name: Heartbeat(generation=2, committed=committed(2)) for name in ("node-0", "node-1")}
-    s.beat_for(1.0, beats | {"node-2": Heartbeat(generation=2, committed=committed(2), acknowledgement=said)})
+    heartbeats = {name: Heartbeat(generation=2, committed=committed(2)) for name in ("node-0", "node-1")}
+    s.heartbeats_for(
+        1.0, heartbeats | {"node-2": Heartbeat(generation=2, committed=committed(2), acknowledgement=said)}
+    )
     assert not [line for line in s.lines if "RequestHello" in line], "its Leaving has arrived"
     idle = Coordination()
     idle.feed(BrokerConnected)
@@ -561,8 +563,8 @@ def lost(
 def test_a_loss_of_trainers_is_reported_once_and_again_if_they_cannot_return() -> None:
     s = Recovering()
     lost(s, detail="x" * 300)
-    [told] = s.events("TrainerLost")
-    assert told.reason == "trainer 0 of node-3: exited, " + "x" * 200
+    [published] = s.events("TrainerLost")
+    assert published.reason == "trainer 0 of node-3: exited, " + "x" * 200
     lost(s)
     assert not s.all(EmitEvent) and s.machine.generation == 2
     lost(s, cause="unprepared", detail="no device")
@@ -705,8 +707,8 @@ def test_a_step_in_flight_at_a_boundary_does_not_count_as_recomputed() -> None:
     s.quiesced("node-3", 2, report())
     for name, held in (("node-0", (0, 1)), ("node-1", (2,)), ("node-2", (3,))):
         s.quiesced(name, 2, report(1, held=held, ready=True))
-    [told] = s.events("Quiesced")
-    assert told.details["in_flight"] and told.details["decision"] == "redo"
+    [published] = s.events("Quiesced")
+    assert published.details["in_flight"] and published.details["decision"] == "redo"
     s.plan()
     for name in ("node-0", "node-1", "node-2", "node-3"):
         s.resumed(name, 2)

@@ -174,7 +174,7 @@ class Session:
         """Receive a message of a node."""
         self._on_message(topic, payload, False)
 
-    def take_kept(self) -> list[PendingMessage]:
+    def take_pending(self) -> list[PendingMessage]:
         return []
 
     async def flush(self, timeout_s: float = 1.0) -> None:

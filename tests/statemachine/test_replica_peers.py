@@ -98,7 +98,7 @@ class Alone(Coordination):
         )
         self.say(name, part)
 
-    def kept(self) -> None:
+    def complete_snapshot(self) -> None:
         self.begin()
         for name in ("node-0", "node-1"):
             self.say(name, Heartbeat(generation=1, committed=committed(1)))
@@ -125,15 +125,15 @@ class Alone(Coordination):
 
 def test_each_node_receives_its_replica_peer_and_the_record_names_them() -> None:
     s = Alone()
-    s.kept()
+    s.complete_snapshot()
     assert isinstance(s.resume, Resume)
     assert s.resume.replica_peers == {
         "node-0": ReplicaPeer(node="node-1", address="host-node-1:7001"),
         "node-1": ReplicaPeer(node="node-0", address="host-node-0:7001"),
     }
-    [told] = s.events("SnapshotCompleted")
-    assert told.details["replica_peers"] == {"node-0": "node-1", "node-1": "node-0"}
-    assert told.details["unprotected"] == []
+    [published] = s.events("SnapshotCompleted")
+    assert published.details["replica_peers"] == {"node-0": "node-1", "node-1": "node-0"}
+    assert published.details["unprotected"] == []
     groups = s.machine.durable_state()["snapshot"]["groups"]
     assert [(list(g["owners"]), g["replica_peer"]) for g in groups] == [
         (["node-0"], "node-1"),
@@ -143,7 +143,7 @@ def test_each_node_receives_its_replica_peer_and_the_record_names_them() -> None
 
 def test_the_copy_of_a_lost_owner_counts() -> None:
     s = Alone()
-    s.kept()
+    s.complete_snapshot()
     asked = s.lost()
     assert (asked.present, asked.copied) == (("node-0",), ("node-1",))
     answer = check_restore(asked, s.now)
@@ -152,7 +152,7 @@ def test_the_copy_of_a_lost_owner_counts() -> None:
 
 def test_a_replica_peer_that_returns_reports_which_copies_it_has() -> None:
     s = Alone()
-    s.kept()
+    s.complete_snapshot()
     s.feed(NodeVanished, node="node-0", incarnation=100)
     copy = HeldSnapshot(job_id="job-1", step=3, generation=1, owner="node-1")
     s.hello("node-0", 200, snapshots=(copy,))

@@ -87,7 +87,7 @@ def test_layers_kept_from_before_are_not_rolled_forward() -> None:
 
 
 def test_gradients_of_an_idle_node_belong_to_an_older_group() -> None:
-    """``e`` missed the Resume that told it to drop its gradients of step 6; generation 3 computed step 6
+    """``e`` missed the Resume that listed it to drop its gradients of step 6; generation 3 computed step 6
     again.
     """
     reports = {"a": at(6, 0, 1), "b": at(6, 2, 3), "e": at(5, 0, 1, ready=True)}
@@ -229,7 +229,8 @@ def test_parts_kept_from_another_layout_are_not_rolled_forward() -> None:
     decision = decide(reports, None, RUNNING, "abort", zero1=True)
     assert decision.parts[device("a")] == half(0, 0, 1)
     same_step = {
-        name: (structs.replace(told[0], ready_step=None, committed_step=6),) for name, told in reports.items()
+        name: (structs.replace(listed[0], ready_step=None, committed_step=6),)
+        for name, listed in reports.items()
     }
     assert decide(same_step, None, RUNNING, "abort", zero1=True).parts[device("a")][:2] == old
 
@@ -264,9 +265,9 @@ def test_the_parts_of_a_plan_s_devices_are_listed_in_runs() -> None:
         device("b"): half(0, 2),
         device("idle"): half(0, 0),
     }
-    told = held_parts(PLAN, {device("a"): frozenset({0, 1})}, parts)
+    listed = held_parts(PLAN, {device("a"): frozenset({0, 1})}, parts)
     assert [
-        (h.device.node, h.first_layer, h.end_layer, h.start, h.end, h.of, h.replica, h.whole) for h in told
+        (h.device.node, h.first_layer, h.end_layer, h.start, h.end, h.of, h.replica, h.whole) for h in listed
     ] == [
         ("a", 0, 2, 0, 1, 2, False, True),
         ("a", 3, 4, 0, 1, 2, False, False),

@@ -44,7 +44,11 @@ class Policies(Snapshots):
     def took(self, effects: list[Effect]) -> list[Effect]:
         super().took(effects)
         self.wanted = self.wanted or bool(self.commands(TakeSnapshot))
-        self.seen += [told for told in self.events("SnapshotIntervalChosen") if told.details["by"] != "user"]
+        self.seen += [
+            published
+            for published in self.events("SnapshotIntervalChosen")
+            if published.details["by"] != "user"
+        ]
         return effects
 
     def snap(self, stall_s: float) -> int:
@@ -77,16 +81,22 @@ def begun(**policy: object) -> Policies:
     s = Policies()
     s.begin(**policy)  # type: ignore[arg-type]
     for name in HELD:
-        s.beat(name)
+        s.heartbeat(name)
     return s
 
 
 def test_snapshots_that_cost_next_to_nothing_are_taken_after_every_step() -> None:
     s = begun(every_steps=5, auto_interval=True)
     assert s.train(12, stall_s=0.0005) == [6, 11, 12, 13, 14]
-    (told,) = s.seen
-    assert (told.details["before"], told.details["every_steps"], told.details["by"]) == (5, 1, "measurement")
-    assert told.reason == "a snapshot costs 0.5 ms of a step of 100 ms (0.50%): cheap enough for every step"
+    (published,) = s.seen
+    assert (published.details["before"], published.details["every_steps"], published.details["by"]) == (
+        5,
+        1,
+        "measurement",
+    )
+    assert (
+        published.reason == "a snapshot costs 0.5 ms of a step of 100 ms (0.50%): cheap enough for every step"
+    )
     assert s.every == 1
 
 
@@ -94,11 +104,11 @@ def test_snapshots_that_cost_next_to_nothing_are_taken_after_every_step() -> Non
 def test_snapshots_that_cost_time_are_taken_at_the_best_interval(cost: dict[str, float]) -> None:
     s = begun(every_steps=5, auto_interval=True)
     s.train(12, **cost)
-    (told,) = s.seen
+    (published,) = s.seen
     # One failure per day and node is expected until one happens: √(2 · 0.02 · 86,400 / 4) / 0.1 steps is
     # the best interval, which is reached in several choices.
-    assert told.details["cost_s"] == pytest.approx(0.02)
-    assert told.details["horizon_s"] == 22_000.0
+    assert published.details["cost_s"] == pytest.approx(0.02)
+    assert published.details["horizon_s"] == 22_000.0
     assert s.every == 20
     s.train(22, **cost)
     assert s.every == 40, "the job has no more"
@@ -113,8 +123,12 @@ def test_an_interval_given_by_the_job_stays() -> None:
 def test_a_user_s_interval_holds_until_the_next_and_over_a_restart() -> None:
     s = begun(every_steps=5, auto_interval=True)
     assert s.ask(every_steps=2).detail == "snapshots: every 2 steps"
-    (told,) = s.events("SnapshotIntervalChosen")
-    assert (told.details["by"], told.details["before"], told.details["every_steps"]) == ("user", 5, 2)
+    (published,) = s.events("SnapshotIntervalChosen")
+    assert (published.details["by"], published.details["before"], published.details["every_steps"]) == (
+        "user",
+        5,
+        2,
+    )
     assert s.train(5) == [3, 5, 7]
     machine, _ = ClusterMachine.restore(
         Timing(), json.loads(json.dumps(s.machine.durable_state())), s.now, "restart"
@@ -179,7 +193,7 @@ def protected(**policy: object) -> Protections:
     s = Protections()
     s.begin(**policy)  # type: ignore[arg-type]
     for name in HELD:
-        s.beat(name)
+        s.heartbeat(name)
     return s
 
 
@@ -193,8 +207,8 @@ def test_a_new_protection_takes_a_boundary_and_the_same_plan() -> None:
     resumes = s.stop_and_go_on(2)
     assert {resume.protection for resume in resumes} == {"arc:1"}
     assert all(not resume.plan.transfers and resume.plan.method == "unchanged" for resume in resumes)
-    (told,) = s.events("ProtectionChanged")
-    assert (told.details["before"], told.details["protection"], told.details["by"]) == (
+    (published,) = s.events("ProtectionChanged")
+    assert (published.details["before"], published.details["protection"], published.details["by"]) == (
         "aec",
         "arc:1",
         "user",

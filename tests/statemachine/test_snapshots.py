@@ -52,7 +52,7 @@ def test_a_snapshot_s_life() -> None:
     s.wait(0.1)
     s.stepped("node-0", 1, 4, 5)
     for name in HELD:
-        s.beat(name, retained_step=3)
+        s.heartbeat(name, retained_step=3)
     s.compare("a_snapshot_s_life")
 
 
@@ -74,7 +74,7 @@ def test_a_snapshot_interrupted_by_a_failure() -> None:
 
 def test_a_rollback() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.note("both hosts of layers 2 and 3 die; one comes back with its memory")
     s.both_hosts_die()
     s.hello("node-3", 203, snapshots=(KEY,))
@@ -130,9 +130,9 @@ def test_an_order_without_effect_is_abandoned_and_repeated() -> None:
 
 def test_a_slow_node_leaves_the_previous_snapshot() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     for name in HELD:
-        s.beat(name, retained_step=3)
+        s.heartbeat(name, retained_step=3)
     assert s.machine.snapshot.step == 3
     s.say("node-0", SnapshotStarted(generation=1, step=6))
     s.completed("node-0", "node-1", "node-2", step=6)
@@ -160,7 +160,7 @@ def test_a_full_arena_abandons_the_snapshot_and_training_continues() -> None:
 
 def test_messages_of_another_generation_or_an_abandoned_snapshot_do_not_count() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.completed(*HELD)  # again
     s.completed(*HELD, generation=7, step=9)
     assert not s.commands(RetainSnapshot)
@@ -169,18 +169,22 @@ def test_messages_of_another_generation_or_an_abandoned_snapshot_do_not_count() 
 
 def test_retain_is_repeated_until_a_heartbeat_confirms_it() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.wait(1.0)
-    s.beat("node-1", retained_step=0)
+    s.heartbeat("node-1", retained_step=0)
     assert not s.commands(RetainSnapshot)  # With the others that did not confirm it.
     s.look()
-    [told] = [sent.command for sent in s.commands(RetainSnapshot)]
-    assert isinstance(told, RetainSnapshot) and (told.job_id, told.step, told.pinned) == ("job-1", 3, 0)
-    assert told.restore is not None and told.restore.groups == s.machine.snapshot.groups
-    assert set(told.restore.sources) == {"node-0", "node-1", "node-2", "node-3"}
+    [published] = [sent.command for sent in s.commands(RetainSnapshot)]
+    assert isinstance(published, RetainSnapshot) and (published.job_id, published.step, published.pinned) == (
+        "job-1",
+        3,
+        0,
+    )
+    assert published.restore is not None and published.restore.groups == s.machine.snapshot.groups
+    assert set(published.restore.sources) == {"node-0", "node-1", "node-2", "node-3"}
     s.wait(1.0)
-    s.beat("node-1", retained_step=0)
-    s.beat("node-1", retained_step=3)
+    s.heartbeat("node-1", retained_step=0)
+    s.heartbeat("node-1", retained_step=3)
     s.look()
     assert not s.commands(RetainSnapshot)
 
@@ -189,21 +193,21 @@ def test_retain_is_repeated_to_many_nodes_at_once_and_to_a_few_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.wait(1.0)
     for name in NAMES[:3]:
-        s.beat(name)
+        s.heartbeat(name)
     s.look()
     assert set(s.one(BroadcastCommand).receivers) == set(NAMES[:3])
     s.wait(0.3)
     for name in HELD:
-        s.beat(name)
+        s.heartbeat(name)
     s.look()
     assert [sent.node for sent in s.commands(RetainSnapshot)] == [NAMES[3]]  # The others have yet to answer.
     monkeypatch.setattr(snapshots, "FEW_SHARE", 1)
     s.wait(1.0)
     for name in NAMES[:3]:
-        s.beat(name)
+        s.heartbeat(name)
     s.look()
     assert not s.all(BroadcastCommand)
     assert [sent.node for sent in s.commands(RetainSnapshot)] == NAMES[:3]
@@ -219,17 +223,17 @@ def test_a_part_beyond_repair_leads_to_a_new_snapshot_at_once() -> None:
         return there
 
     for name in HELD:
-        s.beat(name)
+        s.heartbeat(name)
     s.stepped("node-0", 1, *range(2, 31))
     assert ordered()
     s.completed(*HELD, step=32)
     s.stepped("node-0", 1, 31, 32, 33)
     for name in HELD:
-        s.beat(name, retained_step=32)
-    s.beat("node-1", retained_step=32, corrupt_step=9)
+        s.heartbeat(name, retained_step=32)
+    s.heartbeat("node-1", retained_step=32, corrupt_step=9)
     s.stepped("node-0", 1, 34)
     assert not ordered()
-    s.beat("node-1", retained_step=32, corrupt_step=32)
+    s.heartbeat("node-1", retained_step=32, corrupt_step=32)
     assert ordered()
     s.completed(*HELD, step=36)
     assert s.machine.snapshot.step == 36
@@ -254,12 +258,12 @@ class Tried(Snapshots):
     def begin_with_one(self) -> None:
         self.begin(every_steps=20)
         for name in HELD:
-            self.beat(name)
+            self.heartbeat(name)
         self.train(20)
         self.completed(*HELD, step=22)
         self.train(24)
         for name in HELD:
-            self.beat(name, retained_step=22)
+            self.heartbeat(name, retained_step=22)
         self.lines.clear()
 
     def train(self, last: int) -> bool:
@@ -281,7 +285,7 @@ class Tried(Snapshots):
 def test_an_urgent_snapshot_that_is_abandoned_is_retried_while_training_continues() -> None:
     s = Tried()
     s.begin_with_one()
-    s.beat("node-1", retained_step=22, corrupt_step=22)
+    s.heartbeat("node-1", retained_step=22, corrupt_step=22)
     assert s.was_ordered()
     s.fail(26)
     assert not s.train(25)
@@ -291,7 +295,7 @@ def test_an_urgent_snapshot_that_is_abandoned_is_retried_while_training_continue
     assert s.train(30)
     s.completed(*HELD, step=32)
     for name in HELD:
-        s.beat(name, retained_step=32)
+        s.heartbeat(name, retained_step=32)
     assert not s.train(36)
 
 
@@ -307,11 +311,11 @@ def test_a_requested_snapshot_is_taken_in_the_end_whichever_node_fails() -> None
     s.feed(TemplatesReady, job_id="job-1")
     for number, name in enumerate(HELD):
         s.hello(name, 100 + number, job_id="job-1", prepared=True, generation=1, training=True)
-        s.beat(name, retained_step=22)
+        s.heartbeat(name, retained_step=22)
     assert s.train(26)
     s.completed(*HELD, step=28)
     for name in HELD:
-        s.beat(name, retained_step=28)
+        s.heartbeat(name, retained_step=28)
     assert not s.train(32)
 
 
@@ -337,7 +341,7 @@ def test_a_coordinator_restarted_during_a_snapshot_follows_it_on() -> None:
 
 def test_a_crash_with_live_replicas_left_undoes_nothing() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     for name in ("node-0", "node-1", "node-2"):
         s.quiesced(name, 2, report(5, held=HELD[name]))
@@ -350,7 +354,7 @@ def test_a_crash_with_live_replicas_left_undoes_nothing() -> None:
 def rolled_back() -> Snapshots:
     """Generation 3 was ordered to go back to step 3; no node has reported since."""
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.hello("node-3", 203, snapshots=(KEY,))
     s.survivors(3)
@@ -367,10 +371,14 @@ def test_the_resume_says_where_the_state_comes_from() -> None:
     assert (resume.restore.step, resume.restore.generation) == (3, 1)
     assert sorted(resume.restore.sources) == ["node-0", "node-2", "node-3"]
     assert not resume.plan.transfers
-    (told,) = s.events("RolledBack")
-    assert told.details["tier"] == "decoded"
-    assert (told.details["from_step"], told.details["to_step"], told.details["undone_steps"]) == (5, 3, 2)
-    assert "no usable device holds layers 2" in told.reason
+    (published,) = s.events("RolledBack")
+    assert published.details["tier"] == "decoded"
+    assert (
+        published.details["from_step"],
+        published.details["to_step"],
+        published.details["undone_steps"],
+    ) == (5, 3, 2)
+    assert "no usable device holds layers 2" in published.reason
     assert s.machine.committed_step == 3
 
 
@@ -383,9 +391,11 @@ def test_an_error_of_all_trainers_is_named_before_its_consequence() -> None:
     s.quiesced("node-1", s.machine.generation, report(5, held=HELD["node-1"]))
     s.quiesced("node-3", s.machine.generation, report(5, held=HELD["node-3"]))
     s.plan_or_not()
-    [told] = s.events("JobFailed")
-    assert told.reason.startswith("the job's code raised, ValueError: nan, and then no usable device holds")
-    assert told.reason.endswith(said)
+    [published] = s.events("JobFailed")
+    assert published.reason.startswith(
+        "the job's code raised, ValueError: nan, and then no usable device holds"
+    )
+    assert published.reason.endswith(said)
 
 
 def test_trainers_that_did_not_obey_the_rollback_hold_nothing() -> None:
@@ -409,7 +419,7 @@ def test_heartbeats_of_another_lineage_do_not_count() -> None:
 
 def test_without_its_shards_the_cluster_waits_for_nodes_that_may_have_them() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.survivors(3)
     s.plan_or_not()
@@ -427,7 +437,7 @@ def test_without_its_shards_the_cluster_waits_for_nodes_that_may_have_them() -> 
 
 def test_the_job_is_lost_if_no_node_returns() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.survivors(3)
     s.plan_or_not()
@@ -438,7 +448,7 @@ def test_the_job_is_lost_if_no_node_returns() -> None:
 
 def test_a_node_that_returns_during_the_check_is_checked_again() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.survivors(3)
     s.plan_or_not()
@@ -466,7 +476,7 @@ def test_a_coordinator_killed_right_after_a_rollback_continues_it() -> None:
     s.machine = machine
     assert machine.committed_step == 3
     s.feed(BrokerConnected)
-    assert not s.events("RolledBack"), "it was in the journal, to be told, with the rollback itself"
+    assert not s.events("RolledBack"), "it was in the journal, to be published, with the rollback itself"
     s.hello("node-0", 100, job_id="job-1", prepared=True, generation=3, training=False, quiesced=True)
     assert s.commands(Resume)[0].command.restore.step == 3
 
@@ -477,7 +487,7 @@ def test_a_coordinator_killed_right_after_a_rollback_continues_it() -> None:
 def rolling_back() -> Snapshots:
     """Let node-1 and node-3 die and node-3 return with its memory, while the planner misses layers 2 and 3."""
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.hello("node-3", 203, snapshots=(KEY,))
     s.survivors(3)
@@ -514,7 +524,7 @@ def test_a_check_counts_only_for_its_generation_and_if_it_was_requested() -> Non
 
 def test_a_snapshot_is_checked_once_and_only_for_lost_layers() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.survivors(3)
     s.feed(PlanImpossible, generation=3, too_few=False, reason="another model", lost_layers=())
@@ -547,8 +557,8 @@ def test_a_node_whose_part_is_unavailable_three_times_counts_as_having_lost_it()
         assert {sent.node for sent in s.commands(Resume)} == {"node-0", "node-2"}
         failed = RestoreFailed(generation=generation, detail="the part is damaged", bad=("node-3", "node-9"))
         s.say("node-0", failed)
-        [told] = s.events("RestoreFailed")
-        assert (told.node, told.reason, told.details["bad"]) == (
+        [published] = s.events("RestoreFailed")
+        assert (published.node, published.reason, published.details["bad"]) == (
             "node-0",
             "the part is damaged",
             ["node-3", "node-9"],
@@ -600,9 +610,9 @@ def test_a_rollback_reports_what_it_undid_and_no_node_is_ahead_of_it() -> None:
     steps = {name: node["step"] for name, node in s.machine.public_state()["nodes"].items()}
     assert max(steps.values()) == 3 and s.machine.committed_step == 3
     assert s.machine.durable_state()["snapshot_behind"] == 3
-    [told] = s.events("RolledBack")
+    [published] = s.events("RolledBack")
     assert {
-        key: told.details[key] for key in ("from_step", "to_step", "undone_steps", "tier", "sources")
+        key: published.details[key] for key in ("from_step", "to_step", "undone_steps", "tier", "sources")
     } == {
         "from_step": 5,
         "to_step": 3,
@@ -641,7 +651,7 @@ def test_nodes_that_may_still_hold_the_state_are_named() -> None:
 
 def test_a_holder_of_a_snapshot_part_is_named_once_while_it_may_return() -> None:
     s = Snapshots()
-    s.kept()
+    s.complete_snapshot()
     s.both_hosts_die()
     s.survivors(3)
     s.plan_or_not()
