@@ -293,9 +293,8 @@ class Coordinator:
     # --- effects of the machine ---------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
-        effect = cast(
-            ClusterEffect, effect
-        )  # The driver handles timers, and the other effects belong to nodes.
+        # The driver handles timers, and the other effects belong to nodes.
+        effect = cast(ClusterEffect, effect)
         match effect:
             case EmitEvent():
                 self._emit(effect)

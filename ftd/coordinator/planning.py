@@ -137,9 +137,8 @@ class PlanningService:
     async def _next_process(self) -> PlanProcess:
         if self._next_process_task is None:
             return PlanProcess(self._command)
-        process = await asyncio.shield(
-            self._next_process_task
-        )  # If this is cancelled, the process remains for the next build.
+        # If this is cancelled, the process remains for the next build.
+        process = await asyncio.shield(self._next_process_task)
         self._next_process_task = None
         return process
 

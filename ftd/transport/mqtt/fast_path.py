@@ -38,9 +38,9 @@ _PUBLISH = 0x30
 _PUBACK = b"\x40\x02"
 _PINGREQ, _PINGRESP = b"\xc0\x00", b"\xd0\x00"
 _DISCONNECT = b"\xe0\x00"
-_MOST_LENGTH_BYTES = 4
-_MOST_BYTES = 128**_MOST_LENGTH_BYTES - 1
-_MOST_TOPIC_BYTES = 65_535
+_MAX_LENGTH_BYTES = 4
+_MAX_BYTES = 128**_MAX_LENGTH_BYTES - 1
+_MAX_TOPIC_BYTES = 65_535
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -100,7 +100,7 @@ class FastPathSocket:
         """
         name = _encode_topic(topic)
         size = len(name) + len(payload) + (2 if number else 0)
-        if size > _MOST_BYTES:
+        if size > _MAX_BYTES:
             raise ValueError(f"a message of {size} bytes")
         head = bytearray((_PUBLISH | (0x02 if number else 0) | retain,))
         while size >= 128:
@@ -263,11 +263,11 @@ def _parse_long_size(data: bytes, at: int) -> tuple[int, int]:
     size is 0.
     """
     size = 0
-    for place, digit in enumerate(data[at : at + _MOST_LENGTH_BYTES]):
+    for place, digit in enumerate(data[at : at + _MAX_LENGTH_BYTES]):
         size |= (digit & 0x7F) << 7 * place
         if digit < 128:
             return at + place + 1, size
-    return (len(data), 1) if len(data) - at < _MOST_LENGTH_BYTES else (at + _MOST_LENGTH_BYTES, 0)
+    return (len(data), 1) if len(data) - at < _MAX_LENGTH_BYTES else (at + _MAX_LENGTH_BYTES, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -277,6 +277,6 @@ def _encode_topic(topic: str) -> bytes:
     :raises ValueError: nothing can be published to it (4.7).
     """
     name = topic.encode()
-    if not name or len(name) > _MOST_TOPIC_BYTES or not {"#", "+", "\0"}.isdisjoint(topic):
+    if not name or len(name) > _MAX_TOPIC_BYTES or not {"#", "+", "\0"}.isdisjoint(topic):
         raise ValueError(f"there is no topic {topic[:80]!r}")
     return len(name).to_bytes(2, "big") + name

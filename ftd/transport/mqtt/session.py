@@ -39,8 +39,8 @@ LEAVE_S = 3.0
 MAX_PENDING = 10_000
 MAX_SENDING = 1024
 """Most messages that wait for the broker's acknowledgement at the same time; further ones wait to be sent."""
-_NUMBERS = 65_535
-READ_ANYWAY_S = 0.2
+_MAX_PACKET_ID = 65_535
+READ_INTERVAL_S = 0.2
 ECHO_S = 5.0
 """Time after which a client with a last will should have received its own state, which it publishes when it
 connects. If it has not, an ACL forbids it, which mosquitto does not report.
@@ -131,7 +131,7 @@ class MqttSession:
         self._waiting: deque[_Outgoing] = deque()
         self._sending: dict[int, tuple[_Outgoing, float]] = {}
         """Messages that were sent and not acknowledged, in the order of the calls."""
-        self._number = 0
+        self._packet_id = 0
         self._idle = asyncio.Event()
         """Set when nothing waits to be sent or to be acknowledged."""
         self._idle.set()
@@ -240,7 +240,7 @@ class MqttSession:
         try:
             async with client:
                 fast_path = self._install_fast_path(client)
-                guard = asyncio.create_task(_read_now_and_then(client))
+                guard = asyncio.create_task(_read_regularly(client))
                 try:
                     if self._subscriptions:
                         await client.subscribe(list(self._subscriptions))
@@ -377,7 +377,7 @@ class MqttSession:
         number = 0
         if message.qos > 0:
             # The subscriptions' packet identifiers were acknowledged before anything is published.
-            number = self._number = self._number % _NUMBERS + 1
+            number = self._packet_id = self._packet_id % _MAX_PACKET_ID + 1
         try:
             fast_path.publish(message.topic, message.payload, retain=message.retain, number=number)
         except ValueError as error:
@@ -409,7 +409,7 @@ def _retrieve(ended: "asyncio.Future[None]") -> None:
         ended.exception()
 
 
-async def _read_now_and_then(client: aiomqtt.Client) -> None:
+async def _read_regularly(client: aiomqtt.Client) -> None:
     """Notice a reset connection that the event loop does not report.
 
     libuv turns a socket's POLLERR into an error of the poll handle, and uvloop then closes the handle
@@ -417,7 +417,7 @@ async def _read_now_and_then(client: aiomqtt.Client) -> None:
     s later, the connection would look alive and silent. A read of a healthy connection costs microseconds.
     """
     while True:
-        await asyncio.sleep(READ_ANYWAY_S)
+        await asyncio.sleep(READ_INTERVAL_S)
         client._client.loop_read()
         while isinstance(fast_path := client._client.socket(), FastPathSocket) and fast_path.pending():
             client._client.loop_read()

@@ -250,23 +250,23 @@ def check_not_retained(retained: bool) -> None:
         raise WireError("a retained command; commands are never retained")
 
 
-def check_size(payload: bytes, most_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+def check_size(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
     """Check a payload's size.
 
-    :raises WireError: it has more than ``most_bytes``.
+    :raises WireError: it has more than ``max_bytes``.
     """
-    if len(payload) > most_bytes:
-        raise WireError(f"payload of {len(payload)} bytes; at most {most_bytes} are allowed")
+    if len(payload) > max_bytes:
+        raise WireError(f"payload of {len(payload)} bytes; at most {max_bytes} are allowed")
 
 
-def _sized(envelope: msgspec.Struct, most_bytes: int) -> bytes:
+def _sized(envelope: msgspec.Struct, max_bytes: int) -> bytes:
     payload = _ENCODER.encode(envelope)
-    check_size(payload, most_bytes)
+    check_size(payload, max_bytes)
     return payload
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, what: str, most_bytes: int) -> Any:
-    check_size(payload, most_bytes)
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, what: str, max_bytes: int) -> Any:
+    check_size(payload, max_bytes)
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

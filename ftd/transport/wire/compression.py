@@ -15,17 +15,17 @@ def compress(content: bytes, from_bytes: int) -> tuple[bytes, bool]:
     return zlib.compress(content, LEVEL), True
 
 
-def decompress(content: bytes, most_bytes: int, what: str) -> bytes:
-    """Decompress ``content`` to at most ``most_bytes``.
+def decompress(content: bytes, max_bytes: int, what: str) -> bytes:
+    """Decompress ``content`` to at most ``max_bytes``.
 
     :param what: names the content in an error.
     :raises WireError: it cannot be decompressed, or is larger.
     """
     unfolding = zlib.decompressobj()
     try:
-        plain = unfolding.decompress(content, most_bytes)
+        plain = unfolding.decompress(content, max_bytes)
     except zlib.error as error:
         raise WireError(f"{what} cannot be decompressed: {error}") from None
     if unfolding.unconsumed_tail or not unfolding.eof:
-        raise WireError(f"{what} is larger than {most_bytes} bytes, or truncated")
+        raise WireError(f"{what} is larger than {max_bytes} bytes, or truncated")
     return plain

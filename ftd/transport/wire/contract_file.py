@@ -8,7 +8,7 @@ import msgspec
 from ftd.errors import ConfigurationError
 
 FILE = Path(__file__).with_name("asyncapi.json")
-MOST_BYTES = 16 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 
 
 def read_shipped_contract() -> bytes:
@@ -23,8 +23,8 @@ def read_contract(path: Path) -> dict[str, Any]:
     """
     remedy = "save the output of ftd contract, and name that file"
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"more than {MOST_BYTES} bytes")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
         found = msgspec.json.decode(path.read_bytes())
         if not found["asyncapi"].startswith("3."):
             raise ValueError("no AsyncAPI 3 document")

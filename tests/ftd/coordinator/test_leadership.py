@@ -365,7 +365,7 @@ def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBr
         await asyncio.gather(task, return_exceptions=True)
 
     run(play())
-    assert [message["position"] for message in seen if not message["gone"]] == [[3, 7], [3, 7]]
+    assert [message["position"] for message in seen if not message["departed"]] == [[3, 7], [3, 7]]
 
 
 def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None:
