@@ -757,14 +757,10 @@ class Leadership:
                 self._follower_session.announce(self._with_position(election_effect.peer))
             case RejectTakeover():
                 event, before = election_effect.event, self.machine.leader
-                incarnation_of_leader = (
-                    before.incarnation if before is not None else None
-                )  # As in its last will.
+                last = before.incarnation if before is not None else None  # As in its last will.
                 self._follower_session.publish_rejection(
                     event,
-                    self.unreachable_state(
-                        event.reason, graceful=False, incarnation_of_leader=incarnation_of_leader
-                    ),
+                    self.unreachable_state(event.reason, graceful=False, incarnation_of_leader=last),
                 )
             case _:
                 assert_never(election_effect)
