@@ -307,8 +307,8 @@ def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
 
 def test_a_lost_build_order_that_is_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
-    lossy = tuple(("JobSubmitted", faults.lossy_line, 0) for _ in range(3))
-    submitted = (("NodeJoined", faults.lossy_line, 0), ("NodeJoined", faults.lossy_line, 1))
+    lossy = tuple(("JobSubmitted", faults.lose_messages, 0) for _ in range(3))
+    submitted = (("NodeJoined", faults.lose_messages, 0), ("NodeJoined", faults.lose_messages, 1))
     found("to build", overrides=SeedOverrides(rare_faults=False, triggered_faults=(*lossy, *submitted)))
 
 
@@ -715,7 +715,9 @@ def test_endless_rollbacks_to_a_corrupt_checkpoint_are_found(
 
     real = rollback.search_checkpoint
     monkeypatch.setattr(rollback, "search_checkpoint", search)
-    strikes = tuple(("CheckpointCompleted", f, 0) for f in (faults.damage_checkpoint, faults.lose_all_memory))
+    strikes = tuple(
+        ("CheckpointCompleted", f, 0) for f in (faults.corrupt_checkpoint, faults.lose_all_memory)
+    )
     found(
         "no progress after the healing", overrides=SeedOverrides(checkpoints=True, triggered_faults=strikes)
     )
@@ -723,7 +725,9 @@ def test_endless_rollbacks_to_a_corrupt_checkpoint_are_found(
 
 def test_a_checkpoint_location_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = (("CheckpointCompleted", 0), ("ClusterPaused", 0), ("Quiesced", 3), ("NodeJoined", 3))
-    closed = tuple((name, faults.close_place, passed) for name, passed in (*moments, ("NodeJoined", 6)))
+    closed = tuple(
+        (name, faults.close_checkpoint_store, passed) for name, passed in (*moments, ("NodeJoined", 6))
+    )
     lost = ("CheckpointCompleted", faults.lose_all_memory, 0)
     monkeypatch.setattr(rollback, "_refused", lambda c: False)
     found(
@@ -738,7 +742,7 @@ def test_a_checkpoint_location_that_is_not_tried_again_is_found(monkeypatch: pyt
 
 def test_endless_requests_for_a_corrupt_shard_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "RESTORE_TRIES", 1_000_000)
-    strikes = tuple(("SnapshotCompleted", f, 0) for f in (faults.damage_shards, faults.fail_all_trainers))
+    strikes = tuple(("SnapshotCompleted", f, 0) for f in (faults.corrupt_shards, faults.fail_all_trainers))
     found(
         "no progress after the healing",
         overrides=SeedOverrides(protection="none", zero1=False, triggered_faults=strikes),
@@ -750,7 +754,7 @@ def test_a_node_that_does_not_learn_its_repair_sources_is_found(monkeypatch: pyt
     monkeypatch.setattr(
         snapshots, "_parts_of", lambda c, record: structs.replace(real(c, record), sources={})
     )
-    strikes = (("SnapshotCompleted", faults.damage_shard, 1),)
+    strikes = (("SnapshotCompleted", faults.corrupt_shard, 1),)
     found(
         "others hold what it takes",
         overrides=SeedOverrides(protection="aec", zero1=False, triggered_faults=strikes),

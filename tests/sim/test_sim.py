@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.faults.sim import simulation_run
-from ftd.faults.sim.drawing import RARER
+from ftd.faults.sim.drawing import RARE_FAULTS
 from ftd.faults.sim.faults import raise_everywhere
 from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.simulation import SHAPES, Fault, SeedOverrides
@@ -123,7 +123,7 @@ def test_all_rare_faults_are_injected() -> None:
 
         simulation.inject = strike  # type: ignore[method-assign]
         simulation.run_to_end()
-        if {fault.__name__ for fault in RARER} <= set(struck):
+        if {fault.__name__ for fault in RARE_FAULTS} <= set(struck):
             return
     raise AssertionError(f"{SEEDS} seeds did not meet all: {struck}")
 

@@ -20,7 +20,7 @@ class SimShard:
     """The state version of each layer of its stage."""
     devices: frozenset[int]
     """The devices of this node that take part in the snapshot."""
-    damaged: bool = False
+    corrupt: bool = False
     """Whether bits have changed, which every reader notices."""
 
 
@@ -72,7 +72,7 @@ class SimArena:
     def commit(self, device: int, shard: SimShard) -> None:
         self.slots.setdefault(device, []).append(shard)
         if self.holds(shard.key):
-            self.oracle.written(self.node, shard.key)
+            self.oracle.on_shard_written(self.node, shard.key)
 
     def keep(self, device: int, step: int, pinned: int) -> None:
         self.retained[device], self.pinned[device] = step, pinned
@@ -102,7 +102,7 @@ class SimArena:
             if old.key.step == copy.key.step or (old in others and old not in others[-1:]):
                 self._drop_copy(old)
         here.append(copy)
-        self.oracle.received(self.node, copy.key)
+        self.oracle.on_copy_received(self.node, copy.key)
 
     def keep_copies(self, step: int) -> None:
         self.retained_copies = step
@@ -115,8 +115,8 @@ class SimArena:
         self.copies[copy.key.owner].remove(copy)
 
     def copy(self, key: HeldSnapshot, owner: str) -> SimSnapshotCopy | None:
-        wanted = copy_of(key, owner)
-        return next((copy for copy in self.copies.get(owner, []) if copy.key == wanted), None)
+        wanted_key = copy_of(key, owner)
+        return next((copy for copy in self.copies.get(owner, []) if copy.key == wanted_key), None)
 
     def copy_keys(self) -> tuple[HeldSnapshot, ...]:
         return tuple(copy.key for _, here in sorted(self.copies.items()) for copy in here)
@@ -145,8 +145,8 @@ class SimArena:
         parts = self.parts(key)
         return bool(parts) and all(shard.devices <= set(parts) for shard in parts.values())
 
-    def sound(self, key: HeldSnapshot) -> bool:
-        return self.holds(key) and not any(shard.damaged for shard in self.parts(key).values())
+    def is_intact(self, key: HeldSnapshot) -> bool:
+        return self.holds(key) and not any(shard.corrupt for shard in self.parts(key).values())
 
     def snapshots(self) -> tuple[HeldSnapshot, ...]:
         keys = {shard.key for here in self.slots.values() for shard in here}

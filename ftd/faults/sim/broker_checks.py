@@ -23,7 +23,7 @@ from ftd.transport.wire.public import EventMessage, decode_json
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.effects import EmitEvent
 
-_NEWS_S = 1.5
+_NOTICE_S = 1.5
 """The longest time until others notice that a coordinator is connected."""
 
 
@@ -37,9 +37,9 @@ class BrokerChecks:
         self._coordinators = {one.name: one for one in coordinators}
         self._journal: dict[str, Any] | None = None
         self._payload: bytes | None = None
-        network.at_broker = self._published
+        network.on_published = self._published
         for one in coordinators:
-            one.on_lead = partial(self._begins, one)
+            one.on_lead = partial(self._check_lead, one)
 
     @property
     def journal(self) -> dict[str, Any] | None:
@@ -54,27 +54,27 @@ class BrokerChecks:
         self._coordinators[connection.host].check(lambda: self._look(connection, topic, payload, note))
 
     def _look(self, connection: SimConnection, topic: str, payload: bytes, note: Any) -> None:
-        truth = self._invariants
+        oracle = self._invariants
         if topic == JOURNAL:
             if not payload:
                 return
             copy = decode_copy(payload)
             self._payload, self._journal = payload, decode_state(copy.state)
-            if copy.position > truth.replicated:
-                truth.replicated, truth.replicated_by = copy.position, connection.host
-            truth.persisted(note)
-            truth.published_events.on_journaled(self._journal[OUTBOX])
+            if copy.position > oracle.replicated:
+                oracle.replicated, oracle.replicated_by = copy.position, connection.host
+            oracle.on_journal(note)
+            oracle.published_events.on_journaled(self._journal[OUTBOX])
         elif topic == COMMAND:
-            truth.check_command(decode_to_nodes(payload).command, self.journal)
+            oracle.check_command(decode_to_nodes(payload).command, self.journal)
         elif topic == EVENTS:
             message = decode_json(payload, EventMessage)
-            if truth.published_events.is_new(message):
+            if oracle.published_events.is_new(message):
                 self._event(self._coordinators[connection.host], message)
         elif (node := TOPICS.node_of(topic)) is not None:
             if topic == TOPICS.node_command(node):
-                truth.check_command(decode_to_node(payload).command, self.journal)
+                oracle.check_command(decode_to_node(payload).command, self.journal)
             elif topic == TOPICS.node_state(node) and not payload:
-                truth.check_removal(self.journal, node)
+                oracle.check_removal(self.journal, node)
 
     def _event(self, of: SimCoordinator, message: EventMessage) -> None:
         event = EmitEvent(
@@ -90,65 +90,65 @@ class BrokerChecks:
         if of.on_event is not None:
             of.on_event(event)
 
-    def _begins(self, me: SimCoordinator, position: tuple[int, int], view: JournalView) -> None:
+    def _check_lead(self, me: SimCoordinator, position: tuple[int, int], view: JournalView) -> None:
         """Check that ``me`` may begin to lead from the journal of this position, whose content is ``view``."""
-        truth, network = self._invariants, self._network
+        oracle, network = self._invariants, self._network
         what = f"{me.name} begins to lead from the journal {position}"
-        self._reads_times(me, what)
+        self._check_snapshot_age(me, what)
         if me.unreadable is not None and me.unreadable.position > position and not me.reads(me.unreadable):
-            truth.violated(f"{what}, but saw {me.unreadable.position}, a journal that it cannot read")
-        if position >= truth.replicated:
+            oracle.violated(f"{what}, but saw {me.unreadable.position}, a journal that it cannot read")
+        if position >= oracle.replicated:
             if (
-                view.lineage > truth.lineage
+                view.lineage > oracle.lineage
             ):  # A rollback that is on its disk only: the broker was out of reach.
-                truth.persisted(view)
+                oracle.on_journal(view)
             return
-        what += f", and {truth.replicated} was at the broker"
+        what += f", and {oracle.replicated} was at the broker"
         retained = network.retained.get(JOURNAL)
         if retained is not None and decode_copy(retained).position > position:
-            truth.violated(f"{what}, which still has {decode_copy(retained).position}")
+            oracle.violated(f"{what}, which still has {decode_copy(retained).position}")
         for other in self._coordinators.values():
             since = other.following_since
-            there = since is not None and since < truth.world.now - _NEWS_S and not other.frozen
+            there = since is not None and since < oracle.world.now - _NOTICE_S and not other.frozen
             there = there and network.reaches(other.name)
             if there and other is not me and not other.ineligible and other.position > position:
-                truth.violated(f"{what}, but {other.name}, which is connected, has {other.position}")
-        waited_s = truth.world.now - (me.following_since or truth.world.now)
+                oracle.violated(f"{what}, but {other.name}, which is connected, has {other.position}")
+        waited_s = oracle.world.now - (me.following_since or oracle.world.now)
         # What was known last was lost with its host's power, so there is nobody to wait for.
-        gone = any(other.disk.knew >= truth.replicated for other in self._coordinators.values())
+        lost_for_good = any(other.disk.knew >= oracle.replicated for other in self._coordinators.values())
         # What a leader could not write to its own disk was at the broker, and nothing followed from it.
-        gone |= truth.replicated_by == me.name
+        lost_for_good |= oracle.replicated_by == me.name
         if (
-            not gone
-            and not network.aged
-            and me.started_at > network.forgot_at
-            and waited_s < truth.world.timing.lost_record_timeout_s
+            not lost_for_good
+            and not network.restored_stale
+            and me.started_at > network.lost_state_at
+            and waited_s < oracle.world.timing.lost_record_timeout_s
         ):
-            truth.violated(f"{what}; it was not connected then and waited only {waited_s:.1f} s")
-        self._forgets(view)
+            oracle.violated(f"{what}; it was not connected then and waited only {waited_s:.1f} s")
+        self._forget_lost(view)
         # What it decided after it had been deposed reached nobody, and is published now.
-        truth.announced -= me.decided_generations()
+        oracle.announced -= me.decided_generations()
 
-    def _reads_times(self, me: SimCoordinator, what: str) -> None:
+    def _check_snapshot_age(self, me: SimCoordinator, what: str) -> None:
         """Check that it computes the snapshot's age with its own host's clock, whichever host wrote the
         journal.
         """
-        truth = self._invariants
+        oracle = self._invariants
         snapshot = me.machine.public_state()["snapshot"]
         if snapshot is None:
             return
         age_s = me.clock.monotonic_s() - snapshot["at"]
-        if not -1e-3 <= age_s <= truth.world.now:
-            truth.violated(f"{what}, and takes the newest snapshot to be {age_s:.0f} s old")
+        if not -1e-3 <= age_s <= oracle.world.now:
+            oracle.violated(f"{what}, and takes the newest snapshot to be {age_s:.0f} s old")
 
-    def _forgets(self, view: JournalView) -> None:
+    def _forget_lost(self, view: JournalView) -> None:
         """Forget what was lost with the newest journals; nodes report what they know of it."""
-        truth = self._invariants
-        truth.known_step = min(truth.known_step, view.committed_step)
-        truth.newest, truth.lineage, truth.groups.trained = view.snapshot, view.lineage, None
-        truth.writing = view.writing
-        truth.published_events.on_journals_lost()
-        truth.next_to_publish = (
+        oracle = self._invariants
+        oracle.known_step = min(oracle.known_step, view.committed_step)
+        oracle.newest, oracle.lineage, oracle.groups.trained = view.snapshot, view.lineage, None
+        oracle.writing = view.writing
+        oracle.published_events.on_journals_lost()
+        oracle.next_to_publish = (
             0  # Published steps may be published again, as the leader learns of them again.
         )
-        truth.journal_tail_lost = True
+        oracle.journal_tail_lost = True

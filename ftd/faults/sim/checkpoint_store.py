@@ -20,7 +20,7 @@ class StoredCheckpoint:
     vote: Vote
     layers: dict[int, int]
     """The state version of each layer."""
-    damaged: bool = False
+    corrupt: bool = False
     """Whether it is corrupt, which every reader notices."""
 
     def as_value(self, step: int) -> Checkpoint:
@@ -32,29 +32,29 @@ class SimCheckpointStore:
     """One directory that every host reaches. All jobs of a simulation run have the same name."""
 
     oracle: Oracle
-    full: float = 0.0
+    write_failure_probability: float = 0.0
     """The probability that a layer cannot be written."""
     checkpoints: dict[int, StoredCheckpoint] = field(default_factory=dict)
     """By step."""
     drafts: dict[tuple[int, str], dict[int, int]] = field(default_factory=dict)
-    closed_until: float = 0.0
+    unavailable_until: float = 0.0
     """Reads and writes fail before this time."""
     hung_until: float = 0.0
     """Reads and writes wait until this time."""
-    settled: set[tuple[str, int]] = field(default_factory=set)
+    committed_steps: set[tuple[str, int]] = field(default_factory=set)
     """Job and step of what was committed and not undone since, which must not be committed again."""
 
     @property
-    def closed(self) -> bool:
-        return self.oracle.world.now < self.closed_until
+    def unavailable(self) -> bool:
+        return self.oracle.world.now < self.unavailable_until
 
     @property
-    def hangs_s(self) -> float:
+    def hangs_for_s(self) -> float:
         """How long it still hangs, in seconds."""
         return max(0.0, self.hung_until - self.oracle.world.now)
 
-    def opens(self) -> None:
-        self.closed_until = self.hung_until = 0.0
+    def reopen(self) -> None:
+        self.unavailable_until = self.hung_until = 0.0
 
     # --- nodes -----------------------------------------------------------------------------------
 
@@ -75,17 +75,17 @@ class SimCheckpointStore:
         """Return the version of each of these layers; empty if the checkpoint is gone, corrupt or out of
         reach.
         """
-        kept = self.checkpoints.get(restore.step)
-        if kept is None or kept.damaged or self.closed:
+        stored = self.checkpoints.get(restore.step)
+        if stored is None or stored.corrupt or self.unavailable:
             return {}
-        wanted = self.oracle.published.get(restore.step)
+        published_version = self.oracle.published.get(restore.step)
         for layer in layers:
-            version = kept.layers[layer]
-            if wanted not in (None, version) or self.oracle.versions.step[version] != restore.step:
+            version = stored.layers[layer]
+            if published_version not in (None, version) or self.oracle.versions.step[version] != restore.step:
                 self.oracle.violated(
-                    f"version {version} is read as step {restore.step}, whose version is {wanted}"
+                    f"version {version} is read as step {restore.step}, whose version is {published_version}"
                 )
-        return {layer: kept.layers[layer] for layer in layers}
+        return {layer: stored.layers[layer] for layer in layers}
 
     # --- the coordinator -------------------------------------------------------------------------
 
@@ -109,9 +109,9 @@ class SimCheckpointStore:
             broken(f"the checkpoint of step {step} is of versions {draft}, not of {version}")
         if effect.job.job_id == self.oracle.job_id and self.oracle.published.get(step, version) != version:
             broken(f"the checkpoint of step {step} is not the published state of that step")
-        if (effect.job.job_id, step) in self.settled:
+        if (effect.job.job_id, step) in self.committed_steps:
             broken(f"two checkpoints of step {step} were committed")
-        self.settled.add((effect.job.job_id, step))
+        self.committed_steps.add((effect.job.job_id, step))
         self.checkpoints[step] = StoredCheckpoint(attempt=effect.attempt, vote=effect.vote, layers=draft)
         old = sorted((s for s in self.checkpoints if s <= step), reverse=True)[effect.job.checkpoint.keep :]
         pruned = tuple(sorted([*old, *(s for s in self.checkpoints if s > step)]))
@@ -122,8 +122,8 @@ class SimCheckpointStore:
     def abandon(self, effect: AbandonCheckpoint) -> None:
         self.drafts.pop((effect.step, effect.attempt), None)
 
-    def newest(self, spoiled: tuple[int, ...] = ()) -> Checkpoint | None:
-        steps = [step for step in self.checkpoints if step not in spoiled]
+    def newest(self, corrupt_steps: tuple[int, ...] = ()) -> Checkpoint | None:
+        steps = [step for step in self.checkpoints if step not in corrupt_steps]
         return self.checkpoints[max(steps)].as_value(max(steps)) if steps else None
 
     def find(self, effect: FindCheckpoint, at: float) -> CheckpointFound:
@@ -136,7 +136,7 @@ class SimCheckpointStore:
             reason="there is none",
         )
 
-    def refuses(self, effect: FindCheckpoint, at: float) -> CheckpointFound:
+    def find_unavailable(self, effect: FindCheckpoint, at: float) -> CheckpointFound:
         return CheckpointFound(
             at=at,
             cause=effect.cause,
@@ -149,9 +149,9 @@ class SimCheckpointStore:
 
     # --- a user ----------------------------------------------------------------------------------
 
-    def remove_damaged(self) -> None:
+    def remove_corrupt(self) -> None:
         """Remove the corrupt checkpoints, as a user does whose job failed because of them."""
-        self.checkpoints = {step: kept for step, kept in self.checkpoints.items() if not kept.damaged}
+        self.checkpoints = {step: stored for step, stored in self.checkpoints.items() if not stored.corrupt}
 
     # --- what must hold --------------------------------------------------------------------------
 
@@ -160,8 +160,8 @@ class SimCheckpointStore:
         corruption may not have been noticed yet.
         """
         step, version = checkpoint.step, int(checkpoint.vote.loss)
-        kept = self.checkpoints.get(step)
-        if kept is None or set(kept.layers.values()) != {version}:
+        stored = self.checkpoints.get(step)
+        if stored is None or set(stored.layers.values()) != {version}:
             self.oracle.violated(f"rolled back to a checkpoint of step {step}, which does not exist")
         if self.oracle.published.get(step, version) != version:
             self.oracle.violated(f"the checkpoint of step {step} is not the published state of that step")
@@ -173,4 +173,6 @@ class SimCheckpointStore:
 
     def rolled_back(self, job: str, step: int) -> None:
         """Forget the commits after ``step``: they were undone, and these steps may be committed again."""
-        self.settled = {(name, number) for name, number in self.settled if name != job or number <= step}
+        self.committed_steps = {
+            (name, number) for name, number in self.committed_steps if name != job or number <= step
+        }

@@ -25,9 +25,9 @@ class SimCheckpoints:
     """The checkpoint port of one process (``ftd.coordinator.ports``)."""
 
     def __init__(
-        self, world: World, place: SimCheckpointStore, loop: ProcessLoop, feed: Feed, driver: Driver
+        self, world: World, store: SimCheckpointStore, loop: ProcessLoop, feed: Feed, driver: Driver
     ) -> None:
-        self._world, self._place, self._loop, self._feed, self._now = world, place, loop, feed, driver.now
+        self._world, self._store, self._loop, self._feed, self._now = world, store, loop, feed, driver.now
 
     def commit(self, effect: CommitCheckpoint) -> None:
         self._loop.call_later(self._world.between(0.001, 0.2), self._commit, effect)
@@ -43,39 +43,41 @@ class SimCheckpoints:
 
     def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
         """Answer with the newest checkpoint. Simulated users choose where to start themselves."""
-        self._loop.call_soon(then, self._place.newest(), "")
+        self._loop.call_soon(then, self._store.newest(), "")
 
     def _commit(self, effect: CommitCheckpoint) -> None:
         """Commit a checkpoint. A coordinator that dies then has committed or has not, and mostly does not
         learn which.
         """
-        world, place = self._world, self._place
-        if place.hangs_s:
-            self._loop.call_later(place.hangs_s, self._commit, effect)
+        world, store = self._world, self._store
+        if store.hangs_for_s:
+            self._loop.call_later(store.hangs_for_s, self._commit, effect)
             return
-        said: dict[str, Any] = {"cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
-        if place.closed or world.chance(place.full):
-            self._feed(CheckpointCommitFailed(at=self._now(), detail="full", **said))
+        ids: dict[str, Any] = {"cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
+        if store.unavailable or world.chance(store.write_failure_probability):
+            self._feed(CheckpointCommitFailed(at=self._now(), detail="full", **ids))
             return
-        pruned = place.commit(effect)
+        pruned = store.commit(effect)
         self._loop.call_later(
             world.between(0.0, 0.2),
-            lambda: self._feed(CheckpointCommitted(at=self._now(), pruned=pruned, **said)),
+            lambda: self._feed(CheckpointCommitted(at=self._now(), pruned=pruned, **ids)),
         )
 
     def _abandon(self, effect: AbandonCheckpoint) -> None:
-        place = self._place
-        if place.hangs_s:
-            self._loop.call_later(place.hangs_s + 0.1, self._abandon, effect)  # After the commit that hangs.
+        store = self._store
+        if store.hangs_for_s:
+            self._loop.call_later(
+                store.hangs_for_s + 0.1, self._abandon, effect
+            )  # After the commit that hangs.
         else:
-            place.abandon(effect)
+            store.abandon(effect)
 
     def _export(self, effect: ExportCheckpoint) -> None:
         """Export a checkpoint. If the coordinator dies before that, the next one exports it."""
-        job, place = effect.job, self._place
+        job, store = effect.job, self._store
         at: dict[str, Any] = {"at": self._now(), "cause": effect.cause}
         step = effect.step
-        if place.closed or step not in place.checkpoints:
+        if store.unavailable or step not in store.checkpoints:
             self._feed(ExportFailed(**at, job_id=job.job_id, step=step, detail="gone"))
             return
         directory = job.checkpoint.huggingface_directory
@@ -86,8 +88,8 @@ class SimCheckpoints:
         )
 
     def _find(self, effect: FindCheckpoint) -> None:
-        place, now = self._place, self._now()
-        if place.hangs_s:
-            self._loop.call_later(place.hangs_s, self._find, effect)
+        store, now = self._store, self._now()
+        if store.hangs_for_s:
+            self._loop.call_later(store.hangs_for_s, self._find, effect)
         else:
-            self._feed(place.refuses(effect, now) if place.closed else place.find(effect, now))
+            self._feed(store.find_unavailable(effect, now) if store.unavailable else store.find(effect, now))

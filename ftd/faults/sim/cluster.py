@@ -33,7 +33,7 @@ class SimCluster:
         self.checkpoint_store = self.invariants.checkpoint_store
         self.nodes: dict[str, SimNode] = self.invariants.nodes
         self.network = SimNetwork(world)
-        self.network.take_command = self._command
+        self.network.on_command = self._command
         self.coordinators = [
             SimCoordinator(world, self.network, self.invariants, name, state_period_s=state_period_s)
             for name in coordinators

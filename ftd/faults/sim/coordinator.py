@@ -123,8 +123,8 @@ class SimCoordinator:
 
     def decided_generations(self) -> set[int | None]:
         """Return the generations of the events in its journal's outbox."""
-        kept = self.process.journal.load() if self.process is not None else None
-        outbox = decode_state(kept).get(OUTBOX, ()) if kept is not None else ()
+        stored_state = self.process.journal.load() if self.process is not None else None
+        outbox = decode_state(stored_state).get(OUTBOX, ()) if stored_state is not None else ()
         return {decode_json(event.encode(), EventMessage).generation for _, event in outbox}
 
     @property
@@ -137,7 +137,7 @@ class SimCoordinator:
         self.incarnation, self.started_at = self.world.next_serial(), self.world.now
         loop = self.loop = ProcessLoop(self.world)
         if self.world.seed % 4 == 3:
-            loop.hurry(self.name)
+            loop.enable_busy_periods(self.name)
         self.disk.writer = lambda: loop.alive
         loop.enter(self._begin, loop)
 
@@ -247,7 +247,7 @@ class SimCoordinator:
             return None
         term = self.process.leadership.machine.term
         leader = Leader(term=term, name=self.name, incarnation=self.incarnation)
-        self.check(lambda: self.invariants.check_leader(leader, self.network.forgot_at))
+        self.check(lambda: self.invariants.check_leader(leader, self.network.lost_state_at))
         return JournalView(self.process.machine)
 
 
@@ -322,14 +322,14 @@ class _Process(Coordinator):
         connection = of.network.leader
         if connection is not None and connection.host == of.name and self._loop.alive:
             of.check(lambda: of.on_lead(position, JournalView(self.machine)))
-            of.check(lambda: of.invariants.coordinator_starts(self.machine))
+            of.check(lambda: of.invariants.check_start(self.machine))
 
     def _carried_out(self) -> None:
         super()._carried_out()
         of = self._of
         if self._loop.alive and of.reaches_broker:
             # What a coordinator knew that died before it journaled it, or was deposed, nobody ever learned.
-            of.check(lambda: of.invariants.coordinator_stepped(self.machine))
+            of.check(lambda: of.invariants.check_progress(self.machine))
 
 
 def leader_of(network: SimNetwork, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:

@@ -19,7 +19,7 @@ class SimCopySender:
 
     def __init__(self, node: SimHost, scrubber: SimScrubber) -> None:
         self._node, self._scrubber = node, scrubber
-        self.sends_s = 0.0
+        self.max_send_s = 0.0
         """The longest extra time that sending a copy takes."""
 
     def perform(self, effect: SendSnapshotCopy | RetainSnapshotCopies | RemoveSnapshots) -> None:
@@ -27,7 +27,7 @@ class SimCopySender:
         match effect:
             case SendSnapshotCopy():
                 sending_s = world.between(0.01, 0.8) + (
-                    world.between(0.0, self.sends_s) if self.sends_s else 0.0
+                    world.between(0.0, self.max_send_s) if self.max_send_s else 0.0
                 )
                 world.call_later(sending_s, self._send, effect, node.life)
             case RetainSnapshotCopies():
@@ -37,7 +37,7 @@ class SimCopySender:
                 node.report_copies()
             case RemoveSnapshots():
                 node.arena.remove(effect.job_id)
-                self._scrubber.kept = None
+                self._scrubber.retained = None
 
     def _send(self, effect: SendSnapshotCopy, life: int) -> None:
         """Send the copy. The daemon reports it after the replica peer does, and may die in between."""
@@ -45,19 +45,19 @@ class SimCopySender:
         if node.life != life:
             return
         key = HeldSnapshot(job_id=effect.job_id, step=effect.step, generation=effect.generation)
-        buddy = node.hosts[effect.replica_peer.node]
-        reached = buddy.up and not buddy.frozen and node.reaches(buddy)
-        said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
-        if not reached or not node.arena.sound(key) or world.chance(node.pace.full):
+        peer = node.hosts[effect.replica_peer.node]
+        reached = peer.up and not peer.frozen and node.reaches(peer)
+        ids: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
+        if not reached or not node.arena.is_intact(key) or world.chance(node.step_timing.no_room_probability):
             failure = SnapshotFailed(
-                generation=effect.generation, step=effect.step, detail="the buddy cannot take it"
+                generation=effect.generation, step=effect.step, detail="the peer cannot take it"
             )
             node.feed(SnapshotCopyFailed(at=world.now, cause=effect.cause, failure=failure))
             return
-        buddy.arena.receive(SimSnapshotCopy(key=copy_of(key, node.name), layers=node.arena.layers(key)))
-        buddy.report_copies()
-        world.call_later(world.between(0.0, 0.1), self._sent, said, life)
+        peer.arena.receive(SimSnapshotCopy(key=copy_of(key, node.name), layers=node.arena.layers(key)))
+        peer.report_copies()
+        world.call_later(world.between(0.0, 0.1), self._sent, ids, life)
 
-    def _sent(self, said: dict[str, Any], life: int) -> None:
+    def _sent(self, ids: dict[str, Any], life: int) -> None:
         if self._node.life == life:
-            self._node.feed(SnapshotCopyCommitted(at=self._node.world.now, size_bytes=100, **said))
+            self._node.feed(SnapshotCopyCommitted(at=self._node.world.now, size_bytes=100, **ids))

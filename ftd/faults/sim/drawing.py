@@ -13,27 +13,28 @@ from ftd.faults.sim.faults import (
     ask_again,
     break_connection,
     change_interval,
-    close_place,
+    close_checkpoint_store,
+    corrupt_checkpoint,
+    corrupt_shard,
+    corrupt_shards,
     crash_coordinator,
     crash_node,
     crash_two,
     cut_coordinator,
     cut_node,
     cut_several,
-    damage_checkpoint,
-    damage_shard,
-    damage_shards,
     drain_node,
     exit_trainer,
     fail_all_trainers,
+    fail_builds,
     fill_disk,
     freeze_coordinator,
     freeze_daemon,
-    hang_place,
+    hang_checkpoint_store,
     hang_trainer,
     lose_all_memory,
-    lossy_line,
-    part_two,
+    lose_messages,
+    partition_two,
     raise_in_trainer,
     reset_coordinator,
     reset_session,
@@ -43,7 +44,6 @@ from ftd.faults.sim.faults import (
     stop_job,
     switch_protection,
     terminate_node,
-    unbuildable,
 )
 from ftd.faults.sim.simulation import Fault, Simulation, TriggeredFault
 from ftd.faults.sim.slow_faults import (
@@ -83,7 +83,7 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (3, restart_broker),
     (2, drain_node),
     (2, terminate_node),
-    (1, unbuildable),
+    (1, fail_builds),
     (5, slow_node),
     (3, add_node),
     (2, restart_node),
@@ -93,8 +93,8 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
 )
 """Faults with their weights."""
 
-RARER: tuple[Fault, ...] = (
-    lossy_line, part_two, restore_broker, ask_again, fill_disk, pause_host, pause_trainer,
+RARE_FAULTS: tuple[Fault, ...] = (
+    lose_messages, partition_two, restore_broker, ask_again, fill_disk, pause_host, pause_trainer,
     restart_slowly, slow_bytes, slow_planning, stutter_daemon, stutter_leader,
 )  # fmt: skip
 
@@ -118,7 +118,7 @@ def _draw_rollback(sim: Simulation) -> list[TriggeredFault]:
     return drawn
 
 
-def _draw_going_back(sim: Simulation) -> list[TriggeredFault]:
+def _draw_checkpoint_rollback(sim: Simulation) -> list[TriggeredFault]:
     """Draw the loss of all memory, and more faults while everybody rolls back to a checkpoint."""
     rng = sim.world.rng
     if not sim.checkpoint.url or not sim.world.chance(0.7):
@@ -127,13 +127,13 @@ def _draw_going_back(sim: Simulation) -> list[TriggeredFault]:
     if sim.world.chance(0.5):
         drawn.append(("CheckpointStarted", rng.choice(_DURING_A_ROLLBACK), rng.randrange(3)))
     if sim.world.chance(0.3):
-        drawn.append(("CheckpointCompleted", damage_checkpoint, rng.randrange(3)))
+        drawn.append(("CheckpointCompleted", corrupt_checkpoint, rng.randrange(3)))
     for _ in range(rng.randrange(3)):
         drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
     return drawn
 
 
-def _draw_place(sim: Simulation) -> list[TriggeredFault]:
+def _draw_store_failures(sim: Simulation) -> list[TriggeredFault]:
     """Draw failures of the checkpoint store while a checkpoint is written or about to be read."""
     rng = Random(f"place {sim.world.seed}")
     if not sim.checkpoint.url or rng.random() < 0.4:
@@ -141,27 +141,28 @@ def _draw_place(sim: Simulation) -> list[TriggeredFault]:
     moments = ("CheckpointStarted", "CheckpointCompleted", "RolledBack", "NodeLost", "JobSubmitted")
     count = rng.randrange(1, 4)
     return [
-        (rng.choice(moments), rng.choice((close_place, hang_place)), rng.randrange(3)) for _ in range(count)
+        (rng.choice(moments), rng.choice((close_checkpoint_store, hang_checkpoint_store)), rng.randrange(3))
+        for _ in range(count)
     ]
 
 
-def _draw_damage(sim: Simulation) -> list[TriggeredFault]:
+def _draw_corruption(sim: Simulation) -> list[TriggeredFault]:
     """Draw corruption after a snapshot, or when everybody is about to roll back to it."""
     rng = Random(f"damage {sim.world.seed}")  # A generator of its own, so that the other draws stay the same.
     if sim.snapshot.every_steps < 1 or rng.random() < 0.5:
         return []
     moments = ("SnapshotCompleted", "SnapshotCompleted", "GenerationStarted", "Quiesced", "RolledBack")
-    faults = (damage_shard, damage_shard, damage_shards)
+    faults = (corrupt_shard, corrupt_shard, corrupt_shards)
     return [(rng.choice(moments), rng.choice(faults), rng.randrange(3)) for _ in range(rng.randrange(1, 4))]
 
 
-def separate_rng(sim: Simulation, what: str, likely: float, leaning: bool | None) -> Random | None:
+def separate_rng(sim: Simulation, what: str, likely: float, overrides: bool | None) -> Random | None:
     """Return the random generator of something that happens only in some seeds, or in all whose overrides say
     so; otherwise ``None``.
     """
     rng = Random(f"{sim.world.seed} {what}")
-    wanted = rng.random() < likely if leaning is None else leaning
-    return rng if wanted else None
+    happens = rng.random() < likely if overrides is None else overrides
+    return rng if happens else None
 
 
 def _draw_hosts(
@@ -169,63 +170,64 @@ def _draw_hosts(
     rng: Random | None,
     most: int,
     until_s: float,
-    strike: Callable[[Simulation, float, float], None],
+    inject: Callable[[Simulation, float, float], None],
     longest_s: float,
 ) -> None:
     """Schedule up to ``most`` host faults, each of a random duration of at most ``longest_s``."""
     for _ in range(rng.randint(1, most) if rng is not None else 0):
         assert rng is not None
         sim.world.call_later(
-            rng.uniform(0.5, until_s), strike, sim, rng.random(), rng.uniform(0.1, longest_s)
+            rng.uniform(0.5, until_s), inject, sim, rng.random(), rng.uniform(0.1, longest_s)
         )
 
 
-def _some(rng: Random, least: int, most: int) -> list[Fault]:
+def _choose_faults(rng: Random, least: int, most: int) -> list[Fault]:
     kinds, weights = [fault for _, fault in FAULTS], [weight for weight, _ in FAULTS]
     return rng.choices(kinds, weights, k=rng.randrange(least, most))
 
 
 def draw(sim: Simulation, until_s: float) -> None:
     """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
-    rng, leaning = sim.world.rng, sim.overrides
-    for fault in _some(rng, 1, 6):
+    rng, overrides = sim.world.rng, sim.overrides
+    for fault in _choose_faults(rng, 1, 6):
         sim.world.call_later(sim.world.between(0.5, until_s), sim.inject, fault)
-    reactions = _some(rng, 0, 6)
+    reactions = _choose_faults(rng, 0, 6)
     pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
-    pending += _draw_rollback(sim) + _draw_going_back(sim)
+    pending += _draw_rollback(sim) + _draw_checkpoint_rollback(sim)
     if sim.world.chance(0.3):
         pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
-    commits = [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 4)]
-    pending += _draw_place(sim) + _draw_damage(sim)
-    more, instants = _draw_rarer(sim, until_s)
-    _react(sim, [*pending, *leaning.triggered_faults, *more])
-    _at_commits(sim, [*commits, *leaning.at_commits], instants)
-    upgrade_faults.draw(sim, separate_rng(sim, "upgrades", 0.3, leaning.upgrades), until_s)
+    commits = [(rng.randrange(1, 80), fault) for fault in _choose_faults(rng, 0, 4)]
+    pending += _draw_store_failures(sim) + _draw_corruption(sim)
+    more, instants = _draw_rare(sim, until_s)
+    _react(sim, [*pending, *overrides.triggered_faults, *more])
+    _at_commits(sim, [*commits, *overrides.at_commits], instants)
+    upgrade_faults.draw(sim, separate_rng(sim, "upgrades", 0.3, overrides.upgrades), until_s)
     _draw_hosts(
-        sim, separate_rng(sim, "churn", 0.25, leaning.churn), 4, until_s, host_faults.replace_host, 3.0
+        sim, separate_rng(sim, "churn", 0.25, overrides.churn), 4, until_s, host_faults.replace_host, 3.0
     )
     _draw_hosts(
-        sim, separate_rng(sim, "power", 0.2, leaning.power_losses), 3, until_s, host_faults.lose_power, 8.0
+        sim, separate_rng(sim, "power", 0.2, overrides.power_losses), 3, until_s, host_faults.lose_power, 8.0
     )
 
 
-def _draw_rarer(sim: Simulation, until_s: float) -> tuple[list[TriggeredFault], list[tuple[int, Fault]]]:
+def _draw_rare(sim: Simulation, until_s: float) -> tuple[list[TriggeredFault], list[tuple[int, Fault]]]:
     """Schedule rare faults, some at the same instant as another fault. Return those to inject after events,
     and at commits.
     """
     rng = separate_rng(sim, "rarer", 0.4, sim.overrides.rare_faults)
     if rng is None:
         return [], []
-    for fault in rng.choices(RARER, k=rng.randrange(1, 4)):
+    for fault in rng.choices(RARE_FAULTS, k=rng.randrange(1, 4)):
         when_s = rng.uniform(0.5, until_s)
-        both = [fault, *_some(rng, 0, 2)]
+        both = [fault, *_choose_faults(rng, 0, 2)]
         for one in rng.sample(both, k=len(both)):  # In either order.
             sim.world.call_later(when_s, sim.inject, one)
     moments = (*PHASES, "CheckpointStarted", "CheckpointCompleted", "JobSubmitted", "ClusterPaused")
     more = [
-        (rng.choice(moments), fault, rng.randrange(4)) for fault in rng.choices(RARER, k=rng.randrange(4))
+        (rng.choice(moments), fault, rng.randrange(4))
+        for fault in rng.choices(RARE_FAULTS, k=rng.randrange(4))
     ]
-    return more, [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 3)]
+    return more, [(rng.randrange(1, 80), fault) for fault in _choose_faults(rng, 0, 3)]
 
 
 def _react(sim: Simulation, pending: list[TriggeredFault]) -> None:

@@ -119,7 +119,7 @@ def reset_session(sim: Simulation) -> None:
 def reset_coordinator(sim: Simulation) -> None:
     if sim.network.leader is not None:
         sim.log("reset the leader's session")
-        sim.network.end_leader()
+        sim.network.drop_leader()
 
 
 def cut_coordinator(sim: Simulation) -> None:
@@ -176,7 +176,7 @@ def terminate_node(sim: Simulation) -> None:
         sim.world.call_later(sim.world.between(1.0, 15.0), sim.start_if_down, node)
 
 
-def unbuildable(sim: Simulation) -> None:
+def fail_builds(sim: Simulation) -> None:
     """Make the next trainers of a node unable to build the job, as if a file were missing there for a while."""
     node = some_node(sim)
     if node is not None:
@@ -196,22 +196,22 @@ def lose_all_memory(sim: Simulation) -> None:
         sim.world.call_later(sim.world.between(0.05, 6.0), sim.start_if_down, node)
 
 
-def damage_checkpoint(sim: Simulation) -> None:
+def corrupt_checkpoint(sim: Simulation) -> None:
     """Change a byte of the newest checkpoint."""
     if sim.checkpoint_store.checkpoints:
         step = max(sim.checkpoint_store.checkpoints)
         sim.log(f"the checkpoint of step {step} is damaged")
-        sim.checkpoint_store.checkpoints[step].damaged = True
+        sim.checkpoint_store.checkpoints[step].corrupt = True
 
 
-def close_place(sim: Simulation) -> None:
+def close_checkpoint_store(sim: Simulation) -> None:
     """Make checkpoints unreadable and unwritable, as if a mount were gone."""
     for_s = sim.world.between(0.5, 10.0)
     sim.log(f"the place of checkpoints is closed for {for_s:.2f} s")
-    sim.checkpoint_store.closed_until = sim.world.now + for_s
+    sim.checkpoint_store.unavailable_until = sim.world.now + for_s
 
 
-def hang_place(sim: Simulation) -> None:
+def hang_checkpoint_store(sim: Simulation) -> None:
     for_s = sim.world.between(0.5, 10.0)
     sim.log(f"the place of checkpoints hangs for {for_s:.2f} s")
     sim.checkpoint_store.hung_until = sim.world.now + for_s
@@ -246,7 +246,7 @@ def change_interval(sim: Simulation) -> None:
     sim.coordinator.ask_snapshots(every_steps=every, now=sim.world.chance(0.3))
 
 
-def lossy_line(sim: Simulation) -> None:
+def lose_messages(sim: Simulation) -> None:
     """Lose, duplicate and delay some of the messages from and to a node."""
     node, world = some_node(sim), sim.world
     if node is None or node.name in sim.network.message_faults:
@@ -255,14 +255,14 @@ def lossy_line(sim: Simulation) -> None:
     sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
     line = MessageFaults(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
     sim.network.message_faults[node.name] = line
-    world.call_later(for_s, _mend, sim, node.name)
+    world.call_later(for_s, _heal_messages, sim, node.name)
 
 
-def _mend(sim: Simulation, name: str) -> None:
+def _heal_messages(sim: Simulation, name: str) -> None:
     sim.network.message_faults.pop(name, None)
 
 
-def part_two(sim: Simulation) -> None:
+def partition_two(sim: Simulation) -> None:
     """Separate two hosts from each other, but not from the broker and all others."""
     there = live_nodes(sim)
     if len(there) < 2:
@@ -303,17 +303,17 @@ def ask_again(sim: Simulation) -> None:
         leader.submit(sim.job, None)
 
 
-def damage_shard(sim: Simulation) -> None:
+def corrupt_shard(sim: Simulation) -> None:
     """Change a bit of what one node holds of the newest complete snapshot."""
-    _damage(sim, 1)
+    _corrupt(sim, 1)
 
 
-def damage_shards(sim: Simulation) -> None:
+def corrupt_shards(sim: Simulation) -> None:
     """Change bits on several nodes, which is more than some protections withstand."""
-    _damage(sim, 3)
+    _corrupt(sim, 3)
 
 
-def _damage(sim: Simulation, count: int) -> None:
+def _corrupt(sim: Simulation, count: int) -> None:
     newest = sim.invariants.newest
     if newest is None:
         return
@@ -322,7 +322,7 @@ def _damage(sim: Simulation, count: int) -> None:
     for node in sim.world.rng.sample(holders, min(count, len(holders))):
         sim.log(f"damage {node.name}'s part of the snapshot of step {key.step}")
         for shard in node.arena.parts(key).values():
-            shard.damaged = True
+            shard.corrupt = True
 
 
 def fill_disk(sim: Simulation) -> None:

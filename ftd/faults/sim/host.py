@@ -22,7 +22,7 @@ class StepTiming:
     """The largest fraction by which a rank computes longer than another one, which waits at the VOTE."""
     commit_spread_s: float
     """The longest time from the end of the VOTE to a rank's commit."""
-    full: float = 0.0
+    no_room_probability: float = 0.0
     """The probability that there is no room for a snapshot."""
 
 
@@ -31,17 +31,17 @@ class SimHost(ABC):
 
     def __init__(
         self,
-        truth: Oracle,
+        oracle: Oracle,
         network: SimNetwork,
-        place: SimCheckpointStore,
+        checkpoint_store: SimCheckpointStore,
         hosts: Mapping[str, "SimHost"],
         name: str,
-        pace: StepTiming,
+        step_timing: StepTiming,
     ) -> None:
         """:param hosts: all hosts of the world by name, including this one."""
-        self.oracle, self.world, self.versions = truth, truth.world, truth.versions
-        self.network, self.checkpoint_store, self.hosts = network, place, hosts
-        self.name, self.pace = name, pace
+        self.oracle, self.world, self.versions = oracle, oracle.world, oracle.versions
+        self.network, self.checkpoint_store, self.hosts = network, checkpoint_store, hosts
+        self.name, self.step_timing = name, step_timing
         self.up = False
         """Whether the daemon is running."""
         self.frozen = False
@@ -52,7 +52,7 @@ class SimHost(ABC):
         """The factor by which its trainers compute more slowly."""
         self.life = 0
         """Counts daemon processes and fences. Actions that were scheduled in an earlier life are ignored."""
-        self.arena = SimArena(node=name, oracle=truth)
+        self.arena = SimArena(node=name, oracle=oracle)
         self.agent = AgentMachine(name, self.world.timing)
 
     @abstractmethod
@@ -83,11 +83,11 @@ class SimHost(ABC):
         key = HeldSnapshot(job_id=restore.job_id, step=restore.step, generation=restore.generation)
         found: dict[int, int] = {}
         for group in restore.groups:
-            wanted = layers & set(range(group.first_layer, group.end_layer))
-            if not wanted:
+            needed = layers & set(range(group.first_layer, group.end_layer))
+            if not needed:
                 continue
             able = {name for name in restore.sources if self.hosts[name].serves(self)}
-            there = {name for name in able if self.hosts[name].arena.sound(key)}
+            there = {name for name in able if self.hosts[name].arena.is_intact(key)}
             copy = (
                 self.hosts[group.replica_peer].arena.copy(key, group.owners[0])
                 if group.replica_peer in able
@@ -100,5 +100,5 @@ class SimHost(ABC):
             held += [copy.layers] if copy is not None else []
             shards = [layers_of_group(layers, group) for layers in held]
             self.oracle.check_restored(restore, group, shards)
-            found.update({layer: shards[0][layer] for layer in wanted})
+            found.update({layer: shards[0][layer] for layer in needed})
         return found, ()

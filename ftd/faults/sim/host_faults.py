@@ -29,17 +29,17 @@ def lose_power(sim: Simulation, which: float, back_s: float) -> None:
     node = live[int(which * len(live))]
     sim.log(f"{node.name} loses power for {back_s:.2f} s")
     sim.network.forget_connection(node.name)  # As far as anybody can notice.
-    sim.world.call_later(KEEP_ALIVE_S, _last_will, sim, node, node.incarnation, sim.network.forgot_at)
+    sim.world.call_later(KEEP_ALIVE_S, _last_will, sim, node, node.incarnation, sim.network.lost_state_at)
     node.crash(host=True)
     sim.world.call_later(back_s, sim.start_if_down, node)
 
 
-def _last_will(sim: Simulation, node: SimNode, incarnation: int, forgot_at: float) -> None:
+def _last_will(sim: Simulation, node: SimNode, incarnation: int, lost_state_at: float) -> None:
     """Publish the last will. It overwrites what the node published meanwhile, which the node then publishes
     again.
     """
     network = sim.network
-    if network.up and network.forgot_at == forgot_at:
+    if network.up and network.lost_state_at == lost_state_at:
         network.publish_node_state(node.name, True, incarnation, False)
         if node.up and network.is_connected(node.name):
             network.retain(node.name, False, node.incarnation)

@@ -70,20 +70,20 @@ class Invariants(Oracle):
 
     # --- the coordinator -----------------------------------------------------------------------
 
-    def coordinator_starts(self, machine: ClusterMachine) -> None:
-        self.coordinator_stepped(machine)
+    def check_start(self, machine: ClusterMachine) -> None:
+        self.check_progress(machine)
 
-    def check_leader(self, leader: Leader, forgot_at: float) -> None:
+    def check_leader(self, leader: Leader, lost_state_at: float) -> None:
         """Check that each term has one leader. Positions in journals begin with the term, so two writers under
         one term could not be distinguished.
 
-        :param forgot_at: when the broker last lost the record of which terms were claimed.
+        :param lost_state_at: when the broker last lost the record of which terms were claimed.
         """
         first, at = self.first_leaders.setdefault(leader.term, (leader.incarnation, self.world.now))
-        if first != leader.incarnation and at > forgot_at:
+        if first != leader.incarnation and at > lost_state_at:
             self.violated(f"{leader.name} leads in term {leader.term}, in which another coordinator led")
 
-    def coordinator_stepped(self, machine: ClusterMachine) -> None:
+    def check_progress(self, machine: ClusterMachine) -> None:
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
             self.new_job(machine.checkpoint, machine.job)
@@ -92,7 +92,7 @@ class Invariants(Oracle):
             self.violated(f"the committed step went back from {self.known_step} to {step}")
         self.known_step = step
 
-    def persisted(self, machine: JournalView) -> None:
+    def on_journal(self, machine: JournalView) -> None:
         """Take a published journal. A rollback that is not in it has never happened."""
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
@@ -101,7 +101,7 @@ class Invariants(Oracle):
         self.writing = machine.writing
         if machine.lineage == self.lineage:
             return
-        self._rolls_back(machine)
+        self._check_rollback_needed(machine)
         self.lineage, self.groups.trained = machine.lineage, None
         step = machine.committed_step
         if self.newest is None and machine.checkpoint is not None and machine.checkpoint.step == step:
@@ -126,7 +126,7 @@ class Invariants(Oracle):
         if not isinstance(command, Quiesce | Resume):
             return
         if isinstance(command, Resume):
-            scheme = self.protected.setdefault(command.generation, command.protection)
+            scheme = self.protections.setdefault(command.generation, command.protection)
             if scheme != command.protection:
                 self.violated(
                     f"generation {command.generation} gets the protections {scheme} and {command.protection}"
@@ -134,22 +134,22 @@ class Invariants(Oracle):
         if journal is None or journal["generation"] < command.generation:
             self.violated(f"generation {command.generation} was published before it was persisted")
         if isinstance(command, Resume):
-            self._resume_is_sound(command)
+            self._check_resume(command)
 
-    def _resume_is_sound(self, resume: Resume) -> None:
+    def _check_resume(self, resume: Resume) -> None:
         if resume.generation < self.newest_resume:
             self.violated(f"generation {resume.generation} is resumed after {self.newest_resume}")
         if resume.generation == self.newest_resume:
             return  # Repeated for a node that may have missed it.
         self.newest_resume = resume.generation
         self.resumed_job = True
-        if resume.step < self.newest_published and not self._gone_with_power(resume.step):
+        if resume.step < self.newest_published and not self._is_lost_with_power(resume.step):
             self.violated(
                 f"a Resume at step {resume.step} after step {self.newest_published} was published as committed"
             )
-        self.plan_is_sound(resume.plan)
+        self.check_plan(resume.plan)
 
-    def _gone_with_power(self, step: int) -> bool:
+    def _is_lost_with_power(self, step: int) -> bool:
         """Return whether the power loss explains a lower step: only trainers knew what was not forced, and
         they are gone, too.
         """
@@ -159,7 +159,7 @@ class Invariants(Oracle):
         self.published = {number: version for number, version in self.published.items() if number <= step}
         return True
 
-    def plan_is_sound(self, plan: Plan) -> None:
+    def check_plan(self, plan: Plan) -> None:
         """Check that every pipeline owns every layer once, and that the pipelines split the global batch
         exactly.
         """
@@ -187,7 +187,7 @@ class Invariants(Oracle):
                     self.violated(f"generation {event.generation} was used twice")
                 self.announced.add(event.generation)
             case "StepCommitted":
-                self._told(event)
+                self._check_step_published(event)
             case "Evaluated":
                 self.evaluations.on_published(event)
             case "JobFinished":
@@ -200,9 +200,9 @@ class Invariants(Oracle):
             case "JobFailed":
                 self.failed_job = event.reason
                 self.on_failure(event.reason)
-                self._may_fail()
+                self._check_failure()
             case "RecoveryCompleted":
-                self._switched(event.details["recovery"])
+                self._check_protection_switch(event.details["recovery"])
             case "CheckpointAbandoned":
                 self.checkpoint_store.on_abandoned(event)
             case "ReplicasDiverged":
@@ -210,13 +210,13 @@ class Invariants(Oracle):
             case _:
                 pass
 
-    def _switched(self, recovery: dict[str, Any]) -> None:
+    def _check_protection_switch(self, recovery: dict[str, Any]) -> None:
         """Check that a mere change of the protection costs no step."""
         alone = recovery["cause"] == "protection_changed" and recovery["generations_tried"] == 1
         if alone and recovery["recomputed_steps"] + recovery["rolled_back_steps"]:
             self.violated("the protection is switched, but steps are computed again")
 
-    def _told(self, event: EmitEvent) -> None:
+    def _check_step_published(self, event: EmitEvent) -> None:
         step, version = event.step, int(event.details["loss"])
         assert step is not None
         self.check_vote({name: event.details[name] for name in VOTE_FIELDS}, version)
@@ -262,9 +262,9 @@ class Invariants(Oracle):
 
     # --- state that is given up -------------------------------------------------------------------
 
-    def _may_fail(self) -> None:
+    def _check_failure(self) -> None:
         if self.resumed_job and not self._is_wrong_code(self.failed_job or ""):
-            self._gives_up()  # Otherwise nobody could build it.
+            self._check_abandoned()  # Otherwise nobody could build it.
 
     def _is_wrong_code(self, reason: str) -> bool:
         """Return whether the job failed because its code raised, and not because state was lost."""
@@ -274,7 +274,7 @@ class Invariants(Oracle):
             self.violated(f"a node's own failure counts as the job's: {reason}")
         return True
 
-    def _rolls_back(self, machine: JournalView) -> None:
+    def _check_rollback_needed(self, machine: JournalView) -> None:
         """Check that a rollback is necessary.
 
         It is not while the members hold all layers of their newest step; nor, with replicas of all parts,
@@ -295,20 +295,20 @@ class Invariants(Oracle):
         group = self.groups.trained
         if group is None or not group.sharded or "aor" not in group.resume.protection:
             return
-        gone = {
+        lost_nodes = {
             trainer.node.name
             for trainer in group.trained_by.values()
             if trainer.node.name not in machine.members or not trainer.responsive
         }
-        if len(group.resume.plan.pipelines) > 1 and len(gone) < 2:
-            self.violated(f"rolled back although a group with replicas has lost only {sorted(gone)}")
+        if len(group.resume.plan.pipelines) > 1 and len(lost_nodes) < 2:
+            self.violated(f"rolled back although a group with replicas has lost only {sorted(lost_nodes)}")
 
     def _is_known_by_a_trainer(self) -> bool:
         """Return whether a running trainer has committed the newest published step."""
         trainers = [trainer for node in self.nodes.values() for trainer in node.trainers.values()]
         return any(trainer.alive and trainer.committed >= self.newest_published for trainer in trainers)
 
-    def _gives_up(self) -> None:
+    def _check_abandoned(self) -> None:
         """Check that state is abandoned only when no trainer that counts holds some layer of the newest step.
 
         Trainers of a node with a dead or hanging trainer do not count, since the agent ends them all. Nor
@@ -329,26 +329,26 @@ class Invariants(Oracle):
         if self.newest is not None:
             key = self.key_of(self.newest)
             up = {name: node for name, node in self.nodes.items() if node.up}
-            there = {name for name, node in up.items() if node.arena.sound(key)}
+            there = {name for name, node in up.items() if node.arena.is_intact(key)}
             copied = {
                 owner
-                for owner, buddy in self.newest.replica_peers.items()
-                if buddy in up and up[buddy].arena.copy(key, owner) is not None
+                for owner, peer in self.newest.replica_peers.items()
+                if peer in up and up[peer].arena.copy(key, owner) is not None
             }
             if not any(is_unrecoverable(group, there, copied) for group in self.newest.groups):
                 self.violated(
                     f"the job failed while {sorted(there)}, and replica peers of {sorted(copied)}, hold the "
                     f"snapshot of {key.step}"
                 )
-        sound = [step for step, kept in self.checkpoint_store.checkpoints.items() if not kept.damaged]
-        if sound:
-            self.violated(f"the job failed while there are intact checkpoints of steps {sound}")
+        intact = [step for step, stored in self.checkpoint_store.checkpoints.items() if not stored.corrupt]
+        if intact:
+            self.violated(f"the job failed while there are intact checkpoints of steps {intact}")
 
-    def check_removal(self, kept: dict[str, Any] | None, name: str) -> None:
+    def check_removal(self, stored_state: dict[str, Any] | None, name: str) -> None:
         """Check the removal of ``name`` at the broker: the journal no longer names it, and it holds nothing
         that nobody else has.
         """
-        journal = assemble(kept) if kept is not None else None
+        journal = assemble(stored_state) if stored_state is not None else None
         if journal is None or is_job_over(journal):
             return
         if name in named_nodes(journal):

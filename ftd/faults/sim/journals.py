@@ -8,9 +8,9 @@ from ftd.transport.wire.coordinator_messages import decompress_state
 from statemachine.cluster.phases import OVER
 
 
-def decode_state(kept: bytes) -> dict[str, Any]:
+def decode_state(stored: bytes) -> dict[str, Any]:
     """Return a durable state as plain values."""
-    state: dict[str, Any] = msgspec.msgpack.decode(decompress_state(kept))
+    state: dict[str, Any] = msgspec.msgpack.decode(decompress_state(stored))
     return state
 
 

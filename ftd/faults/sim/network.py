@@ -119,7 +119,7 @@ def _matches_any(filters: tuple[str, ...], topic: str) -> bool:
     given = topic.split("/")
     return any(
         len(levels) == len(given) and all(a in ("+", b) for a, b in zip(levels, given, strict=True))
-        for levels in (wanted.split("/") for wanted in filters)
+        for levels in (pattern.split("/") for pattern in filters)
     )
 
 
@@ -133,22 +133,22 @@ class SimNetwork:
         self.connections: dict[str, SimConnection] = {}
         """The coordinators' connections by client id."""
         self.retained: dict[str, bytes] = {}
-        self.forgot_at = 0.0  # When it last lost everything, or everything since it was saved.
-        self.aged = False
+        self.lost_state_at = 0.0  # When it last lost everything, or everything since it was saved.
+        self.restored_stale = False
         """Whether it came back with less than it had, which clients that connect then cannot know."""
         self.fences = True
         """Whether a deposed leader's messages are dropped; off only for a planted bug."""
-        self.duplicates = 0.0
+        self.duplicate_probability = 0.0
         """The probability that a message is duplicated."""
-        self.slow = 0.0
+        self.slow_probability = 0.0
         """The probability that a message takes long."""
         self.message_faults: dict[str, MessageFaults] = {}
         """The faults of individual nodes' messages."""
         self.partitioned_pairs: set[frozenset[str]] = set()
         """Pairs of nodes that do not reach each other."""
-        self.take_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
+        self.on_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
         """Called with each command that arrives at a node."""
-        self.at_broker: Callable[[SimConnection, str, bytes, Any], None] = lambda *published: None
+        self.on_published: Callable[[SimConnection, str, bytes, Any], None] = lambda *published: None
         """Called with everything that a coordinator publishes once the broker has it, and with the note that
         came with it.
         """
@@ -277,7 +277,7 @@ class SimNetwork:
             return
         if not self.up or not (connection.open or not self.fences):
             return
-        self.at_broker(connection, topic, payload, note)
+        self.on_published(connection, topic, payload, note)
         if retain and payload:
             self.retained[topic] = payload
         elif retain:
@@ -292,7 +292,7 @@ class SimNetwork:
             del self.connections[connection.client_id]
             connection.open = False
 
-    def end_leader(self) -> None:
+    def drop_leader(self) -> None:
         """Break the leader's connection."""
         if (leader := self.leader) is not None:
             self._end(leader)
@@ -342,7 +342,7 @@ class SimNetwork:
         if link.cut:
             link.held.append((False, self._arrive_at_node, (link, number, name, message)))
             return
-        self.take_command(name, message)
+        self.on_command(name, message)
 
     def _pass(self, sender: str, to: SimConnection, topic: str, payload: bytes, retained: bool) -> None:
         for delay_s in self._delays(sender, to.client_id):
@@ -362,7 +362,7 @@ class SimNetwork:
         world = self.world
         random = world.rng.random()
         delay = 0.001 + 0.012 * random
-        if self.slow and random < self.slow:
+        if self.slow_probability and random < self.slow_probability:
             delay += world.between(0.0, 1.0)
         line = self.message_faults.get(sender) or self.message_faults.get(receiver)
         if line is not None and world.chance(line.drop):
@@ -371,7 +371,7 @@ class SimNetwork:
         key = (sender, receiver)
         due = max(world.now + delay, self._last.get(key, 0.0))
         self._last[key] = due
-        duplicates = self.duplicates if line is None else line.duplicate
+        duplicates = self.duplicate_probability if line is None else line.duplicate
         if sender != BROKER and duplicates and world.chance(duplicates):
             return [due - world.now, due - world.now + world.between(0.0, 2.0)]
         return [due - world.now]
@@ -450,8 +450,8 @@ class SimNetwork:
         for connection in list(self.connections.values()):
             self._end(connection)
         before, self.retained = self.retained.get(JOURNAL), dict(left or {})
-        self.aged = left is not None and left.get(JOURNAL) != before
-        self.forgot_at = self.world.now
+        self.restored_stale = left is not None and left.get(JOURNAL) != before
+        self.lost_state_at = self.world.now
         self.world.call_later(for_s, self.start_broker)
 
     def start_broker(self) -> None:

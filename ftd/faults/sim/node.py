@@ -62,13 +62,13 @@ class SimNode(SimHost):
         self,
         groups: SimGroups,
         network: SimNetwork,
-        place: SimCheckpointStore,
+        checkpoint_store: SimCheckpointStore,
         nodes: Mapping[str, "SimNode"],
         name: str,
         devices: int,
-        pace: StepTiming,
+        step_timing: StepTiming,
     ) -> None:
-        super().__init__(groups.oracle, network, place, nodes, name, pace)
+        super().__init__(groups.oracle, network, checkpoint_store, nodes, name, step_timing)
         self.groups, self.devices, self.profile = groups, devices, groups.oracle.profile
         self.incarnation = 0
         self.exited = False
@@ -159,7 +159,7 @@ class SimNode(SimHost):
         self.data_cut = False
         self.failing_builds = 0
         self.slowness = 1.0
-        self.max_scan_s = self.restorer.reads_s = self.copy_sender.sends_s = 0.0
+        self.max_scan_s = self.restorer.max_read_s = self.copy_sender.max_send_s = 0.0
         self.thaw()
 
     def terminate(self) -> None:
@@ -175,7 +175,7 @@ class SimNode(SimHost):
         if world.tracing:
             world.note(self.name, event)
         if isinstance(event, CommandArrived) and isinstance(event.message.command, Fence):
-            self.oracle.fenced(self.name, event.message.incarnation)
+            self.oracle.on_fenced(self.name, event.message.incarnation)
         for effect in self.agent.step(event):
             if world.tracing:
                 world.note(self.name, f"  → {effect}")
@@ -187,13 +187,13 @@ class SimNode(SimHost):
     def disconnected(self) -> None:
         self.feed(BrokerDisconnected(at=self.world.now, cause="broker"))
 
-    def command(self, heard: ToNode | ToNodes) -> None:
+    def command(self, received: ToNode | ToNodes) -> None:
         message: ToNode | None
-        if isinstance(heard, ToNode):
-            message = heard
+        if isinstance(received, ToNode):
+            message = received
         else:
-            message = heard.addressed(self.name, self.incarnation)
-            self.oracle.check_addressed(self.name, self.incarnation, heard, taken=message is not None)
+            message = received.addressed(self.name, self.incarnation)
+            self.oracle.check_addressed(self.name, self.incarnation, received, taken=message is not None)
         if message is not None:
             self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
 

@@ -54,7 +54,7 @@ class Oracle:
         """By step: the number of losses of the newest journal at the time when it was published."""
         self.newest_published = 0
         self.newest_resume = 0
-        self.protected: dict[int, str] = {}
+        self.protections: dict[int, str] = {}
         """The protection of snapshots that each generation was given."""
         self.writers: dict[HeldSnapshot, set[str]] = {}
         """Nodes that ever completed their part of a snapshot, or received a snapshot copy."""
@@ -96,23 +96,23 @@ class Oracle:
             self.violated(
                 f"the snapshot of step {record.step} counts, but {sorted(missing)} did not complete it"
             )
-        written = self.protected.get(record.generation)
+        written = self.protections.get(record.generation)
         counted = {group.protection for group in record.groups}
         if counted != {written}:
             self.violated(
-                f"the snapshot of step {record.step} is protected by {written}, but counts as {sorted(counted)}"
+                f"the snapshot of step {record.step} is protections by {written}, but counts as {sorted(counted)}"
             )
-        for owner, buddy in record.replica_peers.items():
-            if buddy not in self.writers.get(copy_of(self.key_of(record), owner), set()):
+        for owner, peer in record.replica_peers.items():
+            if peer not in self.writers.get(copy_of(self.key_of(record), owner), set()):
                 self.violated(
-                    f"the snapshot of step {record.step} counts, but {buddy} has no copy of {owner}'s shard"
+                    f"the snapshot of step {record.step} counts, but {peer} has no copy of {owner}'s shard"
                 )
         if self.published.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
             self.violated(f"the snapshot of step {record.step} is not the published state of that step")
 
     # --- what a host's memory keeps -----------------------------------------------------------------
 
-    def written(self, node: str, key: HeldSnapshot) -> None:
+    def on_shard_written(self, node: str, key: HeldSnapshot) -> None:
         self.writers.setdefault(key, set()).add(node)
 
     def check_dropped(self, node: str, key: HeldSnapshot, persisting: Persist | None) -> None:
@@ -128,7 +128,7 @@ class Oracle:
         if key == self.key_of(persisting.record):
             self.violated(f"{node} overwrites the snapshot of step {key.step} while it is persisted")
 
-    def received(self, node: str, key: HeldSnapshot) -> None:
+    def on_copy_received(self, node: str, key: HeldSnapshot) -> None:
         self.writers.setdefault(key, set()).add(node)
 
     def check_dropped_copy(self, node: str, key: HeldSnapshot) -> None:
@@ -147,18 +147,18 @@ class Oracle:
             self.violated(
                 f"the shards of layers {group.first_layer} … of step {restore.step} differ: {shards}"
             )
-        wanted = self.published.get(restore.step)
+        published_version = self.published.get(restore.step)
         for version in shards[0].values():
-            if self.versions.step[version] != restore.step or wanted not in (None, version):
+            if self.versions.step[version] != restore.step or published_version not in (None, version):
                 self.violated(
-                    f"version {version} is restored as step {restore.step}, whose version is {wanted}"
+                    f"version {version} is restored as step {restore.step}, whose version is {published_version}"
                 )
         if len(shards[0]) != group.end_layer - group.first_layer:
             self.violated(f"layers of group {group.first_layer} are missing in {shards[0]}")
 
     # --- nodes --------------------------------------------------------------------------------------
 
-    def fenced(self, name: str, incarnation: int) -> None:
+    def on_fenced(self, name: str, incarnation: int) -> None:
         self.fenced_incarnations.setdefault(name, set()).add(incarnation)
 
     def check_addressed(self, name: str, incarnation: int, message: ToNodes, *, taken: bool) -> None:
@@ -179,9 +179,9 @@ class Oracle:
         if vote is not None:
             self.check_vote({name: getattr(vote, name) for name in VOTE_FIELDS}, int(vote.loss))
 
-    def check_vote(self, said: dict[str, Any], version: int) -> None:
+    def check_vote(self, values: dict[str, Any], version: int) -> None:
         vote = vote_of(version)
-        for name, value in said.items():
+        for name, value in values.items():
             if value != getattr(vote, name):
                 self.violated(
                     f"{name} of version {version} is {value}, but its vote says {getattr(vote, name)}"

@@ -19,12 +19,12 @@ class SimPlanning:
     progress: tuple[int, int] | None = None
 
     def __init__(
-        self, world: World, thinks_s: Callable[[], float], loop: ProcessLoop, feed: Feed, driver: Driver
+        self, world: World, max_planning_s: Callable[[], float], loop: ProcessLoop, feed: Feed, driver: Driver
     ) -> None:
-        """:param thinks_s: returns the longest extra time that a plan takes now."""
+        """:param max_planning_s: returns the longest extra time that a plan takes now."""
         self._world, self._thinks_s, self._loop, self._feed, self._now = (
             world,
-            thinks_s,
+            max_planning_s,
             loop,
             feed,
             driver.now,

@@ -62,6 +62,10 @@ def plan_event(planner: Planner, effect: ComputePlan, now: float) -> PlanReady |
             reason=str(error),
             lost_layers=error.layers if isinstance(error, StateLostError) else (),
         )
-    wish = effect.protection
-    choice = None if wish is None else choose_protection(plan, planner.profile.layers, wish)
+    protection_request = effect.protection
+    choice = (
+        None
+        if protection_request is None
+        else choose_protection(plan, planner.profile.layers, protection_request)
+    )
     return PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan, protection=choice)

@@ -30,7 +30,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._haste: Random | None = None
+        self._busy_rng: Random | None = None
         self._pausing = False
 
     # --- from outside --------------------------------------------------------------------------------
@@ -43,16 +43,16 @@ class ProcessLoop(asyncio.BaseEventLoop):
             action(*arguments)
         elif self.frozen or self._pausing:
             self._held.append((action, arguments))
-        elif self._haste is not None and self._haste.random() >= 0.7:
+        elif self._busy_rng is not None and self._busy_rng.random() >= 0.7:
             self._pausing = True
             self._held.append((action, arguments))
-            self.world.call_later(self._haste.uniform(0.0, 0.05), self._resume)
+            self.world.call_later(self._busy_rng.uniform(0.0, 0.05), self._resume)
         else:
             self._run([(action, arguments)])
 
-    def hurry(self, name: str) -> None:
+    def enable_busy_periods(self, name: str) -> None:
         """Be busy at times, and handle together what arrived meanwhile."""
-        self._haste = Random(f"{self.world.seed} {name} together")
+        self._busy_rng = Random(f"{self.world.seed} {name} together")
 
     def _resume(self) -> None:
         self._pausing = False

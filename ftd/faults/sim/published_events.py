@@ -13,9 +13,9 @@ from ftd.transport.wire.public import EventMessage
 class PublishedEvents:
     """The events of all coordinators together, whichever of them publishes them."""
 
-    def __init__(self, truth: Oracle) -> None:
-        self._truth = truth
-        self._heard: dict[str, EventMessage] = {}
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._seen: dict[str, EventMessage] = {}
         self._due: dict[str, str] = {}
         """Events that were decided in a journal at the broker and are not published yet."""
         self.journal_losses = 0
@@ -23,17 +23,17 @@ class PublishedEvents:
 
     def on_journaled(self, outbox: Iterable[tuple[str, str]]) -> None:
         """Note the outbox of a journal that is at the broker."""
-        self._due |= {number: event for number, event in outbox if number not in self._heard}
+        self._due |= {number: event for number, event in outbox if number not in self._seen}
 
     def is_new(self, message: EventMessage) -> bool:
         """Return whether a message is new, as receivers decide that drop duplicates by id."""
         self._due.pop(message.id, None)
-        said = msgspec.structs.replace(message, at="", monotonic=0.0)
-        if message.id not in self._heard:
-            self._heard[message.id] = said
+        content = msgspec.structs.replace(message, at="", monotonic=0.0)
+        if message.id not in self._seen:
+            self._seen[message.id] = content
             return True
-        if self._heard[message.id] != said:
-            self._truth.violated(f"event {message.id} was {self._heard[message.id]}, and then {said}")
+        if self._seen[message.id] != content:
+            self._oracle.violated(f"event {message.id} was {self._seen[message.id]}, and then {content}")
         return False
 
     def on_journals_lost(self) -> None:
@@ -44,4 +44,4 @@ class PublishedEvents:
     def check_complete(self) -> None:
         """Check at the end that every event was published."""
         if self._due:
-            self._truth.violated(f"decided, but never published: {list(self._due.values())}")
+            self._oracle.violated(f"decided, but never published: {list(self._due.values())}")

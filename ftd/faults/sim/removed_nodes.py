@@ -7,9 +7,9 @@ from ftd.faults.sim.journals import is_job_over, named_nodes
 from ftd.faults.sim.simulation import Simulation
 from statemachine.cluster.durable.records import assemble
 
-_LATE_S = 6.0
+_DUPLICATE_DELAY_S = 6.0
 """The extra time allowed, since duplicates may arrive that much later than their sender's end."""
-_LOOKS = 3
+_MAX_CHECKS = 3
 
 
 class RemovedNodesCheck:
@@ -21,30 +21,30 @@ class RemovedNodesCheck:
         self._settled_at = 0.0
         self._seen: dict[str, int] = {}
         """How often in a row each node was found that should have been removed."""
-        sim.world.call_later(1.0, self._look)
+        sim.world.call_later(1.0, self._check_all)
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         sim, leader, timing = self._sim, self._sim.coordinator, self._sim.world.timing
-        sim.world.call_later(1.0, self._look)
+        sim.world.call_later(1.0, self._check_all)
         leading = leader.process if leader.leading and not leader.frozen and leader.reaches_broker else None
         if leading is None or leading is not self._leading:
             self._leading, self._settled_at = leading, sim.world.now
-        late = sim.world.now - timing.remove_offline_s - _LATE_S
-        gone = [
+        late = sim.world.now - timing.remove_offline_s - _DUPLICATE_DELAY_S
+        removed = [
             node.name for node in sim.nodes.values() if node.removed_at is not None and node.removed_at < late
         ]
-        if gone and self._settled_at < late:
-            self._check(set(gone), assemble(leader.machine.durable_state()))
+        if removed and self._settled_at < late:
+            self._check(set(removed), assemble(leader.machine.durable_state()))
 
-    def _check(self, gone: set[str], journal: dict[str, Any]) -> None:
+    def _check(self, removed: set[str], journal: dict[str, Any]) -> None:
         """Check nodes that are gone for good. They may have been named by the journal until just now."""
         quiet = journal["phase"] == "RUNNING" and journal.get("recovery") is None
-        free = gone if is_job_over(journal) else gone - named_nodes(journal) if quiet else set()
+        unneeded = removed if is_job_over(journal) else removed - named_nodes(journal) if quiet else set()
         # A node whose last will died with the broker is retained as healthy: nobody can distinguish it from
         # a new one.
         offline = self._sim.network.offline()
-        left = free & {*journal["nodes"], *offline}
-        self._seen = {name: self._seen.get(name, 0) + 1 for name in sorted(left)}
-        for name in (name for name, looks in self._seen.items() if looks > _LOOKS):
+        remaining = unneeded & {*journal["nodes"], *offline}
+        self._seen = {name: self._seen.get(name, 0) + 1 for name in sorted(remaining)}
+        for name in (name for name, count in self._seen.items() if count > _MAX_CHECKS):
             what = "is listed" if name in journal["nodes"] else "its state is retained"
             self._sim.invariants.violated(f"{name} is gone for good, but {what} still")

@@ -12,8 +12,8 @@ from statemachine.effects import ResumeTrainer
 from statemachine.messages.cluster import RestoreFailed
 from statemachine.messages.values import Restore
 
-_TRIES = 6
-_AGAIN_S = 0.5
+_ATTEMPTS = 6
+_RETRY_S = 0.5
 
 
 class SimRestorer:
@@ -21,36 +21,36 @@ class SimRestorer:
 
     def __init__(self, node: SimHost, scrubber: SimScrubber) -> None:
         self._node, self._scrubber = node, scrubber
-        self.reads_s = 0.0
+        self.max_read_s = 0.0
         """The longest extra time that a read takes."""
 
     def restore(self, trainer: SimTrainer, effect: ResumeTrainer) -> None:
         """Fetch what the device needs of a snapshot or checkpoint, then resume the trainer."""
         if effect.resume.restore is None or self._layers(trainer, effect) is None:
             trainer.resume(effect.resume)
-        elif self.reads_s:
+        elif self.max_read_s:
             world = self._node.world
-            world.call_later(world.up_to(self.reads_s), self._read, trainer, effect, _TRIES)
+            world.call_later(world.up_to(self.max_read_s), self._read, trainer, effect, _ATTEMPTS)
         else:
-            self._read(trainer, effect, _TRIES)
+            self._read(trainer, effect, _ATTEMPTS)
 
     def _layers(self, trainer: SimTrainer, effect: ResumeTrainer) -> frozenset[int] | None:
         device = Device(node=self._node.name, index=trainer.device)
         return owned_layers(effect.resume.plan).get(device)
 
-    def _read(self, trainer: SimTrainer, effect: ResumeTrainer, tries: int) -> None:
+    def _read(self, trainer: SimTrainer, effect: ResumeTrainer, attempts: int) -> None:
         node, resume = self._node, effect.resume
-        restore, layers, place = resume.restore, self._layers(trainer, effect), node.checkpoint_store
+        restore, layers, store = resume.restore, self._layers(trainer, effect), node.checkpoint_store
         assert restore is not None, "there is something to read"
         assert layers is not None, "the device has a rank"
         if not node.up or node.agent.generation != resume.generation:
             return
-        if restore.url and place.hangs_s:
-            node.world.call_later(place.hangs_s, self._read, trainer, effect, tries)
+        if restore.url and store.hangs_for_s:
+            node.world.call_later(store.hangs_for_s, self._read, trainer, effect, attempts)
             return
         staged, bad = self._staged(restore, set(layers))
-        if bad and tries:
-            node.world.call_later(_AGAIN_S, self._read, trainer, effect, tries - 1)
+        if bad and attempts:
+            node.world.call_later(_RETRY_S, self._read, trainer, effect, attempts - 1)
         elif bad or not staged:
             node.feed(
                 StagingFailed(
@@ -60,7 +60,7 @@ class SimRestorer:
                         generation=resume.generation,
                         detail="it cannot be had",
                         bad=bad,
-                        damaged=bool(restore.url) and not place.closed,
+                        damaged=bool(restore.url) and not store.unavailable,
                     ),
                 )
             )

@@ -82,7 +82,7 @@ class _Scrubber(SimScrubber):
         if newest is None or not self._monitored.up:
             return False
         key = self._monitored.oracle.key_of(newest)
-        return any(shard.damaged for shard in self._monitored.arena.parts(key).values())
+        return any(shard.corrupt for shard in self._monitored.arena.parts(key).values())
 
     def _say(self, name: str) -> None:
         self._monitored.simulation.on_event(

@@ -57,22 +57,22 @@ def inject_into_node(cluster: SimCluster, fault: Fault, name: str) -> None:
         case "slow":
             node.slowness = fault.factor or DEFAULT_FACTOR
             if fault.for_s is not None:
-                clock.call_later(fault.for_s, _quicken, node)
+                clock.call_later(fault.for_s, _restore_speed, node)
         case "disconnect":
             cluster.network.cut(node.name, for_s)
             cluster.network.drop(node.name)
         case "cut":
             _cut(cluster, node, for_s)
         case "fill_memory":
-            node.pace = replace(node.pace, full=1.0)
-            clock.call_later(for_s, _empty, node)
+            node.step_timing = replace(node.step_timing, no_room_probability=1.0)
+            clock.call_later(for_s, _free_memory, node)
         case "fill_disk":
-            cluster.checkpoint_store.full = 1.0
-            clock.call_later(for_s, _empty_disk, cluster)
+            cluster.checkpoint_store.write_failure_probability = 1.0
+            clock.call_later(for_s, _free_disk, cluster)
         case "lossy":
             line = MessageFaults(drop=fault.drop, duplicate=fault.duplicate, late_s=fault.late_s)
             cluster.network.message_faults[node.name] = line
-            clock.call_later(for_s, _mend, cluster, node)
+            clock.call_later(for_s, _heal_messages, cluster, node)
         case "flip":
             _flip(cluster, fault, node)
         case "start":
@@ -89,7 +89,7 @@ def _flip(cluster: SimCluster, fault: Fault, node: SimNode) -> None:
     if not shards:
         raise PeerError(f"{node.name} keeps no part of a snapshot that is complete everywhere now")
     for shard in shards:
-        shard.damaged = True
+        shard.corrupt = True
 
 
 def _devices(fault: Fault, node: SimNode) -> list[int]:
@@ -110,7 +110,7 @@ def _cut(cluster: SimCluster, node: SimNode, for_s: float) -> None:
     cluster.world.call_later(for_s, _reconnect, node)
 
 
-def _mend(cluster: SimCluster, node: SimNode) -> None:
+def _heal_messages(cluster: SimCluster, node: SimNode) -> None:
     cluster.network.message_faults.pop(node.name, None)
 
 
@@ -118,13 +118,13 @@ def _reconnect(node: SimNode) -> None:
     node.data_cut = False
 
 
-def _quicken(node: SimNode) -> None:
+def _restore_speed(node: SimNode) -> None:
     node.slowness = 1.0
 
 
-def _empty_disk(cluster: SimCluster) -> None:
-    cluster.checkpoint_store.full = 0.0
+def _free_disk(cluster: SimCluster) -> None:
+    cluster.checkpoint_store.write_failure_probability = 0.0
 
 
-def _empty(node: SimNode) -> None:
-    node.pace = replace(node.pace, full=0.0)
+def _free_memory(node: SimNode) -> None:
+    node.step_timing = replace(node.step_timing, no_room_probability=0.0)

@@ -123,11 +123,13 @@ def unsupported_faults(scenario: Scenario, setting: ScenarioSetup) -> dict[Fault
 
 def without_faults(scenario: Scenario, skipped: Iterable[Fault]) -> Scenario:
     """Return the scenario without these faults and those that wait for them."""
-    gone = {fault.id for fault in skipped}
+    skipped_ids = {fault.id for fault in skipped}
     while more := {
         fault.id
         for fault in scenario.faults
-        if fault.id not in gone and isinstance(fault.trigger, AfterFault) and fault.trigger.fault in gone
+        if fault.id not in skipped_ids
+        and isinstance(fault.trigger, AfterFault)
+        and fault.trigger.fault in skipped_ids
     }:
-        gone |= more
-    return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.id not in gone))
+        skipped_ids |= more
+    return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.id not in skipped_ids))

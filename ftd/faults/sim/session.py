@@ -45,7 +45,7 @@ class SimSession:
         self._on_message, self._on_connected, self._on_lost = on_message, on_connected, on_lost
         self._connection: SimConnection | None = None
         self._closed: asyncio.Future[None] | None = None
-        self._kept: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
+        self._pending: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
         self._sending: dict[int, PendingMessage] = {}
         self._number = 0
         self.problem = "no answer yet"
@@ -80,8 +80,8 @@ class SimSession:
         self._connection, self.problem = connection, "lost"
         network.connect(connection)
         self._on_connected()
-        kept, self._kept = list(self._kept), deque(maxlen=MAX_PENDING)
-        for topic, payload, retain, there in kept:
+        pending, self._pending = list(self._pending), deque(maxlen=MAX_PENDING)
+        for topic, payload, retain, there in pending:
             self.publish(topic, payload, retain=retain, queue_offline=True, on_done=there)
         try:
             await self._closed
@@ -109,7 +109,7 @@ class SimSession:
             return
         if (connection := self._connection) is None:
             if queue_offline:
-                self._kept.append((topic, payload, retain, on_done))
+                self._pending.append((topic, payload, retain, on_done))
             return
         acknowledged = None
         if qos and queue_offline:
@@ -127,8 +127,8 @@ class SimSession:
         await asyncio.sleep(min(timeout_s, 0.01))
 
     def take_pending(self) -> list[PendingMessage]:
-        kept, self._kept = list(self._kept), deque(maxlen=MAX_PENDING)
-        return kept
+        pending, self._pending = list(self._pending), deque(maxlen=MAX_PENDING)
+        return pending
 
     def _receive(self, connection: SimConnection, topic: str, payload: bytes, retained: bool) -> None:
         if connection is not self._connection:
@@ -149,7 +149,7 @@ class SimSession:
             return
         self._connection = None
         # An acknowledgement that has not arrived never will. Sending twice is what QoS 1 allows.
-        self._kept.extend(self._sending.values())
+        self._pending.extend(self._sending.values())
         self._sending.clear()
         if not self._closed.done():
             self._closed.set_result(None)
@@ -169,7 +169,7 @@ class SimTransport:
         note: Callable[[str, bytes], Any],
         saw: Callable[[bytes], None],
     ) -> None:
-        self._where = loop, network, host, note, saw
+        self._location = loop, network, host, note, saw
 
     def session(self, **parameters: Any) -> SimSession:
-        return SimSession(*self._where, **parameters)
+        return SimSession(*self._location, **parameters)

@@ -51,18 +51,18 @@ def moves(resume: Resume, layers: int) -> list[tuple[int, tuple[int, ...], int]]
             here = (layer, rank) in whole
             if here and {part for part in kept_parts(resume, device) if part.layer == layer} <= own:
                 continue
-            found.append((layer, _together(held[layer], rank, layer, layers), rank))
+            found.append((layer, _holders(held[layer], rank, layer, layers), rank))
     return found
 
 
-def _together(
+def _holders(
     held: Iterable[tuple[bool, int, StatePart]], rank: int, layer: int, layers: int
 ) -> tuple[int, ...]:
     """Return the ranks that together hold a layer: the rank itself first, then owners, then replicas, until
     nothing is missing.
     """
     parts: dict[int, list[StatePart]] = {}
-    for _, holder, part in sorted(held, key=lambda told: (told[1] != rank, told[0], told[1], told[2])):
+    for _, holder, part in sorted(held, key=lambda entry: (entry[1] != rank, entry[0], entry[1], entry[2])):
         if layer not in incomplete(parts.values(), layers):
             break
         parts.setdefault(holder, []).append(part)

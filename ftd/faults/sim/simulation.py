@@ -115,11 +115,11 @@ class Simulation(SimCluster):
             minimum="oobleck" if shape.oobleck else "one_replica",
             zero1=seed % 3 == 1 if overrides.zero1 is None else overrides.zero1,
         )
-        self.pace = StepTiming(
+        self.step_timing = StepTiming(
             step_s=world.between(0.1, 0.6),
             imbalance=world.between(0.1, 1.0),
             commit_spread_s=world.rng.choice((0.01, 0.1, 0.3)),
-            full=world.rng.choice((0.0, 0.0, 0.05)),
+            no_room_probability=world.rng.choice((0.0, 0.0, 0.05)),
         )
         every, scheme = (
             world.rng.choice((0, 1, 2, 3, 5)),
@@ -132,8 +132,10 @@ class Simulation(SimCluster):
             auto_protection=world.chance(0.2),
         )
         self.checkpoint = CheckpointPolicy()
-        wanted = seed % 3 == 0 if overrides.checkpoints is None else overrides.checkpoints
-        if self.snapshot.every_steps and wanted:  # The other seeds stay as they are without checkpoints.
+        wants_checkpoints = seed % 3 == 0 if overrides.checkpoints is None else overrides.checkpoints
+        if (
+            self.snapshot.every_steps and wants_checkpoints
+        ):  # The other seeds stay as they are without checkpoints.
             self.checkpoint = CheckpointPolicy(
                 url="/checkpoints",
                 every_steps=world.rng.choice((1, 2, 4)),
@@ -153,10 +155,10 @@ class Simulation(SimCluster):
         if some if overrides.evaluations is None else overrides.evaluations:
             self.invariants.evaluations.every_steps = every
         drawn = world.rng.choice((0.0, 0.0, 0.03))
-        self.network.duplicates = drawn if overrides.duplicates is None else overrides.duplicates
-        self.network.slow = world.rng.choice((0.0, 0.0, 0.05))
+        self.network.duplicate_probability = drawn if overrides.duplicates is None else overrides.duplicates
+        self.network.slow_probability = world.rng.choice((0.0, 0.0, 0.05))
         if self.checkpoint.url:
-            self.checkpoint_store.full = world.rng.choice((0.0, 0.0, 0.05))
+            self.checkpoint_store.write_failure_probability = world.rng.choice((0.0, 0.0, 0.05))
         for coordinator in self.coordinators:  # Each host was booted at another time.
             coordinator.clock.since_boot_s = Random(f"{seed} {coordinator.name}").uniform(5e3, 1e5)
 
@@ -175,7 +177,7 @@ class Simulation(SimCluster):
             self.nodes,
             f"node-{len(self.nodes)}",
             self.shape.devices,
-            self.pace,
+            self.step_timing,
         )
         self.nodes[node.name] = node
         self.world.call_later(self.world.between(0.0, 0.3), self.start_if_down, node)

@@ -54,14 +54,14 @@ class SimulationRun(Simulation):
         """Submit the job as a user, and try again later if nobody can take it."""
         open_here = self.coordinator.leading and self.coordinator.reaches_broker
         if not open_here or (
-            self.checkpoint.url and (self.checkpoint_store.closed or self.checkpoint_store.hangs_s)
+            self.checkpoint.url and (self.checkpoint_store.unavailable or self.checkpoint_store.hangs_for_s)
         ):
             self.world.call_later(0.7, self.submit)
             return
         self.jobs += 1
         steps = self.world.rng.randrange(12, 30)
         if self.invariants.failed_job is not None:
-            self.checkpoint_store.remove_damaged()
+            self.checkpoint_store.remove_corrupt()
         begin = self.checkpoint_store.newest() if self.checkpoint.url else None
         self.job = Job(
             job_id=f"job-{self.jobs}",
@@ -116,11 +116,11 @@ class SimulationRun(Simulation):
         for coordinator in self.coordinators:
             coordinator.crash_after = None
             coordinator.max_planning_s = coordinator.disk.full_until = 0.0
-        self.network.duplicates = self.network.slow = 0.0
+        self.network.duplicate_probability = self.network.slow_probability = 0.0
         self.network.message_faults.clear()
         self.network.partitioned_pairs.clear()
         self.network.start_broker()
-        self.checkpoint_store.opens()
+        self.checkpoint_store.reopen()
         for name in list(self.network.links):
             self.network.heal(name)
         upgrade_faults.finish(self)
@@ -134,9 +134,9 @@ class SimulationRun(Simulation):
                 if trainer.frozen or trainer.asleep:
                     node.fail_trainer(trainer.device, "exited")
         # Nodes that were drained or asked to leave also return in the end.
-        self.world.call_later(25.0, self._replace_drained)
+        self.world.call_later(25.0, self._restart_drained)
 
-    def _replace_drained(self) -> None:
+    def _restart_drained(self) -> None:
         for name, state in self.coordinator.machine.public_state()["nodes"].items():
             if state["draining"]:
                 self.nodes[name].crash()

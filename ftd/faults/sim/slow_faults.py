@@ -61,10 +61,10 @@ def stutter_leader(sim: Simulation) -> None:
 
 def slow_planning(sim: Simulation) -> None:
     """Make plans slow, as if nothing were precomputed or the host were busy."""
-    thinks_s = sim.world.between(0.5, 6.0)
-    sim.log(f"plans take up to {thinks_s:.1f} s")
+    max_planning_s = sim.world.between(0.5, 6.0)
+    sim.log(f"plans take up to {max_planning_s:.1f} s")
     for coordinator in sim.coordinators:
-        coordinator.max_planning_s = thinks_s
+        coordinator.max_planning_s = max_planning_s
     sim.world.call_later(sim.world.between(3.0, 15.0), _plan_quickly, sim)
 
 
@@ -77,12 +77,12 @@ def slow_bytes(sim: Simulation) -> None:
     """Make a node read and send snapshots slowly, up to beyond the timeouts of those who wait for it."""
     node = some_node(sim)
     if node is not None:
-        node.restorer.reads_s, node.copy_sender.sends_s = (
+        node.restorer.max_read_s, node.copy_sender.max_send_s = (
             sim.world.between(0.5, 15.0),
             sim.world.between(0.5, 8.0),
         )
         sim.log(
-            f"{node.name} reads up to {node.restorer.reads_s:.1f} s, sends {node.copy_sender.sends_s:.1f} s"
+            f"{node.name} reads up to {node.restorer.max_read_s:.1f} s, sends {node.copy_sender.max_send_s:.1f} s"
         )
 
 

@@ -271,8 +271,8 @@ class SimTrainer:
         """Compute held-out batch ``batch`` (from 1)."""
         self.phase = "evaluate"
         self.progress += 1
-        world, pace = self.node.world, self.node.pace
-        computing_s = pace.step_s * world.between(0.2, 0.5) * self.node.slowness
+        world, step_timing = self.node.world, self.node.step_timing
+        computing_s = step_timing.step_s * world.between(0.2, 0.5) * self.node.slowness
         self._later(computing_s, self._computed_batch, self.token, batch)
 
     def _computed_batch(self, token: int, batch: int) -> None:
@@ -306,8 +306,10 @@ class SimTrainer:
     def start_step(self) -> None:
         self.phase = "compute"
         self.progress += 1
-        world, pace = self.node.world, self.node.pace
-        computing_s = pace.step_s * (1 + pace.imbalance * world.rng.random()) * self.node.slowness
+        world, step_timing = self.node.world, self.node.step_timing
+        computing_s = (
+            step_timing.step_s * (1 + step_timing.imbalance * world.rng.random()) * self.node.slowness
+        )
         self._later(computing_s, self._computed, self.token)
 
     def _computed(self, token: int) -> None:
@@ -370,7 +372,7 @@ class SimTrainer:
                 generation=group.generation,
                 step=self.committed,
                 vote=node.versions.vote(self.version),
-                step_s=node.pace.step_s,
+                step_s=node.step_timing.step_s,
                 bubble_s=0.0,
                 microbatch_ms=group.expected_ms[self.rank] * node.slowness * node.world.between(0.9, 1.1),
             )
@@ -407,7 +409,7 @@ class SimTrainer:
         node.arena.begin(self.device, key)
         layers = {layer: version for layer, version in self.layers.items() if layer in share}
         self.copy = SimShard(key=key, layers=layers, devices=mine)
-        self._later(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
+        self._later(node.world.between(0.005, 1.5 * node.step_timing.step_s), self._copied, self.copy, True)
 
     def _copied(self, copy: SimShard, whole: bool) -> None:
         """End the copying, successfully or not."""
@@ -415,7 +417,7 @@ class SimTrainer:
             return
         self.copy = None
         node, key = self.node, copy.key
-        if not whole or node.world.chance(node.pace.full):
+        if not whole or node.world.chance(node.step_timing.no_room_probability):
             self.report(SnapshotFailed(generation=key.generation, step=key.step, detail="no room"))
             return
         node.arena.commit(self.device, copy)
@@ -459,8 +461,8 @@ class SimGroup:
     """The ranks of one generation."""
 
     def __init__(self, resume: Resume, groups: "SimGroups") -> None:
-        truth = groups.oracle
-        self.world, self.resume, self.groups = truth.world, resume, groups
+        oracle = groups.oracle
+        self.world, self.resume, self.groups = oracle.world, resume, groups
         self.generation = resume.generation
         devices = resume.plan.devices
         owned = owned_layers(resume.plan)
@@ -468,7 +470,7 @@ class SimGroup:
         self.sharded = is_sharded(resume)
         self.kept = [kept_parts(resume, device) if self.sharded else frozenset() for device in devices]
         self.size = len(devices)
-        expected = expected_ms(truth.profile, truth.policy, resume.plan.pipelines)
+        expected = expected_ms(oracle.profile, oracle.policy, resume.plan.pipelines)
         self.expected_ms = [expected[device] for device in devices]
         self.members: dict[int, SimTrainer] = {}
         self.gone = False
@@ -492,7 +494,7 @@ class SimGroup:
             (t.layer, (rank_of[t.source],), rank_of[t.target]) for t in resume.plan.transfers
         ]
         if self.sharded:
-            self.transfers = moves(resume, truth.layers)
+            self.transfers = moves(resume, oracle.layers)
         self.owes = [0] * self.size
         """The number of transfers that each rank has yet to take part in."""
         for _, sources, target in self.transfers:
@@ -613,7 +615,7 @@ class SimGroup:
         stop, self.sums = any(self.sums.values()), {}
         for member in list(self.members.values()):
             if member.phase == "sum" and member.committed == step:
-                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
+                delay = self.world.between(0.001, member.node.step_timing.commit_spread_s)
                 self.world.call_later(delay, member.do, member.pass_sum, member.token, batch, stop)
 
     def arrived(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
@@ -638,7 +640,7 @@ class SimGroup:
                 member.phase = "commit"
                 if snap:
                     self.world.call_later(0.0, member.do, self._snapping, member, step + 1)
-                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
+                delay = self.world.between(0.001, member.node.step_timing.commit_spread_s)
                 self.world.call_later(delay, member.do, member.commit, member.token, stop, snap)
 
     def applied(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
@@ -668,8 +670,8 @@ class SimGroup:
 class SimGroups:
     """All groups of the world, and the invariants of meeting, moving state and committing."""
 
-    def __init__(self, truth: Oracle) -> None:
-        self.oracle = truth
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
         self.trained: SimGroup | None = None
         """The last group that passed a VOTE; since then all of its members have what they keep."""
         self._groups: dict[int, SimGroup] = {}
@@ -713,10 +715,10 @@ class SimGroups:
             self.oracle.violated(
                 f"generation {group.generation} starts without all of layers {sorted(lacking)}"
             )
-        told = self.oracle.published.get(step)
+        published_version = self.oracle.published.get(step)
         if group.resume.lineage < self.oracle.lineage:
             return  # An order from before a rollback, to nodes that the cluster went on without.
-        if told is not None and versions and told not in versions:
+        if published_version is not None and versions and published_version not in versions:
             self.oracle.violated(
                 f"generation {group.generation} starts from another state of step {step} than was published"
             )
@@ -773,12 +775,12 @@ class SimGroups:
         what it commits, and ``forms`` checks that none of it comes back.
         """
         self.oracle.on_commit()
-        told = (
+        published_version = (
             self.oracle.published.get(trainer.committed)
             if group.generation == self.oracle.newest_resume
             else None
         )
-        if told is not None and told != trainer.version:
+        if published_version is not None and published_version != trainer.version:
             self.oracle.violated(
                 f"step {trainer.committed} was committed again by generation {group.generation}, differently"
             )
@@ -797,11 +799,11 @@ class SimGroups:
         """Return the layers that these trainers do not hold completely at ``step``, counting those that are
         ``ready`` for it once they have applied their gradients.
         """
-        truth = self.oracle
-        at = truth.versions.step
-        if truth.policy.zero1:
+        oracle = self.oracle
+        at = oracle.versions.step
+        if oracle.policy.zero1:
             parts = [[part for part, v in trainer.parts.items() if at[v] == step] for trainer in trainers]
             parts += [[part for part in trainer.parts if part in trainer.gradients[2]] for trainer in ready]
-            return set(incomplete(parts, truth.layers))
+            return set(incomplete(parts, oracle.layers))
         held = {layer for trainer in trainers for layer, v in trainer.layers.items() if at[v] == step}
-        return set(range(truth.layers)).difference(held, *(trainer.gradients[1] for trainer in ready))
+        return set(range(oracle.layers)).difference(held, *(trainer.gradients[1] for trainer in ready))

@@ -32,17 +32,17 @@ class SimWriter:
         node, order, world = self._node, effect.order, self._node.world
         if self._node.arena.persisting is not order:
             return
-        if node.frozen or node.checkpoint_store.hangs_s:
+        if node.frozen or node.checkpoint_store.hangs_for_s:
             world.call_later(0.5, self._write, effect, files)
             return
-        place = node.checkpoint_store
+        store = node.checkpoint_store
         of: dict[str, Any] = {"job_id": order.job_id, "attempt": order.attempt, "step": order.record.step}
         if len(files) == len(order.layers):
             self._node.arena.persisting = None
             self._answer(effect, LayersPersisted(**of, layers=files, took_s=1.0))
             return
         file = self._file(order, order.layers[len(files)])
-        if file is None or world.chance(place.full):
+        if file is None or world.chance(store.write_failure_probability):
             self._node.arena.persisting = None
             self._answer(effect, PersistFailed(**of, detail="no room, or nothing to write"))
             return
@@ -52,8 +52,8 @@ class SimWriter:
         """Write a layer from what the nodes' memory holds now. Return ``None`` if it cannot be read or
         written.
         """
-        place, record = self._node.checkpoint_store, order.record
-        if place.closed:
+        store, record = self._node.checkpoint_store, order.record
+        if store.unavailable:
             return None
         parts = Restore(
             job_id=order.job_id,
@@ -63,7 +63,7 @@ class SimWriter:
             sources=order.sources,
         )
         found, bad = self._node.restore_layers(parts, {layer})
-        return None if bad or layer not in found else place.write(order, layer, found[layer])
+        return None if bad or layer not in found else store.write(order, layer, found[layer])
 
     def _answer(self, effect: PersistLayers, answer: LayersPersisted | PersistFailed) -> None:
         node = self._node
