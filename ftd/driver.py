@@ -182,7 +182,7 @@ class Driver:
     def _note_bug(self, event: Event) -> None:
         """Log the exception that is being handled."""
         self.bugs += 1
-        _log.exception("step", event_kind=type(event).__name__, fed=repr(event)[:2000], cause=event.cause)
+        _log.exception("step_failed", kind=type(event).__name__, input=repr(event)[:2000], cause=event.cause)
 
     async def perform_effects(self, effects: list[Effect]) -> None:
         """Carry out effects in order, including those that a restored machine starts with."""
@@ -199,16 +199,16 @@ class Driver:
                 raise
             except Exception:
                 self.bugs += 1
-                _log.exception("carry_out", effect=repr(effect)[:2000], cause=effect.cause)
+                _log.exception("effect_failed", effect=repr(effect)[:2000], cause=effect.cause)
         self._on_effects_done()
 
-    def _notify_observer(self, it: Event | Effect) -> None:
+    def _notify_observer(self, item: Event | Effect) -> None:
         if self._observe is not None:
             try:
-                self._observe(it)
+                self._observe(item)
             except Exception:
                 self.bugs += 1
-                _log.exception("watch", watched=repr(it)[:2000], cause=it.cause)
+                _log.exception("observer_failed", observed=repr(item)[:2000], cause=item.cause)
 
     def replace_machine(self, machine: Machine) -> None:
         """Continue with another machine and drop the queued events and timers of the present one."""
@@ -223,20 +223,20 @@ class Driver:
 
     def _set_timer(self, name: str, delay_s: float) -> None:
         self._cancel_timer(name)
-        due = _ExpiredTimer(name, next(self._tickets))
-        handle = asyncio.get_running_loop().call_later(delay_s, self._put, due)
-        self._timers[name] = (due.ticket, handle)
+        timer = _ExpiredTimer(name, next(self._tickets))
+        handle = asyncio.get_running_loop().call_later(delay_s, self._put, timer)
+        self._timers[name] = (timer.ticket, handle)
 
     def _cancel_timer(self, name: str) -> None:
         if (entry := self._timers.pop(name, None)) is not None:
             entry[1].cancel()
 
-    def _expire(self, due: _ExpiredTimer) -> TimerFired | None:
-        entry = self._timers.get(due.name)
-        if entry is None or entry[0] != due.ticket:
+    def _expire(self, timer: _ExpiredTimer) -> TimerFired | None:
+        entry = self._timers.get(timer.name)
+        if entry is None or entry[0] != timer.ticket:
             return None
-        del self._timers[due.name]
-        return TimerFired(at=self.now(), cause=self.new_cause(), name=due.name)
+        del self._timers[timer.name]
+        return TimerFired(at=self.now(), cause=self.new_cause(), name=timer.name)
 
 
 class EventRateLimiter:
@@ -260,8 +260,8 @@ class EventRateLimiter:
         """Return how many similar events were withheld before this one, or None to withhold this one as well."""
         if event.name not in REPEATABLE:
             return 0
-        apart = event.details.get("topic", "") if event.name == "MessageRejected" else event.reason
-        key = (event.name, event.node, str(apart))
+        distinction = event.details.get("topic", "") if event.name == "MessageRejected" else event.reason
+        key = (event.name, event.node, str(distinction))
         if key not in self._kinds and len(self._kinds) >= self.MAX_KINDS:
             self._kinds.clear()
         since, withheld = self._kinds.get(key, (-self.PERIOD_S, 0))

@@ -49,7 +49,7 @@ class _Forwarding(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger(record.name).log(
             logging.DEBUG if _is_known(record) else record.levelno,
-            "library",
+            "library_message",
             message=record.getMessage(),
             logger=record.name,
             exc_info=record.exc_info,

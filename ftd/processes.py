@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
 
 
 def read_tail(path: Path, size_bytes: int = 8192) -> str:
-    """Return the last lines of a log file, at most ``size_bytes`` of them; empty if the file does not exist."""
+    """Return the last lines of a log file, at most ``size_bytes`` bytes; empty if the file does not exist."""
     with contextlib.suppress(OSError), path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
         begin = max(0, stream.tell() - size_bytes)
