@@ -64,7 +64,7 @@ from benchmarks.script_state import (
 from ftd import Snapshotter
 from runtime.script.saved import EMPTY
 from runtime.script.tensor_filler import TensorFiller, verified_spans
-from runtime.script.tensor_image import Image
+from runtime.script.tensor_image import TensorImage
 from runtime.streaming_stores import streaming_environment
 from storage.codes import make_code
 from storage.shards import ShardLayout, decode_bucket, make_fetch, make_shard
@@ -204,18 +204,18 @@ def measure_decoding(gib: float) -> list[float]:
         make_shard(layout, owner, bucket, shard)
     fetch = make_fetch(shards)
 
-    image = Image(known={})
+    image = TensorImage(known={})
     for tensor in tensors:
         image.add(tensor, "a tensor", immediate=False)
     assert image.own_bytes == size
 
     def load() -> None:
         decode_bucket(layout, frozenset({1, 2}), fetch, bucket)
-        filling = TensorFiller(entries=image.entries, images={False: bucket, True: EMPTY})
+        filler = TensorFiller(entries=image.entries, images={False: bucket, True: EMPTY})
         for number, tensor in enumerate(tensors):
-            filling.target_for(number, tensor, None)
-        filling.verify(verified_spans(bucket, shared=False))
-        filling.finish()
+            filler.target_for(number, tensor, None)
+        filler.verify(verified_spans(bucket, shared=False))
+        filler.finish()
 
     return [timed(load) for _ in range(3)]
 

@@ -37,12 +37,12 @@ def base_name(model: nn.Module, name: str) -> str | None:
     parts = name.split(".")
     if any(part.startswith(prefix) for part in parts for prefix in _prefixes(model)):
         return None
-    kept = [part for part in parts if part not in ("base_layer", "original_module")]
-    if "modules_to_save" in kept:
+    components = [part for part in parts if part not in ("base_layer", "original_module")]
+    if "modules_to_save" in components:
         # This copy is trained in place of the original: ``modules_to_save.<adapter>.``
-        at = kept.index("modules_to_save")
-        kept = kept[:at] + kept[at + 2 :]
-    return ".".join(kept)
+        at = components.index("modules_to_save")
+        components = components[:at] + components[at + 2 :]
+    return ".".join(components)
 
 
 def adapter_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, str]:

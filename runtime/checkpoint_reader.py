@@ -37,8 +37,9 @@ from storage.locations import open_location
 class FtdCheckpointReader(StorageReader):
     """A ``StorageReader`` of ftd's checkpoints. It reads each needed layer once and verifies it by its digest.
 
-    :param url: a path, ``file://…``, or any URL of fsspec. :param step: ``None`` for the newest complete
-    checkpoint. Name the step if several ranks load while a job writes, since each rank looks for itself.
+    :param url: a path, ``file://…``, or any URL of fsspec.
+    :param step: ``None`` for the newest complete checkpoint. Name the step if several ranks load while a
+        job writes, since each rank looks for itself.
     :raises StorageError: there is no checkpoint, or it is corrupt, of another format, or unreadable.
     """
 

@@ -259,8 +259,9 @@ class ModelRecorder:
     """A context for the code that makes a model: ``with ModelRecorder(recording):``.
 
     :param exact: give large tensors the values that they would have if the model was built at once, which
-    takes the time to draw all of them. Otherwise each tensor is drawn from a stream of its own when it is
-    made. :param large_bytes: size from which a tensor gets no memory.
+        takes the time to draw all of them. Otherwise each tensor is drawn from a stream of its own when it
+        is made.
+    :param large_bytes: size from which a tensor gets no memory.
     """
 
     def __init__(self, recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES) -> None:
@@ -307,8 +308,9 @@ class DeferredModule:
 
     Other tensors, which are few and small, are as the factory made them.
 
-    :param root: made while ``recording``; its tensors never get memory. :param weights: initial values in
-    place of those that the factory made. :raises UntrackedWriteError: several threads wrote to one tensor.
+    :param root: made while ``recording``; its tensors never get memory.
+    :param weights: initial values in place of those that the factory made.
+    :raises UntrackedWriteError: several threads wrote to one tensor.
     """
 
     def __init__(self, root: nn.Module, recording: Recording, weights: Weights | None = None) -> None:

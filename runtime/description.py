@@ -49,9 +49,9 @@ def describe(model: nn.Module, files_from: Iterable[str | Path] = ()) -> ModelDe
     in_adapter = adapter_names(model, named) if has_adapter(model) else {}
     weight_names: dict[str, tuple[str, ...]] = {}
     for first, *others in names.values():
-        kept = _names_in_weights(model, base, [first, *others], in_adapter)
-        if kept != (first,):
-            weight_names[first] = kept
+        weight_keys = _names_in_weights(model, base, [first, *others], in_adapter)
+        if weight_keys != (first,):
+            weight_names[first] = weight_keys
     files, left_out = _files(base, files_from)
     return ModelDescription(
         aliases=aliases,
@@ -119,8 +119,8 @@ def _use_cache_again(config: Any) -> None:
 def _beside(place: str | Path, *, has_code: bool) -> dict[str, Path]:
     """Return the files of a model's directory that are not weights; none if ``place`` is a name on the hub.
 
-    :param place: the directory, or a tokenizer in a file of any name. :param has_code: include the model's
-    own Python files.
+    :param place: the directory, or a tokenizer in a file of any name.
+    :param has_code: include the model's own Python files.
     """
     path = Path(place)
     if path.is_file():

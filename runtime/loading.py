@@ -118,6 +118,6 @@ def _load_optimizer(
             for number, parameter in zip(numbers, group["params"], strict=True)
             if names[id(parameter)] in states
         }
-        kept = {key: from_plain(group.get(key), value) for key, value in options.items()}
-        loaded.append({**kept, "params": list(numbers)})
+        group_options = {key: from_plain(group.get(key), value) for key, value in options.items()}
+        loaded.append({**group_options, "params": list(numbers)})
     optimizer.load_state_dict({"state": state, "param_groups": loaded})

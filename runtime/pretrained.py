@@ -62,10 +62,11 @@ class PretrainedWeights:
     """The weights in ``directory``, under the names of ``model``.
 
     :param model: its parameters may be on the meta device; they are not changed here. For a ``PeftModel``
-    the files are those of its base model; what an adapter added stays as it is. :param new: names or
-    patterns (``classifier.*``) of tensors that are not read, such as those of a new head. A tied tensor
-    counts under its first name. :raises TrainingError: the files cannot be read, or do not fit the model;
-    the message lists all names at once.
+        the files are those of its base model; what an adapter added stays as it is.
+    :param new: names or patterns (``classifier.*``) of tensors that are not read, such as those of a new
+        head. A tied tensor counts under its first name.
+    :raises TrainingError: the files cannot be read, or do not fit the model; the message lists all names at
+        once.
     """
 
     def __init__(self, directory: str | Path, model: nn.Module, *, new: Sequence[str] = ()) -> None:

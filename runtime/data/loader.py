@@ -34,12 +34,13 @@ class BatchLoader:
 
     It starts the workers. Make it before the first step, in a thread that lives as long as the trainer.
 
-    :param collate: list of samples -> batch; ``None`` stacks tensors. :param dtype: type of the batch's
-    floating-point tensors; with ``None`` they keep theirs. :param workers: number of processes; with 0,
-    ``load`` reads in the calling thread. :param pinned: return tensors in page-locked memory, from which
-    copies to a GPU are asynchronous. :param held_out: reads the held-out data set, if there is one. :param
-    find_problem: returns the row of a batch that the model cannot take, and why, if there is one. :raises
-    TrainingError: the data set is not map-style, or it is empty.
+    :param collate: list of samples -> batch; ``None`` stacks tensors.
+    :param dtype: type of the batch's floating-point tensors; with ``None`` they keep theirs.
+    :param workers: number of processes; with 0, ``load`` reads in the calling thread.
+    :param pinned: return tensors in page-locked memory, from which copies to a GPU are asynchronous.
+    :param held_out: reads the held-out data set, if there is one.
+    :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
+    :raises TrainingError: the data set is not map-style, or it is empty.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class BatchLoader:
         A microbatch that no plan announced is loaded as well.
 
         :param check: called about every 10 ms while waiting for a worker, or before each sample if there
-        are none; an exception from it ends the call. :raises TrainingError: the data set or the collate
-        function failed, or workers were lost.
+            are none; an exception from it ends the call.
+        :raises TrainingError: the data set or the collate function failed, or workers were lost.
         """
         return self._load(MicrobatchKey(step, 0, microbatch), check)
 

@@ -40,8 +40,8 @@ FindProblem = Callable[[Batch], tuple[int, str] | None]
 def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
     """Return the number of samples.
 
-    :param name: of the data set, for messages. :raises TrainingError: the data set is not map-style, or it
-    is empty.
+    :param name: of the data set, for messages.
+    :raises TrainingError: the data set is not map-style, or it is empty.
     """
     if isinstance(dataset, DataLoader):
         raise TrainingError(
@@ -95,9 +95,9 @@ class SampleOrder(Protocol):
 class BatchReader:
     """A reader of the microbatches of one data set.
 
-    :param collate: list of samples -> batch; ``None`` for :func:`default_collate`. :param dtype: type of
-    the batch's floating-point tensors; with ``None`` they keep theirs. :param find_problem: returns the row
-    of a batch that the model cannot take, and why, if there is one.
+    :param collate: list of samples -> batch; ``None`` for :func:`default_collate`.
+    :param dtype: type of the batch's floating-point tensors; with ``None`` they keep theirs.
+    :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
     """
 
     name = "Training.dataset"
@@ -127,8 +127,8 @@ class BatchReader:
     def read(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Return microbatch ``microbatch`` (from 0) of the global batch of ``step``.
 
-        :param check: called before every sample; an exception from it ends the read. :raises TrainingError:
-        the data set or the collate function raised, or returned something unusable.
+        :param check: called before every sample; an exception from it ends the read.
+        :raises TrainingError: the data set or the collate function raised, or returned something unusable.
         """
         self._check_length()
         first_row = microbatch * self._rows

@@ -307,7 +307,7 @@ def _become_server(readers: BatchReaders, control: socket.socket, trainer: int) 
         _leave(code)
 
 
-def _drop_sockets(kept: socket.socket) -> None:
+def _drop_sockets(excluded: socket.socket) -> None:
     """Release the trainer's sockets, since peers must see them closed when the trainer ends.
 
     Their descriptors stay in use (for /dev/null), because objects of the trainer still refer to them.
@@ -315,7 +315,7 @@ def _drop_sockets(kept: socket.socket) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for path in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(path.name)
-        if descriptor <= 2 or descriptor == kept.fileno():
+        if descriptor <= 2 or descriptor == excluded.fileno():
             continue
         with contextlib.suppress(OSError):  # The directory's own descriptor is closed by now.
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

@@ -45,7 +45,7 @@ from runtime.training import Batch, Training, TrainingError, load_training, torc
 from runtime.wire.measurement import (
     INVALID_EXIT,
     LayerMeasurements,
-    Progress,
+    MeasurementProgress,
     RowTimings,
     claim_stdout,
     spread_of,
@@ -576,7 +576,7 @@ def main() -> int:
             Model(load_training(data), data, device),
             data,
             devices_per_node=arguments.devices_per_node,
-            progress=lambda done, total: report(Progress(done=done, total=total)),
+            progress=lambda done, total: report(MeasurementProgress(done=done, total=total)),
         )
     except TrainingError as error:
         sys.stderr.write(f"{error}\n")

@@ -33,8 +33,8 @@ from runtime.wire.measurement import (
     AllReduceTiming,
     LinkMeasurementRequest,
     LinkMeasurements,
+    MeasurementProgress,
     PointToPointTiming,
-    Progress,
     claim_stdout,
     spread_of,
 )
@@ -138,7 +138,10 @@ class LinkBenchmark:
 
 
 def measure_links(
-    communicator: Communicator, device: torch.device, budget_s: float, report: Callable[[Progress], None]
+    communicator: Communicator,
+    device: torch.device,
+    budget_s: float,
+    report: Callable[[MeasurementProgress], None],
 ) -> tuple[tuple[PointToPointTiming, ...], tuple[AllReduceTiming, ...]]:
     """Measure all sizes and groups; only rank 0 returns results.
 
@@ -151,14 +154,14 @@ def measure_links(
         meter.measure_send(size, always=index < _ALWAYS_MEASURED)
         for index, size in enumerate(MESSAGE_SIZES_BYTES)
     ]
-    report(Progress(done=1, total=total))
+    report(MeasurementProgress(done=1, total=total))
     reduced: list[AllReduceTiming | None] = []
     for done, group in enumerate(groups, start=2):
         reduced += [
             meter.measure_all_reduce(size, group, always=index < _ALWAYS_MEASURED)
             for index, size in enumerate(MESSAGE_SIZES_BYTES)
         ]
-        report(Progress(done=done, total=total))
+        report(MeasurementProgress(done=done, total=total))
     return tuple(s for s in sent if s is not None), tuple(r for r in reduced if r is not None)
 
 

@@ -23,10 +23,10 @@ from runtime.script.state_layout import StateLayout, replicated_ids
 from runtime.script.tensor_image import (
     Bytes,
     CopyUnit,
-    Image,
     ImageEntry,
     KnownTensor,
     Source,
+    TensorImage,
     align,
     cut_units,
     row_major_bytes,
@@ -68,12 +68,12 @@ class SnapshotContents:
     random: bool
     objects: dict[str, RegisteredObject] = field(default_factory=dict)
     _known: dict[int, KnownTensor] = field(default_factory=dict)
-    _survey: StateLayout | None = None
+    _state_layout: StateLayout | None = None
     _layout: _SlotLayout | None = None
     _staging: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
 
     def expected_bytes(self) -> int:
-        image, content = self._walk(anew=True)
+        image, content = self._walk(fresh=True)
         own, shared, tensors = image.own_bytes, image.shared_bytes, len(image.entries)
         for registered in self.objects.values():
             if registered.kind == "optimizer":
@@ -83,30 +83,32 @@ class SnapshotContents:
                 # of both counts.
                 own, shared = (own, shared + more_bytes) if shared else (own + more_bytes, shared)
         plain_bytes = 2 * len(encode(content()))
-        kept = (
+        own_shard_bytes = (
             self.protection.shards(shared).shard_bytes(self.protection.owner)
             if self.protection.keeps_shard
             else 0
         )
-        return kept + own + (_ENTRY_BYTES + 64) * tensors + plain_bytes + _SPARE_BYTES
+        return own_shard_bytes + own + (_ENTRY_BYTES + 64) * tensors + plain_bytes + _SPARE_BYTES
 
-    def _walk(self, *, anew: bool = False) -> tuple[Image, Callable[[], dict[str, Any]]]:
+    def _walk(self, *, fresh: bool = False) -> tuple[TensorImage, Callable[[], dict[str, Any]]]:
         """Describe the current state of all registered objects without copying anything but plain data.
 
-        :param anew: ignore what earlier snapshots found out. :returns: the tensors, and a function that
-        makes the header's content except for their entries. The function is for one thread, and the next
-        snapshot changes what it returned.
+        :param anew: ignore what earlier snapshots found out.
+        :returns: the tensors, and a function that makes the header's content except for their entries. The
+            function is for one thread, and the next snapshot changes what it returned.
         """
         steady = [r for r in self.objects.values() if r.has_stable_tensors]
         states = {r.name: r.state() for r in steady}
         shares = self.protection.shares
-        survey, plain = self._survey, None
-        if survey is not None and not anew:
-            plain = survey.read_plain(steady, states, shares=shares)
-        if survey is None or plain is None:
-            survey = self._survey = StateLayout.of(steady, states, self._known, survey, shares=shares)
-        image = survey.image.copy(self._known)
-        found = survey
+        known_layout, plain = self._state_layout, None
+        if known_layout is not None and not fresh:
+            plain = known_layout.read_plain(steady, states, shares=shares)
+        if known_layout is None or plain is None:
+            known_layout = self._state_layout = StateLayout.of(
+                steady, states, self._known, known_layout, shares=shares
+            )
+        image = known_layout.image.copy(self._known)
+        found = known_layout
 
         def take(tensor: Tensor, where: str) -> int:
             of_all = id(tensor) in found.shared
@@ -121,8 +123,8 @@ class SnapshotContents:
 
         def content() -> dict[str, Any]:
             frozen = found.freeze_with(plain) | others
-            things = {name: {"kind": kinds[name], "state": state} for name, state in frozen.items()}
-            return {"format": FORMAT, "things": things, "random": numbers}
+            saved_objects = {name: {"kind": kinds[name], "state": state} for name, state in frozen.items()}
+            return {"format": FORMAT, "objects": saved_objects, "random": numbers}
 
         return image, content
 
@@ -131,7 +133,7 @@ class SnapshotContents:
         sources = self._sources(image)
         ranks = Ranks.current()
         layout = self._layout = self._make_layout(image)
-        told = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
+        rank_layout = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
         return ScriptCapture(
             step=step,
             rank=ranks.rank,
@@ -140,11 +142,11 @@ class SnapshotContents:
             sources=sources,
             body_bytes=layout.base + image.own_bytes,
             header=lambda: encode({**content(), "entries": layout.encoded}),
-            layout=msgspec.to_builtins(told),
+            layout=msgspec.to_builtins(rank_layout),
             devices=image.devices,
         )
 
-    def _make_layout(self, image: Image) -> _SlotLayout:
+    def _make_layout(self, image: TensorImage) -> _SlotLayout:
         """Return the layout of the image in the slot; that of the previous snapshot if nothing changed."""
         before, owner, owners = self._layout, self.protection.owner, self.protection.owners
         # Most entries are the same objects as before, which makes the comparison quick.
@@ -189,7 +191,7 @@ class SnapshotContents:
                 found = True
         return hasher.hexdigest() if found else ""
 
-    def _sources(self, image: Image) -> list[Source]:
+    def _sources(self, image: TensorImage) -> list[Source]:
         """Return each tensor's bytes: guarded tensors' own memory, and copies of all others, made now."""
         sources = image.views.copy()
         staged = [

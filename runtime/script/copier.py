@@ -86,9 +86,9 @@ class ScriptCapture:
 class SnapshotCopier:
     """The thread that copies captures into slots.
 
-    :param open_slot: returns a slot of the given size in bytes; it may wait, and may raise. :param
-    complete: writes the manifest, given the step, slot, parts and layout. :param failed: receives the
-    exception for which a snapshot was dropped; training goes on.
+    :param open_slot: returns a slot of the given size in bytes; it may wait, and may raise.
+    :param complete: writes the manifest, given the step, slot, parts and layout.
+    :param failed: receives the exception for which a snapshot was dropped; training goes on.
     """
 
     open_slot: Callable[[int], Slot]
@@ -265,39 +265,39 @@ class SnapshotCopier:
         after it is made.
         """
         unit = capture.units[number]
-        if capture.devices or any(piece.is_xor for piece in unit.ranges):
+        if capture.devices or any(item.is_xor for item in unit.ranges):
             self._copy_plainly(capture, number, view)
             if not capture.devices and not self._waiting:
                 capture.digests[number] = self._digest(capture, number)
             return
         hasher, end, hurried = xxhash.xxh3_128(), unit.offset, False
-        for piece in unit.ranges:
-            source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
-            target = view[piece.offset : piece.offset + piece.size_bytes]
+        for item in unit.ranges:
+            source = capture.sources[item.entry][item.start : item.start + item.size_bytes]
+            target = view[item.offset : item.offset + item.size_bytes]
             assert not isinstance(source, Tensor)
-            hasher.update(view[end : piece.offset].data)
-            for first in range(0, piece.size_bytes, BLOCK_BYTES):
+            hasher.update(view[end : item.offset].data)
+            for first in range(0, item.size_bytes, BLOCK_BYTES):
                 block = source[first : first + BLOCK_BYTES]
                 hurried = hurried or self._waiting > 0
                 if not hurried:
                     hasher.update(block.data)
                 target[first : first + BLOCK_BYTES] = block
-            end = piece.offset + piece.size_bytes
+            end = item.offset + item.size_bytes
         hasher.update(view[end : unit.offset + unit.size_bytes].data)
         if not hurried:
             capture.digests[number] = hasher.hexdigest()
 
     def _copy_plainly(self, capture: ScriptCapture, number: int, view: Bytes) -> None:
-        for piece in capture.units[number].ranges:
-            source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
-            target = view[piece.offset : piece.offset + piece.size_bytes]
-            if piece.is_xor and isinstance(source, Tensor):
+        for item in capture.units[number].ranges:
+            source = capture.sources[item.entry][item.start : item.start + item.size_bytes]
+            target = view[item.offset : item.offset + item.size_bytes]
+            if item.is_xor and isinstance(source, Tensor):
                 with self.streams.on(source.device):  # This runs after the copy that it is XORed with.
                     xor_into(target, source.cpu().numpy())
             elif isinstance(source, Tensor):
                 with self.streams.on(source.device):
                     copy_async(target, source)
-            elif piece.is_xor:
+            elif item.is_xor:
                 # The copy that it is XORed with may still be on its way from a device.
                 self.streams.finish(capture.devices)
                 xor_into(target, source)

@@ -37,8 +37,9 @@ class TensorRef:
 def freeze(value: Any, where: str, take: TakeTensor) -> Any:
     """Return a copy of ``value`` for ``encode``, which shares nothing mutable with it.
 
-    :param where: name of the value, for errors. :param take: receives each tensor and its name, and returns
-    the tensor's number. :raises SnapshotError: it contains something that is not plain data.
+    :param where: name of the value, for errors.
+    :param take: receives each tensor and its name, and returns the tensor's number.
+    :raises SnapshotError: it contains something that is not plain data.
     """
     if value is None or type(value) in _AS_IT_IS:
         return value
@@ -119,8 +120,9 @@ def rebuild(thawed: Any, old: Any, place: PlaceTensor) -> Any:
     """Return the value with its tensors.
 
     :param old: the current value: a tensor in it is filled where it fits, so that others who hold it see
-    the change. :param place: receives a tensor's number and the current tensor, and returns the one that
-    will be filled.
+        the change.
+    :param place: receives a tensor's number and the current tensor, and returns the one that will be
+        filled.
     """
     if isinstance(thawed, TensorRef):
         return place(thawed.index, old if isinstance(old, Tensor) else None)

@@ -92,14 +92,14 @@ def find_restorable(
     for one in held:
         by_key.setdefault(one.key, []).append(one)
     found: list[RestorableSnapshot] = []
-    refused: list[tuple[SnapshotKey, str]] = []
+    rejected: list[tuple[SnapshotKey, str]] = []
     for key in sorted(by_key, reverse=True):
         made = _examine(key, by_key[key], ranks)
         if isinstance(made, RestorableSnapshot):
             found.append(made)
         else:
-            refused.append((key, made))
-    return found, refused
+            rejected.append((key, made))
+    return found, rejected
 
 
 def rank_count_mismatch(written: int, ranks: int) -> str:
@@ -249,9 +249,9 @@ class Protection:
             raise SnapshotError(f"protection: {error}, and buddy, which is arc:1") from None
         if tolerated_losses(scheme) == 0:
             return cls(job, scheme, None, None)
-        keeper = SnapshotAgentClient(path, default)
+        agent_client = SnapshotAgentClient(path, default)
         try:
-            return cls(job, scheme, keeper, keeper.facts())
+            return cls(job, scheme, agent_client, agent_client.facts())
         except SnapshotAgentError as error:
             log.warning(
                 "%s: protection %r needs a snapshot agent on each host (ftd node --snapshots-only); snapshots stay "
@@ -298,8 +298,10 @@ class Protection:
     ) -> list[RestorableSnapshot]:
         """Agree on the snapshots that all ranks can restore, newest first, and on this run's generation.
 
-        :param directory: of the job on this host. :param own: layouts of the snapshots in this rank's
-        arena. :param newest: newest generation in this rank's arena. :param shared: see ``_RankReport``.
+        :param directory: of the job on this host.
+        :param own: layouts of the snapshots in this rank's arena.
+        :param newest: newest generation in this rank's arena.
+        :param shared: see ``_RankReport``.
         """
         held: tuple[HeldRankSnapshot, ...] = ()
         if self.agent is not None:
@@ -327,11 +329,13 @@ class Protection:
         self.generation = max(row.newest for row in rows) + 1
         self.same_host = [r for r, row in enumerate(rows) if row.here == mine.here and r != ranks.rank]
         self._assign(rows, ranks)
-        kept = [one for row in rows for one in (row.held if self.active else row.alone)]
+        available = [one for row in rows for one in (row.held if self.active else row.alone)]
         if self.active:
-            kept = list({(one.key, one.address, one.layout.rank, one.is_copy): one for one in kept}.values())
-        found, refused = find_restorable(kept, ranks.count)
-        for key, why in refused:
+            available = list(
+                {(one.key, one.address, one.layout.rank, one.is_copy): one for one in available}.values()
+            )
+        found, rejected = find_restorable(available, ranks.count)
+        for key, why in rejected:
             # Ranks release older snapshots one after the other, so remains of them are no loss.
             if not found or key > found[0].key:
                 log.warning("%s: the snapshot of step %d cannot be restored: %s", self.job, key[1], why)
@@ -391,8 +395,8 @@ class Protection:
         """Return the rank's own image followed by its header, and the shared image; each is empty if it is not
         needed.
 
-        :param own: whether the rank's own image is needed. :raises SnapshotAgentError: they cannot be
-        fetched.
+        :param own: whether the rank's own image is needed.
+        :raises SnapshotAgentError: they cannot be fetched.
         """
         if self.agent is None or not self.active:
             raise SnapshotAgentError(
@@ -403,7 +407,7 @@ class Protection:
         if not own and not shared:
             return EMPTY, EMPTY
         generation, step = found.key
-        brought = self.agent.fetch(
+        fetched = self.agent.fetch(
             FetchRequest(
                 job=self.job,
                 generation=generation,
@@ -416,8 +420,8 @@ class Protection:
         )
         try:
             return (
-                map_bytes(brought.own) if brought.own else EMPTY,
-                map_bytes(brought.shared) if brought.shared else EMPTY,
+                map_bytes(fetched.own) if fetched.own else EMPTY,
+                map_bytes(fetched.shared) if fetched.shared else EMPTY,
             )
         except OSError as error:
             raise SnapshotAgentError(f"the files that the snapshot agent fetched are gone: {error}") from None

@@ -199,9 +199,11 @@ class RankArena:
         """Release a snapshot that nobody needs: neither the newest that all hosts have, nor one on its way to
         them.
         """
-        kept = read_retained(self.job)
+        retained = read_retained(self.job)
         held = sorted(self.arena.snapshots, key=snapshot_key)
-        spare = [m.step for m in held if snapshot_key(m) not in (kept.common, kept.pinned, self.restored)]
+        spare = [
+            m.step for m in held if snapshot_key(m) not in (retained.common, retained.pinned, self.restored)
+        ]
         if len(held) == SLOTS:
             self.arena.release(spare[:1])
 

@@ -38,35 +38,33 @@ class RegisteredObject:
     """Whether DistributedDataParallel keeps its parameters the same on all ranks."""
 
     @classmethod
-    def of(cls, name: str, thing: Any, *, guarded: bool) -> "RegisteredObject":
+    def of(cls, name: str, obj: Any, *, guarded: bool) -> "RegisteredObject":
         """Return the object with its kind, without wrappers of DDP, ``torch.compile`` and Accelerate.
 
         :raises SnapshotError: it has no state that can be saved and restored.
         """
         kind: Kind
         replicated = False
-        if isinstance(thing, nn.Module):
-            kind, (thing, replicated) = "module", _unwrapped(thing)
-        elif isinstance(thing, Optimizer):
+        if isinstance(obj, nn.Module):
+            kind, (obj, replicated) = "module", _unwrapped(obj)
+        elif isinstance(obj, Optimizer):
             # Accelerate's wrapper passes on everything except hooks.
-            kind, thing = "optimizer", getattr(thing, "optimizer", thing)
-        elif isinstance(thing, dict):
+            kind, obj = "optimizer", getattr(obj, "optimizer", obj)
+        elif isinstance(obj, dict):
             kind = "dict"
-        elif isinstance(thing, list):
+        elif isinstance(obj, list):
             kind = "list"
-        elif isinstance(thing, Generator):
-            kind, thing = "object", GeneratorState(thing)
-        elif callable(getattr(thing, "state_dict", None)) and callable(
-            getattr(thing, "load_state_dict", None)
-        ):
+        elif isinstance(obj, Generator):
+            kind, obj = "object", GeneratorState(obj)
+        elif callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
             kind = "object"
         else:
             raise SnapshotError(
-                f"{name} is a {type(thing).__qualname__}: register a module, an optimizer, a random "
+                f"{name} is a {type(obj).__qualname__}: register a module, an optimizer, a random "
                 "generator, something with state_dict() and load_state_dict(), or a dict or list of plain "
                 "data (a number that changes: {'epoch': 3})"
             )
-        return cls(name=name, value=thing, kind=kind, guarded=guarded, replicated=replicated)
+        return cls(name=name, value=obj, kind=kind, guarded=guarded, replicated=replicated)
 
     @property
     def has_stable_tensors(self) -> bool:
@@ -142,12 +140,12 @@ class RegisteredObject:
                 return partial(_replace, self.value, filled)
 
 
-def _replace(thing: dict[Any, Any] | list[Any], filled: Any) -> None:
-    if isinstance(thing, dict):
-        thing.clear()
-        thing.update(filled)
+def _replace(obj: dict[Any, Any] | list[Any], filled: Any) -> None:
+    if isinstance(obj, dict):
+        obj.clear()
+        obj.update(filled)
     else:
-        thing[:] = filled
+        obj[:] = filled
 
 
 def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
@@ -246,10 +244,10 @@ def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place
         state = saved["state"].get(number)
         if state is not None:
 
-            def beside(index: int, old: Tensor | None, parameter: Tensor = parameter) -> Tensor:
+            def place_like(index: int, old: Tensor | None, parameter: Tensor = parameter) -> Tensor:
                 return place(index, old, parameter)
 
-            states[parameter] = rebuild(state, optimizer.state.get(parameter), beside)
+            states[parameter] = rebuild(state, optimizer.state.get(parameter), place_like)
     groups = [
         rebuild(options, group, lambda number, old: place(number, old, None))
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True)

@@ -18,7 +18,7 @@ from runtime.script.registered import RegisteredObject
 from runtime.script.tensor_filler import TensorFiller
 from runtime.script.tensor_image import Bytes, ImageEntry
 
-FORMAT = 2
+FORMAT = 3
 EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
 
@@ -26,8 +26,8 @@ EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 class SavedSnapshot:
     """A snapshot's header and images.
 
-    :param own: image of the rank's own state. :param shared: image of the state that is the same on all
-    ranks.
+    :param own: image of the rank's own state.
+    :param shared: image of the state that is the same on all ranks.
     """
 
     content: dict[str, Any]
@@ -45,44 +45,44 @@ class SavedSnapshot:
             shared=shared,
         )
 
-    def mismatch(self, things: Mapping[str, RegisteredObject]) -> str:
+    def mismatch(self, objects: Mapping[str, RegisteredObject]) -> str:
         """Return why it cannot be loaded into the registered objects; empty if it can."""
         if self.content["format"] != FORMAT:
             return f"it has format {self.content['format']}, and this version reads format {FORMAT}"
-        saved = {name: thing["kind"] for name, thing in self.content["things"].items()}
-        here = {name: registered.kind for name, registered in things.items()}
+        saved = {name: saved["kind"] for name, saved in self.content["objects"].items()}
+        here = {name: registered.kind for name, registered in objects.items()}
         if saved != here:
             return f"it holds {', '.join(sorted(saved))}, and {', '.join(sorted(here))} are registered"
         # Modules come first: their messages name the tensors.
-        for registered in sorted(things.values(), key=lambda r: r.kind != "module"):
-            why = registered.mismatch(self.content["things"][registered.name]["state"], self.entries)
+        for registered in sorted(objects.values(), key=lambda r: r.kind != "module"):
+            why = registered.mismatch(self.content["objects"][registered.name]["state"], self.entries)
             if why:
                 return f"{registered.name}: {why}"
         return ""
 
-    def prepare(self, things: Mapping[str, RegisteredObject], *, random: bool) -> "PreparedRestore":
+    def prepare(self, objects: Mapping[str, RegisteredObject], *, random: bool) -> "PreparedRestore":
         """Find or allocate the tensors to load into; no registered object changes yet."""
-        filling = TensorFiller(entries=self.entries, images={False: self.own, True: self.shared})
+        filler = TensorFiller(entries=self.entries, images={False: self.own, True: self.shared})
         steps = [
-            registered.prepare_load(self.content["things"][registered.name]["state"], filling.target_for)
-            for registered in sorted(things.values(), key=lambda r: r.kind not in ("module", "optimizer"))
+            registered.prepare_load(self.content["objects"][registered.name]["state"], filler.target_for)
+            for registered in sorted(objects.values(), key=lambda r: r.kind not in ("module", "optimizer"))
         ]
         if random and self.content["random"] is not None:
             numbers = rebuild(
-                self.content["random"], None, lambda number, old: filling.target_for(number, old, None)
+                self.content["random"], None, lambda number, old: filler.target_for(number, old, None)
             )
             steps.append(partial(set_random_states, numbers))
-        return PreparedRestore(filling, steps)
+        return PreparedRestore(filler, steps)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRestore:
-    filling: TensorFiller
+    filler: TensorFiller
     _steps: list[Callable[[], None]]
 
     def load(self) -> None:
         """Load the state, once all bytes are verified."""
-        self.filling.finish()
+        self.filler.finish()
         for step in self._steps:
             step()
 

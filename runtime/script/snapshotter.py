@@ -125,8 +125,8 @@ class Snapshotter:
         if none does.
         """
         ranks = Ranks.current()
-        for key, thing in objects.items():
-            self._add(key, thing, guarded=False)
+        for key, value in objects.items():
+            self._add(key, value, guarded=False)
         facts = self._protection.agent_facts
         where = Path(facts.directory) if facts else Path(directory) if directory else None
         self._arena = RankArena.open(name, ranks.rank, where, limit_bytes)
@@ -172,10 +172,10 @@ class Snapshotter:
             del self._contents.objects[name]
             raise
 
-    def _add(self, name: str, thing: Any, *, guarded: bool) -> None:
+    def _add(self, name: str, value: Any, *, guarded: bool) -> None:
         if name in self._contents.objects:
             raise SnapshotError(f"{name!r} is registered already: give each object a different name")
-        self._contents.objects[name] = RegisteredObject.of(name, thing, guarded=guarded)
+        self._contents.objects[name] = RegisteredObject.of(name, value, guarded=guarded)
 
     def _reserve(self) -> None:
         """Reserve memory for the registered objects and the state that their optimizers will have, and hook
@@ -399,9 +399,9 @@ class Snapshotter:
         step = found.key[1]
         here = manifest is not None and found.source_of(rank) == rank
         try:
-            brought, shared = EMPTY, EMPTY
+            own_image, shared = EMPTY, EMPTY
             if found.layout.shared_bytes or not here:
-                brought, shared = self._protection.fetch(found, rank, own=not here)
+                own_image, shared = self._protection.fetch(found, rank, own=not here)
         except SnapshotAgentError as error:
             # The missing parts may be available later, so a run that starts over must not release this
             # snapshot.
@@ -410,7 +410,7 @@ class Snapshotter:
             return None
         if not here:
             size = found.layout.own_bytes
-            saved = SavedSnapshot.of(brought[size:], brought[:size], shared)
+            saved = SavedSnapshot.of(own_image[size:], own_image[:size], shared)
             spans = verified_spans(saved.own, shared=False)
         else:
             assert manifest is not None
@@ -421,9 +421,9 @@ class Snapshotter:
             self._skip(step, why)
             return None
         prepared = saved.prepare(self._contents.objects, random=self._contents.random)
-        damaged = prepared.filling.verify([*spans, *verified_spans(shared, shared=True)])
-        if damaged:
-            self._skip(step, f"corrupt parts: {', '.join(damaged[:3])}")
+        corrupt = prepared.filler.verify([*spans, *verified_spans(shared, shared=True)])
+        if corrupt:
+            self._skip(step, f"corrupt parts: {', '.join(corrupt[:3])}")
             return None
         return prepared
 

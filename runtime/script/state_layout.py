@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from runtime.script.plain_state import SnapshotError, freeze
 from runtime.script.registered import RegisteredObject
-from runtime.script.tensor_image import Image, KnownTensor
+from runtime.script.tensor_image import KnownTensor, TensorImage
 
 States = Mapping[str, Any]
 """State of each registered object, by its name."""
@@ -231,9 +231,9 @@ class StateLayout:
     :param shares: whether some of it is shared with other ranks.
     """
 
-    things: list[RegisteredObject]
+    objects: list[RegisteredObject]
     shares: bool
-    image: Image
+    image: TensorImage
     """Image of these objects alone; it does not change any more."""
     guarded: set[int]
     """Ids of the tensors that nobody changes before they are copied."""
@@ -248,7 +248,7 @@ class StateLayout:
     @classmethod
     def of(
         cls,
-        things: Sequence[RegisteredObject],
+        objects: Sequence[RegisteredObject],
         states: States,
         known: dict[int, KnownTensor],
         before: "StateLayout | None",
@@ -258,53 +258,53 @@ class StateLayout:
         """Return the layout of the objects' current state.
 
         :param before: the previous layout, which no longer applies. If it had other tensors, the new one is
-        not prepared for reuse, since it may not apply to the next snapshot either. :raises SnapshotError:
-        the state contains something that is not plain data.
+            not prepared for reuse, since it may not apply to the next snapshot either.
+        :raises SnapshotError: the state contains something that is not plain data.
         """
-        guarded = {number for r in things for number in r.guarded_ids(states[r.name])}
-        shared = (replicated_ids(things, states) & guarded) if shares else set()
-        image = Image(known=known)
+        guarded = {number for r in objects for number in r.guarded_ids(states[r.name])}
+        shared = (replicated_ids(objects, states) & guarded) if shares else set()
+        image = TensorImage(known=known)
 
         def take(tensor: Tensor, where: str) -> int:
             of_all = id(tensor) in shared
             return image.add(tensor, where, immediate=id(tensor) not in guarded, shared=of_all)
 
-        frozen = {r.name: freeze(states[r.name], r.name, take) for r in things}
-        parameters = _parameters(things, shares=shares)
-        looks: TensorFingerprint | None = None
-        sights: dict[str, StateFingerprint | None] = {}
+        frozen = {r.name: freeze(states[r.name], r.name, take) for r in objects}
+        parameters = _parameters(objects, shares=shares)
+        tensor_fingerprint: TensorFingerprint | None = None
+        fingerprints: dict[str, StateFingerprint | None] = {}
         if before is not None and _are_same(image.tensors, before.image.tensors):
             tensors = {number: found.tensor for number, found in image.seen.items()}
             tensors |= {id(p): p for p in chain.from_iterable(parameters)}
-            looks = TensorFingerprint.of(tensors.values())
-            sights = {name: StateFingerprint.of(states[name], kept) for name, kept in frozen.items()}
+            tensor_fingerprint = TensorFingerprint.of(tensors.values())
+            fingerprints = {name: StateFingerprint.of(states[name], kept) for name, kept in frozen.items()}
         return cls(
-            things=list(things),
+            objects=list(objects),
             shares=shares,
             image=image,
             guarded=guarded,
             shared=shared,
             _frozen=frozen,
-            _constant={r.name: r.constant_state() for r in things},
-            _fingerprints=sights,
+            _constant={r.name: r.constant_state() for r in objects},
+            _fingerprints=fingerprints,
             _parameters=parameters,
-            _tensor_fingerprint=looks,
+            _tensor_fingerprint=tensor_fingerprint,
         )
 
     def read_plain(
-        self, things: Sequence[RegisteredObject], states: States, *, shares: bool
+        self, objects: Sequence[RegisteredObject], states: States, *, shares: bool
     ) -> dict[str, Any] | None:
         """Return the current plain values, for ``freeze_with``; ``None`` if more than plain values may have
         changed.
         """
-        if self._tensor_fingerprint is None or shares != self.shares or not _are_same(things, self.things):
+        if self._tensor_fingerprint is None or shares != self.shares or not _are_same(objects, self.objects):
             return None
-        parameters = _parameters(things, shares=shares)
+        parameters = _parameters(objects, shares=shares)
         if len(parameters) != len(self._parameters) or not all(map(_are_same, parameters, self._parameters)):
             return None
         plain: dict[str, Any] = {}
-        for name, sight in self._fingerprints.items():
-            found = sight.read_plain(states[name]) if sight is not None else None
+        for name, fingerprint in self._fingerprints.items():
+            found = fingerprint.read_plain(states[name]) if fingerprint is not None else None
             if found is None:
                 return None
             plain[name] = found
@@ -321,15 +321,15 @@ class StateLayout:
         return {n: {**kept, **self._constant[n]} if self._constant[n] else kept for n, kept in frozen.items()}
 
     def _freeze_one(self, name: str, plain: list[Any]) -> Any:
-        sight = self._fingerprints[name]
-        assert sight is not None
-        return sight.freeze_with(plain)
+        fingerprint = self._fingerprints[name]
+        assert fingerprint is not None
+        return fingerprint.freeze_with(plain)
 
 
-def replicated_ids(things: Sequence[RegisteredObject], states: States) -> set[int]:
+def replicated_ids(objects: Sequence[RegisteredObject], states: States) -> set[int]:
     """Return the ids of the tensors that DistributedDataParallel keeps the same on all ranks."""
     parameters: set[int] = set()
-    for registered in sorted(things, key=lambda r: r.kind != "module"):
+    for registered in sorted(objects, key=lambda r: r.kind != "module"):
         parameters |= registered.shared_ids(states[registered.name], parameters)
     return parameters
 
@@ -338,6 +338,6 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _parameters(things: Sequence[RegisteredObject], *, shares: bool) -> list[list[Tensor]]:
+def _parameters(objects: Sequence[RegisteredObject], *, shares: bool) -> list[list[Tensor]]:
     """Return copies of the parameter lists, since an optimizer's own list may be changed in place."""
-    return [list(group) for registered in things for group in registered.parameters(shared=shares)]
+    return [list(group) for registered in objects for group in registered.parameters(shared=shares)]

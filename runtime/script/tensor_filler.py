@@ -40,8 +40,9 @@ class ImageSpan:
     """Bytes of an image, or other bytes that must be verified.
 
     :param start: offset in the image that ``shared`` names; ``shared`` is ``None`` if they belong to no
-    image. :param part: part whose digest the bytes must have; ``None`` if they were verified when they were
-    fetched.
+        image.
+    :param part: part whose digest the bytes must have; ``None`` if they were verified when they were
+        fetched.
     """
 
     data: Bytes
@@ -85,12 +86,12 @@ class TensorFiller:
     _others: list[tuple[ImageEntry, Tensor]] = field(default_factory=list)
     """Tensors that torch must copy: they are not on the host, or have another order of dimensions."""
 
-    def target_for(self, number: int, old: Tensor | None, beside: Tensor | None) -> Tensor:
+    def target_for(self, number: int, old: Tensor | None, like: Tensor | None) -> Tensor:
         """Return the tensor that will hold the saved one: ``old`` where it fits, else a new one like
-        ``beside``.
+        ``like``.
         """
         entry = self.entries[number]
-        tensor = choose_target(entry, old, beside)
+        tensor = choose_target(entry, old, like)
         inner = local_tensor(tensor)
         memory = _memory(entry, inner)
         if memory is None:
@@ -183,9 +184,9 @@ def _batches(runs: Sequence[_TargetRange]) -> Iterator[list[_TargetRange]]:
     size = 0
     for run in runs:
         for first in range(0, len(run.memory), UNIT_BYTES):
-            piece = _TargetRange(run.start + first, run.memory[first : first + UNIT_BYTES], run.tensor)
-            batch.append(piece)
-            size += len(piece.memory)
+            part = _TargetRange(run.start + first, run.memory[first : first + UNIT_BYTES], run.tensor)
+            batch.append(part)
+            size += len(part.memory)
             if size >= UNIT_BYTES or len(batch) == _BATCH:
                 yield batch
                 batch, size = [], 0

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from runtime.precision import dtype_name
 from runtime.script.plain_state import SnapshotError
-from storage.shards import XorRange as Kept
+from storage.shards import XorRange
 
 Bytes = NDArray[np.uint8]
 Source = Bytes | Tensor
@@ -119,7 +119,7 @@ class KnownTensor:
 
 
 @dataclass(slots=True)
-class Image:
+class TensorImage:
     """The layout of one snapshot and the sources of its bytes.
 
     Views of tensors are reused from the previous snapshot (``known``), since making them costs more than
@@ -143,8 +143,8 @@ class Image:
     def add(self, tensor: Tensor, where: str, *, immediate: bool, shared: bool = False) -> int:
         """Add a tensor and return its number; one that was added before (tied weights) has the same number.
 
-        :param immediate: its bytes must be copied before training goes on. :raises SnapshotError: the
-        tensor's memory is not a plain array of values.
+        :param immediate: its bytes must be copied before training goes on.
+        :raises SnapshotError: the tensor's memory is not a plain array of values.
         """
         found = self.known.get(id(tensor))
         if found is None or not found.matches(tensor):
@@ -172,7 +172,7 @@ class Image:
             self.own_bytes = offset + found.entry.size_bytes
         return number
 
-    def copy(self, known: dict[int, KnownTensor]) -> "Image":
+    def copy(self, known: dict[int, KnownTensor]) -> "TensorImage":
         """Return a copy to which more tensors can be added."""
         return replace(
             self,
@@ -195,30 +195,30 @@ def align(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def cut_units(ranges: Sequence[Range], kept: Sequence[Kept], base: int = 0) -> list[CopyUnit]:
+def cut_units(ranges: Sequence[Range], saved: Sequence[XorRange], base: int = 0) -> list[CopyUnit]:
     """Return the units of the saved bytes of an image, each a copy or an XOR of ranges of it.
 
-    :param ranges: sources of the image, in ascending order. :param base: offset in the slot of the first
-    saved byte.
+    :param ranges: sources of the image, in ascending order.
+    :param base: offset in the slot of the first saved byte.
     """
     offsets = [offset for _, offset, _ in ranges]
     units = []
-    for one in kept:
+    for one in saved:
         for first in range(0, one.size_bytes, UNIT_BYTES):
             size, at = min(UNIT_BYTES, one.size_bytes - first), base + one.offset + first
             rows = [_within(ranges, offsets, source + first, size, at) for source in one.sources]
-            pieces = [
+            parts = [
                 CopyRange(number, start, offset, length, added)
                 for added, row in zip((False, *[True] * (len(rows) - 1)), rows, strict=True)
                 for number, start, offset, length in row
             ]
-            units.append(CopyUnit(at, size, tuple(pieces), tuple(_gaps(rows[0], at, at + size))))
+            units.append(CopyUnit(at, size, tuple(parts), tuple(_gaps(rows[0], at, at + size))))
     return units
 
 
-def whole_image(size_bytes: int) -> list[Kept]:
+def whole_image(size_bytes: int) -> list[XorRange]:
     """Return the single range that saves an image as it is."""
-    return [Kept(offset=0, size_bytes=size_bytes, sources=(0,))] if size_bytes else []
+    return [XorRange(offset=0, size_bytes=size_bytes, sources=(0,))] if size_bytes else []
 
 
 _Row = list[tuple[int, int, int, int]]
@@ -295,16 +295,16 @@ def _fits(entry: ImageEntry, tensor: Tensor) -> bool:
     return tuple(inner.shape) == entry.shape and str(inner.dtype) == f"torch.{entry.dtype}"
 
 
-def choose_target(entry: ImageEntry, old: Tensor | None, beside: Tensor | None) -> Tensor:
+def choose_target(entry: ImageEntry, old: Tensor | None, like: Tensor | None) -> Tensor:
     """Return the tensor that will hold the saved one: ``old`` where it fits, else a new one with the layout of
-    ``beside``.
+    ``like``.
     """
     if old is not None and _fits(entry, old):
         return old
     dtype = getattr(torch, entry.dtype)
-    if beside is not None and _fits(msgspec.structs.replace(entry, dtype=str(beside.dtype)[6:]), beside):
-        return torch.empty_like(beside, dtype=dtype, requires_grad=False)
-    device = beside.device if beside is not None and not entry.on_host else torch.device("cpu")
+    if like is not None and _fits(msgspec.structs.replace(entry, dtype=str(like.dtype)[6:]), like):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    device = like.device if like is not None and not entry.on_host else torch.device("cpu")
     return _in_shape(entry, torch.empty(entry.size_bytes // dtype.itemsize, dtype=dtype, device=device))
 
 

@@ -81,9 +81,10 @@ def layer_groups(
 ) -> tuple[LayerGroup, ...]:
     """Return the groups that this rank saves; none if other ranks of its stage do, or if ``nodes`` is empty.
 
-    :param nodes: the name of each rank's node. :param sizes: bytes of each layer, for equal shares
-    (``layer_bytes``). :param zero1: owners have parts of the optimizer's state. :param coupled: the first
-    device of a stage computes all rows, so that only its buffers are right.
+    :param nodes: the name of each rank's node.
+    :param sizes: bytes of each layer, for equal shares (``layer_bytes``).
+    :param zero1: owners have parts of the optimizer's state.
+    :param coupled: the first device of a stage computes all rows, so that only its buffers are right.
     """
     mine = next(
         (
@@ -112,12 +113,12 @@ def layer_groups(
             own=own,
             replica=replica,
         )
-        for start, behind in zip(starts, [*starts[1:], len(owners)], strict=True)
+        for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True)
         for first, end, own in _shares(
             owners[start],
             stage,
             rank,
-            range(stage.first_layer + start, stage.first_layer + behind),
+            range(stage.first_layer + start, stage.first_layer + stop),
             sizes,
             coupled=coupled,
         )

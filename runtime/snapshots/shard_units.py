@@ -142,17 +142,17 @@ def shard_units(
 ) -> list[ShardUnit]:
     """Return the units of the owner's shard of the bucket, in order, each byte once.
 
-    :param offset: of the shard in the slot. :param unit_bytes: maximum number of bytes read for one unit
-    (``CopySchedule.unit_bytes``).
+    :param offset: of the shard in the slot.
+    :param unit_bytes: maximum number of bytes read for one unit (``CopySchedule.unit_bytes``).
     """
     units: list[ShardUnit] = []
     frozen = _frozen_blocks(layout, owner, bucket) if bucket.has_frozen else frozenset()
-    for piece in layout.xor_ranges(owner):
-        most = max(1, unit_bytes // len(piece.sources) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    for xor_range in layout.xor_ranges(owner):
+        most = max(1, unit_bytes // len(xor_range.sources) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         done = 0
-        while done < piece.size_bytes:
-            size = min(most, piece.size_bytes - done)
-            first = piece.offset + done
+        while done < xor_range.size_bytes:
+            size = min(most, xor_range.size_bytes - done)
+            first = xor_range.offset + done
             still = first // DIGEST_BYTES in frozen
             if frozen:
                 # A unit consists only of frozen blocks, or only of others.
@@ -160,7 +160,7 @@ def shard_units(
                 while end * DIGEST_BYTES < first + size and (end in frozen) == still:
                     end += 1
                 size = min(size, end * DIGEST_BYTES - first)
-            starts = tuple(source + done for source in piece.sources)
+            starts = tuple(source + done for source in xor_range.sources)
             units.append(ShardUnit(bucket, offset + first, size, starts, still))
             done += size
     return units
@@ -171,12 +171,12 @@ def _frozen_blocks(layout: ShardLayout, owner: int, bucket: SnapshotBucket) -> f
     does not change.
     """
     changing: set[int] = set()
-    for piece in layout.xor_ranges(owner):
-        end = piece.offset + piece.size_bytes
-        for number in range(piece.offset // DIGEST_BYTES, -(-end // DIGEST_BYTES)):
-            first = max(number * DIGEST_BYTES, piece.offset) - piece.offset
-            last = min((number + 1) * DIGEST_BYTES, end) - piece.offset
-            if not all(bucket.is_frozen(source + first, source + last) for source in piece.sources):
+    for xor_range in layout.xor_ranges(owner):
+        end = xor_range.offset + xor_range.size_bytes
+        for number in range(xor_range.offset // DIGEST_BYTES, -(-end // DIGEST_BYTES)):
+            first = max(number * DIGEST_BYTES, xor_range.offset) - xor_range.offset
+            last = min((number + 1) * DIGEST_BYTES, end) - xor_range.offset
+            if not all(bucket.is_frozen(source + first, source + last) for source in xor_range.sources):
                 changing.add(number)
     # The last block, which may be incomplete, always counts as changing.
     return frozenset(range(layout.shard_bytes(owner) // DIGEST_BYTES)) - changing

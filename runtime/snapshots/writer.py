@@ -77,8 +77,8 @@ _Task = TrainerCapture | _Reserve | _Retain | _ReleaseAfter | RepairWrite
 class SnapshotWriter:
     """The writer of one rank's part of all snapshots.
 
-    :param sharding: which parts of the state this rank has, where state is sharded. :param report: sends a
-    report to the node daemon; called from any thread.
+    :param sharding: which parts of the state this rank has, where state is sharded.
+    :param report: sends a report to the node daemon; called from any thread.
     """
 
     def __init__(
@@ -403,8 +403,8 @@ class SnapshotWriter:
         is requested nevertheless, the newest was abandoned as well.
         """
         steps = sorted(manifest.step for manifest in self._arena.snapshots)
-        kept = self._retained if self._retained in steps else steps[0] if steps else None
-        stay = {step for step in steps if step in (kept, self._pinned)}
+        retained = self._retained if self._retained in steps else steps[0] if steps else None
+        stay = {step for step in steps if step in (retained, self._pinned)}
         newest = steps[-1] if steps else None
         if newest is not None and (len(stay | {newest}) < SLOTS or newest != self._spared):
             stay.add(newest)

@@ -44,8 +44,9 @@ def cached_directory(cache: str | None, key: str, compute: Callable[[Path], None
     The directory gets its name when all its files are on disk, and the kernel holds the lock. So a process
     that dies leaves nothing that looks complete, and the next in line computes it.
 
-    :param cache: parent of such directories; None is the default. :param compute: writes the files into the
-    empty directory that it gets. :raises DataError: the cache cannot be written.
+    :param cache: parent of such directories; None is the default.
+    :param compute: writes the files into the empty directory that it gets.
+    :raises DataError: the cache cannot be written.
     """
     root = default_cache_directory() if cache is None else Path(cache).expanduser()
     entry = root / key

@@ -118,9 +118,10 @@ class MaskedLanguageModelCollate:
         """Take the token ids from a tokenizer, or as arguments.
 
         :param tokenizer: a tokenizer.json, or a directory with one. Ids that are given take precedence.
-        :param probability: fraction of the tokens that are chosen. :param multiple_of: as for
-        ``PadCollate``, which pads the samples first. :param length: as for ``PadCollate``. :raises
-        DataError: there is no mask token, or a number is out of range.
+        :param probability: fraction of the tokens that are chosen.
+        :param multiple_of: as for ``PadCollate``, which pads the samples first.
+        :param length: as for ``PadCollate``.
+        :raises DataError: there is no mask token, or a number is out of range.
         """
         if isinstance(probability, bool) or not 0 < probability <= 1:
             raise DataError(f"probability must lie between 0 and 1, not {probability!r}")

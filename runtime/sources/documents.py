@@ -75,8 +75,8 @@ def is_table(path: Path) -> bool:
 def read_records(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
     """Yield the records of a JSON lines, Parquet or Arrow file.
 
-    :param fields: columns to read from Parquet and Arrow files; None for all. :raises DataError: the file
-    is corrupt, is of another kind, or lacks a column.
+    :param fields: columns to read from Parquet and Arrow files; None for all.
+    :raises DataError: the file is corrupt, is of another kind, or lacks a column.
     """
     match _suffix(path):
         case ".parquet":

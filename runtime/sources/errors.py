@@ -14,8 +14,8 @@ class DataError(ValueError):
 def find_files(files: str | Sequence[str], what: str) -> list[Path]:
     """Return the files that paths and patterns name, in the given order; the matches of a pattern by name.
 
-    :param what: kind of the files, for messages: "token file". :raises DataError: no file is named, one is
-    missing, a pattern matches none, or a path is a directory.
+    :param what: kind of the files, for messages: "token file".
+    :raises DataError: no file is named, one is missing, a pattern matches none, or a path is a directory.
     """
     wanted = [files] if isinstance(files, str) else list(files)
     if not wanted:

@@ -37,10 +37,11 @@ class InstructionDataset(TokenisedDataset):
         """Tokenise the files, or find their tokens in the cache.
 
         :param files: a path, a pattern or a list of them; a pattern's files are taken in the order of
-        names. :param tokenizer: a directory as ``save_pretrained`` writes it. Conversations need
-        transformers. :param length: maximum number of tokens of a sample. :param cache_directory: directory
-        of the cache; None is ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``. :raises DataError: a file, a
-        record or the tokenizer cannot be used.
+            names.
+        :param tokenizer: a directory as ``save_pretrained`` writes it. Conversations need transformers.
+        :param length: maximum number of tokens of a sample.
+        :param cache_directory: directory of the cache; None is ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``.
+        :raises DataError: a file, a record or the tokenizer cannot be used.
         """
         check_length(length)
         paths = find_files(files, "file of instructions")

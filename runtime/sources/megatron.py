@@ -36,8 +36,8 @@ class MegatronDataset(PackedTokens):
     def __init__(self, prefix: str | Sequence[str], *, length: int) -> None:
         """Read the index and map the tokens into memory.
 
-        :param prefix: the files' path without ``.bin`` and ``.idx``, or a list of them. :raises DataError:
-        a file is missing or corrupt, or is shorter than a sample.
+        :param prefix: the files' path without ``.bin`` and ``.idx``, or a list of them.
+        :raises DataError: a file is missing or corrupt, or is shorter than a sample.
         """
         prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
         if not prefixes:

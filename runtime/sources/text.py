@@ -39,12 +39,14 @@ class TextDataset(TokenisedDataset):
         """Tokenise the files, or find their tokens in the cache.
 
         :param files: a path, a pattern or a list of them; a pattern's files are taken in the order of
-        names. :param tokenizer: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it.
-        :param length: tokens of a sample: exactly with packing, at most without. :param field: field with
-        the text, in files with records. :param end_of_text: whether a token ends each document; or that
-        token, if it is not the tokenizer's own. :param cache_directory: directory of the cache; None is
-        ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``. :raises DataError: a file, a record or the tokenizer
-        cannot be used.
+            names.
+        :param tokenizer: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it.
+        :param length: tokens of a sample: exactly with packing, at most without.
+        :param field: field with the text, in files with records.
+        :param end_of_text: whether a token ends each document; or that token, if it is not the tokenizer's
+            own.
+        :param cache_directory: directory of the cache; None is ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``.
+        :raises DataError: a file, a record or the tokenizer cannot be used.
         """
         check_length(length)
         paths = find_files(files, "text file")

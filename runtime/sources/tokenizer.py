@@ -45,8 +45,8 @@ class LoadedTokenizer:
     def end_of_text(self, wanted: bool | str) -> int | None:
         """Return the id of the token that ends a document.
 
-        :param wanted: False for none, True for the tokenizer's own, or the token itself. :raises DataError:
-        the tokenizer has no such token.
+        :param wanted: False for none, True for the tokenizer's own, or the token itself.
+        :raises DataError: the tokenizer has no such token.
         """
         if wanted is False:
             return None
@@ -116,8 +116,8 @@ def _digest(path: Path) -> str:
     """Return the checksum of tokenizer.json and of the files next to it that affect the tokens."""
     digest = hashlib.sha256(path.read_bytes())
     for name in (*NAMING_FILES, "chat_template.jinja"):
-        beside = path.parent / name
-        digest.update(b"\0" + (beside.read_bytes() if beside.is_file() else b""))
+        neighbour = path.parent / name
+        digest.update(b"\0" + (neighbour.read_bytes() if neighbour.is_file() else b""))
     return digest.hexdigest()
 
 

@@ -20,8 +20,9 @@ def train_tokenizer(files: Sequence[Path], *, field: str, vocabulary: int, out: 
     It is a BPE (Sennrich et al. 2016) on bytes, so that every text can be tokenised, with one token each
     for the end of a text, for padding and for masks.
 
-    :param vocabulary: maximum number of tokens. :return: the number of tokens. :raises DataError: a file
-    cannot be used, or there is no text.
+    :param vocabulary: maximum number of tokens.
+    :return: the number of tokens.
+    :raises DataError: a file cannot be used, or there is no text.
     """
     tokenizers = import_package("tokenizers", "training a tokenizer")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -184,9 +184,9 @@ def write_tokens(
 ) -> npt.NDArray[np.int64]:
     """Write the tokens of all documents one after the other, and their description, and return their ends.
 
-    :param learned: a file that gets a byte for each token: 1 if a model learns it. :return: for each
-    document that has tokens, the number of tokens in the file up to its end. :raises DataError: there is no
-    text, or the tokenizer fails on one.
+    :param learned: a file that gets a byte for each token: 1 if a model learns it.
+    :return: for each document that has tokens, the number of tokens in the file up to its end.
+    :raises DataError: there is no text, or the tokenizer fails on one.
     """
     dtype = token_dtype(tokenizer.vocabulary_size)
     progress = _Progress(report)

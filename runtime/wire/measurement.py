@@ -17,7 +17,7 @@ INVALID_EXIT = 2
 """Exit code if the user has to change something; the last line of stderr says what."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class MeasurementProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     done: int
     total: int
 

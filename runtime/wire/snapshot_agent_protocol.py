@@ -160,9 +160,9 @@ def read_retained(job: Path) -> RetainedSnapshots:
         return RetainedSnapshots()
 
 
-def write_retained(job: Path, kept: RetainedSnapshots) -> None:
+def write_retained(job: Path, retained: RetainedSnapshots) -> None:
     """Write the file of a job.
 
     :raises OSError: it cannot be written.
     """
-    write_record(job / RETAINED_FILE, kept)
+    write_record(job / RETAINED_FILE, retained)

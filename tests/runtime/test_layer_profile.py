@@ -25,7 +25,7 @@ from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
 from runtime.profiling.layer_profile import profile_model
 from runtime.training import TrainingError
-from runtime.wire.measurement import LayerMeasurements, Progress, spread_of
+from runtime.wire.measurement import LayerMeasurements, MeasurementProgress, spread_of
 from tests.helpers.reference import load
 from tests.helpers.runtime_support import data_for, gpt_data, script, training_of
 
@@ -414,9 +414,10 @@ def test_the_command_takes_msgpack_and_json_and_answers_json(tmp_path: Path) -> 
         done = run(encode(data), "--devices-per-node", "2")
         assert done.returncode == 0, done.stderr.decode()
         progress, found = [
-            msgspec.json.decode(line, type=Progress | LayerMeasurements) for line in done.stdout.splitlines()
+            msgspec.json.decode(line, type=MeasurementProgress | LayerMeasurements)
+            for line in done.stdout.splitlines()
         ]
-        assert progress == Progress(done=1, total=1)
+        assert progress == MeasurementProgress(done=1, total=1)
         assert isinstance(found, LayerMeasurements)
         assert [layer.parameter_bytes for layer in found.profile.layers] == [4 * 8]
         assert [split.devices for split in found.profile.layers[0].split] == [2]

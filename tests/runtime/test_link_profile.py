@@ -12,7 +12,7 @@ import msgspec
 
 from runtime.layers.model import CPU
 from runtime.profiling.link_profile import MESSAGE_SIZES_BYTES, measure_links, measured_groups
-from runtime.wire.measurement import LinkMeasurementRequest, Progress
+from runtime.wire.measurement import LinkMeasurementRequest, MeasurementProgress
 from tests.helpers.harness import ServerThread, formed_world
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ SIZE = 3
 
 def test_every_size_and_group_is_measured_by_rank_0() -> None:
     with formed_world(SIZE, measured_groups(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
-        told: list[Progress] = []
+        told: list[MeasurementProgress] = []
         found = list(pool.map(lambda rank: measure_links(rank, CPU, 10.0, told.append), ranks))
     sent, reduced = found[0]
     assert [entry.size_bytes for entry in sent] == list(MESSAGE_SIZES_BYTES)
@@ -30,7 +30,7 @@ def test_every_size_and_group_is_measured_by_rank_0() -> None:
     ]
     assert all(3 <= entry.time.repeats <= 31 and entry.time.minimum_ms > 0 for entry in (*sent, *reduced))
     assert found[1:] == [((), ())] * (SIZE - 1)
-    assert Progress(done=3, total=3) in told
+    assert MeasurementProgress(done=3, total=3) in told
 
 
 def test_without_time_the_large_sizes_are_skipped() -> None:

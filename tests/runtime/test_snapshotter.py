@@ -28,7 +28,7 @@ from runtime.script.saved import EMPTY
 from runtime.script.tensor_filler import TensorFiller, verified_spans
 from runtime.script.tensor_image import (
     UNIT_BYTES,
-    Image,
+    TensorImage,
     cut_units,
     dimension_order,
     memory_bytes,
@@ -302,16 +302,16 @@ def test_a_tensor_is_restored_in_any_order_of_dimensions(shape: tuple[int, ...])
     values = torch.randn(shape, dtype=torch.float64)
     turned = values.permute(tuple(reversed(range(values.dim()))))
     for tensor in (values, turned):
-        image = Image(known={})
+        image = TensorImage(known={})
         image.add(tensor, "it", immediate=False)
         flat = memory_bytes(tensor, dimension_order(tensor))
         assert flat is not None
         for old in (torch.zeros_like(tensor), torch.zeros_like(tensor).contiguous(), None):
-            filling = TensorFiller(entries=image.entries, images={False: flat.numpy(), True: EMPTY})
-            filled = filling.target_for(0, old, None)
+            filler = TensorFiller(entries=image.entries, images={False: flat.numpy(), True: EMPTY})
+            filled = filler.target_for(0, old, None)
             assert old is None or filled is old
-            assert filling.verify(verified_spans(flat.numpy(), shared=False)) == ()
-            filling.finish()
+            assert filler.verify(verified_spans(flat.numpy(), shared=False)) == ()
+            filler.finish()
             assert torch.equal(filled, tensor)
 
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from runtime.script.saved import EMPTY
 from runtime.script.tensor_filler import ImageSpan, TensorFiller, verified_spans
-from runtime.script.tensor_image import UNIT_BYTES, Bytes, Image, memory_bytes
+from runtime.script.tensor_image import UNIT_BYTES, Bytes, TensorImage, memory_bytes
 from storage.manifest import SnapshotPart, digest_of
 
 SHAPES = [(3, 5), (), (1500, 1000), (0, 4), (7,), (3_000_001,), (2, 3, 4), (90, 1), (600_000,)]
 
 
-def image_of(tensors: list[Tensor]) -> tuple[Image, Bytes]:
-    image = Image(known={})
+def image_of(tensors: list[Tensor]) -> tuple[TensorImage, Bytes]:
+    image = TensorImage(known={})
     for tensor in tensors:
         image.add(tensor, "it", immediate=False)
     data = np.zeros(image.own_bytes, dtype=np.uint8)
@@ -50,15 +50,15 @@ def test_tensors_that_are_there_and_new_ones_are_filled_in_two_stages() -> None:
     assert image.own_bytes > 2 * UNIT_BYTES
     # In turn: registered, new, registered with another order of dimensions, new next to another tensor.
     olds = [None if n % 2 else torch.zeros(t.shape) for n, t in enumerate(tensors)]
-    filling = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
+    filler = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
     filled = [
-        filling.target_for(n, old, torch.zeros(t.shape, dtype=torch.int64) if n % 4 == 3 else None)
+        filler.target_for(n, old, torch.zeros(t.shape, dtype=torch.int64) if n % 4 == 3 else None)
         for n, (old, t) in enumerate(zip(olds, tensors, strict=True))
     ]
     versions = [t._version for t in filled]
-    assert filling.verify(checked(data)) == ()
+    assert filler.verify(checked(data)) == ()
     assert not any(old.any() for old in olds if old is not None)
-    filling.finish()
+    filler.finish()
     for found, tensor, old, version in zip(filled, tensors, olds, versions, strict=True):
         assert torch.equal(found, tensor)
         assert old is None or (found is old and (found._version > version or not found.numel()))
@@ -71,32 +71,32 @@ def test_a_corrupt_byte_is_found_before_any_registered_tensor_changes(at: int) -
     spans = checked(data)
     data[at] ^= 1
     there = torch.zeros(3_000_000)
-    filling = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
-    filling.target_for(0, there, None)
-    filling.target_for(1, None, None)
-    assert filling.verify(spans) == (f"p{(at % len(data)) // UNIT_BYTES}",)
+    filler = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
+    filler.target_for(0, there, None)
+    filler.target_for(1, None, None)
+    assert filler.verify(spans) == (f"p{(at % len(data)) // UNIT_BYTES}",)
     assert not there.any()
 
 
 def test_of_two_tensors_that_became_one_the_later_counts() -> None:
     image, data = image_of([torch.full((500_000,), 1.0), torch.full((500_000,), 2.0)])
     one = torch.zeros(500_000)
-    filling = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
-    filling.target_for(0, one, None)
-    filling.target_for(1, one.view(500_000), None)
-    assert filling.verify(verified_spans(data, shared=False)) == ()
-    filling.finish()
+    filler = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
+    filler.target_for(0, one, None)
+    filler.target_for(1, one.view(500_000), None)
+    assert filler.verify(verified_spans(data, shared=False)) == ()
+    filler.finish()
     assert (one == 2).all()
 
 
 def test_shared_tensors_are_loaded_from_the_shared_image() -> None:
-    image = Image(known={})
+    image = TensorImage(known={})
     values = [torch.full((1000,), 3.0), torch.full((1000,), 4.0)]
     for shared, tensor in zip((False, True), values, strict=True):
         image.add(tensor, "it", immediate=False, shared=shared)
     images = {s: t.view(torch.uint8).numpy() for s, t in zip((False, True), values, strict=True)}
-    filling = TensorFiller(entries=image.entries, images=images)
-    new, there = filling.target_for(0, None, None), filling.target_for(1, torch.zeros(1000), None)
-    assert filling.verify([span for s in images for span in verified_spans(images[s], shared=s)]) == ()
-    filling.finish()
+    filler = TensorFiller(entries=image.entries, images=images)
+    new, there = filler.target_for(0, None, None), filler.target_for(1, torch.zeros(1000), None)
+    assert filler.verify([span for s in images for span in verified_spans(images[s], shared=s)]) == ()
+    filler.finish()
     assert (new == 3).all() and (there == 4).all()

@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from ftd.errors import ConfigurationError, InternalError
-from runtime.wire.measurement import INVALID_EXIT, LayerMeasurements, LinkMeasurements, Progress
+from runtime.wire.measurement import INVALID_EXIT, LayerMeasurements, LinkMeasurements, MeasurementProgress
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the number of completed measurements and of all measurements."""
@@ -88,10 +88,10 @@ async def _read_answer(
     process: asyncio.subprocess.Process, answer: type[Answer], on_progress: ProgressCallback
 ) -> Answer | None:
     assert process.stdout is not None
-    decoder = msgspec.json.Decoder(Progress | answer)
+    decoder = msgspec.json.Decoder(MeasurementProgress | answer)
     async for line in process.stdout:
-        message: Progress | Answer = decoder.decode(line)
-        if isinstance(message, Progress):
+        message: MeasurementProgress | Answer = decoder.decode(line)
+        if isinstance(message, MeasurementProgress):
             on_progress(message.done, message.total)
         else:
             return message
