@@ -570,7 +570,7 @@ def test_a_manifest_that_was_cut_short_is_noticed(place: Path, caplog: pytest.Lo
     again = Script(place)
     with caplog.at_level(logging.WARNING):
         assert again.snapshots.restore() == 3
-    assert "cut short" in caplog.text
+    assert "truncated" in caplog.text
     again.leave()
 
 
