@@ -98,7 +98,7 @@ class Mutant:
 
 
 @dataclass(kw_only=True)
-class Verdict:
+class MutantResult:
     mutant: Mutant
     status: str = "waiting"
     """``waiting`` until it has run, then ``killed`` or ``open``; or ``equivalent``."""
@@ -407,19 +407,19 @@ def _fails(item: pytest.Item) -> bool:
     return any(one.failed for one in runtestprotocol(item, log=False, nextitem=None))
 
 
-class Run:
+class MutantRunner:
     """Pytest plugin that runs mutants in place of the tests."""
 
     def __init__(
         self,
-        verdicts: Sequence[Verdict],
+        results: Sequence[MutantResult],
         seeds: Sequence[int] = (),
         jobs: int = 1,
         json_path: Path | None = None,
     ) -> None:
-        self.verdicts, self.seeds, self.jobs, self._json = verdicts, seeds, jobs, json_path
+        self.results, self.seeds, self.jobs, self._json = results, seeds, jobs, json_path
         self._results = Path(tempfile.mkdtemp(prefix="ftd-mutants-"))
-        self._running: dict[int, tuple[Verdict, Path]] = {}
+        self._running: dict[int, tuple[MutantResult, Path]] = {}
         self._done = 0
         self._kills: Counter[str] = Counter()
         """How many mutants each test has killed."""
@@ -430,7 +430,7 @@ class Run:
             shown = ("path", "line", "function", "statement", "before", "after", "change")
             entries = [
                 {name: getattr(one.mutant, name) for name in shown} | {"status": one.status, "by": one.by}
-                for one in self.verdicts
+                for one in self.results
             ]
             self._json.write_text(json.dumps(entries, indent=1), encoding="utf-8")
 
@@ -442,10 +442,10 @@ class Run:
         _remember_plans()
         tests = self._tests_of_lines(session.items)
         by_unit_tests = functools.partial(self._unit_tests, tests)
-        waiting = [verdict for verdict in self.verdicts if verdict.status == "waiting"]
+        waiting = [result for result in self.results if result.status == "waiting"]
         self._stage("unit tests", waiting, by_unit_tests, UNIT_CPU_S)
         if self.seeds:
-            left = [verdict for verdict in self.verdicts if verdict.status == "open"]
+            left = [result for result in self.results if result.status == "open"]
             self._stage("simulator", left, self._simulator, SEEDS_CPU_S)
         return True
 
@@ -453,7 +453,7 @@ class Run:
         """Return the tests that execute each line of the modules, the quickest first."""
         executed: dict[tuple[str, int], list[tuple[float, int]]] = {}
         tests: list[pytest.Item] = []
-        paths = {verdict.mutant.path for verdict in self.verdicts}
+        paths = {result.mutant.path for result in self.results}
 
         for item in items:  # In this process, so that forks share what the planner caches.
             lines, began = _Lines(paths), time.process_time()
@@ -500,33 +500,33 @@ class Run:
         return ""
 
     def _stage(
-        self, name: str, verdicts: Sequence[Verdict], test: Callable[[Mutant], str], cpu_s: int
+        self, name: str, results: Sequence[MutantResult], test: Callable[[Mutant], str], cpu_s: int
     ) -> None:
         if name == "simulator":
             importlib.import_module("ftd.faults.sim.simulation_run")
         self._done = 0
-        for number, verdict in enumerate(verdicts):
+        for number, result in enumerate(results):
             while len(self._running) >= self.jobs:
-                self._collect(name, len(verdicts))
+                self._collect(name, len(results))
             path = self._results / f"{number}.json"
             path.unlink(missing_ok=True)
 
-            def work(mutant: Mutant = verdict.mutant) -> dict[str, Any]:
+            def work(mutant: Mutant = result.mutant) -> dict[str, Any]:
                 return {"by": test(mutant)}
 
-            self._running[self._fork(work, path, cpu_s)] = verdict, path
+            self._running[self._fork(work, path, cpu_s)] = result, path
         while self._running:
-            self._collect(name, len(verdicts))
+            self._collect(name, len(results))
         print(file=sys.__stderr__)
 
     def _collect(self, name: str, count: int) -> None:
         pid, status = os.wait()
-        verdict, path = self._running.pop(pid)
+        result, path = self._running.pop(pid)
         if status == 0:
             by = json.loads(path.read_text(encoding="utf-8"))["by"]
         else:
             by = f"{name}: the run was ended (status {status})"
-        verdict.status, verdict.by = ("killed" if by else "open"), by
+        result.status, result.by = ("killed" if by else "open"), by
         if by:
             self._kills[by] += 1
         self._done += 1
@@ -555,15 +555,15 @@ def modules(words: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(found) if not words or any(word in path for word in words)]
 
 
-def report(verdicts: Sequence[Verdict]) -> None:
+def report(results: Sequence[MutantResult]) -> None:
     """Print a table of the open mutants, and the number of each kind."""
-    for verdict in verdicts:
-        mutant = verdict.mutant
-        if verdict.status in ("open", "waiting"):
+    for result in results:
+        mutant = result.mutant
+        if result.status in ("open", "waiting"):
             print(f"{mutant.path}:{mutant.line} {mutant.function}\n  in  {mutant.statement}")
             print(f"  -   {mutant.before}\n  +   {mutant.after}")
-    counts = Counter(verdict.status for verdict in verdicts)
-    print(f"{len(verdicts)} mutants: " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
+    counts = Counter(result.status for result in results)
+    print(f"{len(results)} mutants: " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -576,35 +576,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seeds", type=int, default=SEEDS, help=f"simulator seeds for each survivor ({SEEDS})"
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
-    parser.add_argument("--json", type=Path, help="write every mutant with its verdict to this file")
+    parser.add_argument("--json", type=Path, help="write every mutant with its result to this file")
     parser.add_argument(
         "--again", type=Path, help="run only those that an earlier run left open or waiting in this file"
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     chosen = parser.parse_args(arguments)
-    verdicts = [Verdict(mutant=mutant) for path in modules(chosen.modules) for mutant in mutants_of(path)]
+    results = [MutantResult(mutant=mutant) for path in modules(chosen.modules) for mutant in mutants_of(path)]
     reasons = explained()
-    for verdict in verdicts:
-        if reason := reasons.get(verdict.mutant.key):
-            verdict.status, verdict.by = "equivalent", reason
+    for result in results:
+        if reason := reasons.get(result.mutant.key):
+            result.status, result.by = "equivalent", reason
     if chosen.again:
         entries = json.loads(chosen.again.read_text(encoding="utf-8"))
         left = {(one["function"], one["change"]) for one in entries if one["status"] in ("open", "waiting")}
-        verdicts = [verdict for verdict in verdicts if verdict.mutant.key in left]
+        results = [result for result in results if result.mutant.key in left]
     if chosen.list:
-        report(verdicts)
+        report(results)
         return 0
-    run = Run(verdicts, range(chosen.seeds), chosen.jobs, chosen.json)
+    run = MutantRunner(results, range(chosen.seeds), chosen.jobs, chosen.json)
     options = ["-qq", "--no-header", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, f"--rootdir={ROOT}", *UNIT_TESTS], plugins=[run])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return int(status)
     run.write()
-    report(verdicts)
-    stale = set() if chosen.modules or chosen.again else reasons.keys() - {one.mutant.key for one in verdicts}
+    report(results)
+    stale = set() if chosen.modules or chosen.again else reasons.keys() - {one.mutant.key for one in results}
     for function, change in sorted(stale):
         print(f"{EQUIVALENT.name} explains a mutant that does not exist: {function}: {change}")
-    return int(bool(stale) or any(verdict.status == "open" for verdict in verdicts))
+    return int(bool(stale) or any(result.status == "open" for result in results))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from statemachine.cluster.snapshots.snapshot_state import JobCheckpoints, JobSna
 from statemachine.cluster.state import (
     FIND,
     FINISH,
-    GIVE_UP,
     JOIN,
+    PAUSE_LIMIT,
     QUIESCE,
     RESUME,
     SETTLE,
@@ -140,7 +140,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
         node.feed(NodeEvent.ABANDONED)
         if node.alive:
             node.feed(NodeEvent.HEALTHY)  # Its trainers, lost or not, end with the job; new ones start.
-    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT, FINISH, FIND):
+    for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, PAUSE_LIMIT, SUSPICION, SNAPSHOT, FINISH, FIND):
         c.cancel_timer(timer)
     c.persist()
     c.emit(name, reason, **details)

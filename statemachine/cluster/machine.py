@@ -18,7 +18,7 @@ from statemachine.cluster.phases import Paused, Planning, Quiescing, Resuming
 from statemachine.cluster.snapshots import orders, persisting, snapshots
 from statemachine.cluster.state import (
     FINISH,
-    GIVE_UP,
+    PAUSE_LIMIT,
     PERSIST,
     QUIESCE,
     RESUME,
@@ -295,17 +295,17 @@ class ClusterMachine:
                 self._fail(rollback.find_overdue(c))
             case "suspicion":
                 recovery.suspicion_overdue(c)
-            case "give_up":
+            case "pause_limit":
                 if isinstance(c.state, Paused):
-                    self._give_up(c.state)
+                    self._end_pause(c.state)
             case _:  # "settle": reconcile sees that the time is over
                 c.dirty = True
 
-    def _give_up(self, paused: Paused) -> None:
+    def _end_pause(self, paused: Paused) -> None:
         """End a pause: no node that may hold the missing state has come in time."""
         c = self._c
         if any(node.prepare_sent for node in c.alive()):
-            c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may hold what is missing.
+            c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)  # It may hold what is missing.
         elif not rollback.return_to_checkpoint(c, paused):
             jobs.fail(c, paused.reason)
 
@@ -358,7 +358,7 @@ class ClusterMachine:
             case Resuming() as group:
                 c.set_timer(RESUME, recovery.resume_limit_s(c, group))
             case Paused(pause_limited=True):
-                c.set_timer(GIVE_UP, c.timing.lost_state_s)
+                c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)
             case _:
                 pass
         if c.snapshots.pending is not None:
@@ -373,7 +373,7 @@ class ClusterMachine:
         """Stop all deadlines: while the broker is away no node can be heard."""
         c = self._c
         c.connected = False
-        for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT, PERSIST, FINISH):
+        for name in (TICK, QUIESCE, RESUME, PAUSE_LIMIT, STEPS, SNAPSHOT, PERSIST, FINISH):
             c.cancel_timer(name)
         c.emit("BrokerLost", "the broker is away; training continues")
 

@@ -192,9 +192,9 @@ _ROWS: dict[type[Signal], tuple[SignalAction, SignalAction, SignalAction, Signal
 }
 
 TABLE: dict[tuple[type[Signal], SenderStatus], SignalAction] = {
-    (signal, standing): verdict
+    (signal, standing): action
     for signal, row in _ROWS.items()
-    for standing, verdict in zip(SenderStatus, row, strict=True)
+    for standing, action in zip(SenderStatus, row, strict=True)
 }
 
 

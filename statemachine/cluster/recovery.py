@@ -2,8 +2,8 @@
 
 Every reconfiguration takes this one path: start, failure, join, drain, continuing after a pause.
 
-  generation += 1, persisted → Quiesce → reports → ``rules.decide`` → ComputePlan → Resume → Resumed → first
-      commit
+    generation += 1, persisted → Quiesce → reports → ``rules.decide``
+    → ComputePlan → Resume → Resumed → first commit
 
 A failure at any moment starts it again with the next generation. Which failures do so depends on the phase:
 
@@ -47,9 +47,9 @@ from statemachine.cluster.snapshots.replica_peers import choose_replica_peers, e
 from statemachine.cluster.snapshots.snapshots import interrupt
 from statemachine.cluster.state import (
     FIND,
-    GIVE_UP,
     JOIN,
     LOSSES,
+    PAUSE_LIMIT,
     QUIESCE,
     RESUME,
     SUSPICION,
@@ -199,7 +199,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery)
         Quiescing(generation=c.generation, recovery=record, mode=mode, began_at=c.at, expected=expected),
     )
     interrupt(c, why)
-    for name in (JOIN, RESUME, GIVE_UP, SUSPICION, FIND):
+    for name in (JOIN, RESUME, PAUSE_LIMIT, SUSPICION, FIND):
         c.cancel_timer(name)
     c.persist()
     c.emit("GenerationStarted", why, mode=mode, why=why)

@@ -23,7 +23,7 @@ from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies
 from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
 from statemachine.cluster.snapshots.snapshots import holders, key_of
-from statemachine.cluster.state import FIND, GIVE_UP, Cluster, join_names
+from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster, join_names
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
 from statemachine.messages.cluster import RestoreFailed, TrainerLost
@@ -108,7 +108,7 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
         f"{c.timing.lost_state_s:g} s, then {then}"
     )
     pause(c, waited, needed=None, pause_limited=True)
-    c.set_timer(GIVE_UP, c.timing.lost_state_s)
+    c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)
     return None
 
 
@@ -163,7 +163,7 @@ def _note_unreadable(c: Cluster) -> bool:
 
 def _wait_for_location(c: Cluster, reason: str) -> None:
     pause(c, f"{reason}; {c.current_job.checkpoint.url} is tried again", needed=None, pause_limited=True)
-    c.set_timer(GIVE_UP, c.checkpoints.retry_at - c.at)
+    c.set_timer(PAUSE_LIMIT, c.checkpoints.retry_at - c.at)
 
 
 def find_overdue(c: Cluster) -> str | None:

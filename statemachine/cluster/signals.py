@@ -69,8 +69,8 @@ from statemachine.messages.values import ClusterPhase
 def receive(c: Cluster, event: SignalArrived) -> None:
     """Look up the action for this signal of this sender, and carry it out."""
     name, incarnation, signal = event.message.node, event.message.incarnation, event.message.signal
-    verdict = TABLE[type(signal), sender_status(c, name, incarnation)]
-    match verdict:
+    action = TABLE[type(signal), sender_status(c, name, incarnation)]
+    match action:
         case SignalAction.TAKE:
             node = c.nodes[name]
             node.heard_at = c.at
@@ -89,7 +89,7 @@ def receive(c: Cluster, event: SignalArrived) -> None:
         case SignalAction.IGNORE:
             c.ignore(f"{type(signal).__name__} of an incarnation that is not current", name)
         case _:
-            assert_never(verdict)
+            assert_never(action)
     c.others_heard_at = c.at
 
 

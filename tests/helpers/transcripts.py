@@ -352,11 +352,13 @@ class Coordination(Script):
             for name, node in seen["nodes"].items()
         }
         stored = self.machine.durable_state()
-        again = {"nodes", "hosts", "held", "snapshot_behind"}
+        again = {"nodes", "hosts", "held", "snapshot_last_order_step"}
         lasting = {key: value for key, value in stored.items() if key not in again}
         if attempt := stored.get("attempt"):
             lasting["attempt"] = {
-                key: value for key, value in attempt.items() if key not in ("sources", "kept_for")
+                key: value
+                for key, value in attempt.items()
+                if key not in ("sources", "required_draining_layers")
             }
         return shown, lasting
 

@@ -492,7 +492,7 @@ def test_a_snapshot_that_is_retained_before_it_is_durable_is_found(monkeypatch: 
 
 
 def test_a_rollback_to_an_abandoned_snapshot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_up(c: Cluster, why: str) -> None:
+    def abandon_nothing(c: Cluster, why: str) -> None:
         underway = c.snapshots.pending
         if underway is not None and underway.completed and c.resumption is not None and c.job is not None:
             one = next(iter(underway.completed.values()))
@@ -503,7 +503,7 @@ def test_a_rollback_to_an_abandoned_snapshot_is_found(monkeypatch: pytest.Monkey
         real(c, why)
 
     real = snapshots.abandon
-    monkeypatch.setattr(snapshots, "abandon", give_up)
+    monkeypatch.setattr(snapshots, "abandon", abandon_nothing)
     found("did not complete it")
 
 

@@ -549,11 +549,11 @@ def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
     s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
     assert s.machine.phase is ClusterPhase.PAUSED
     assert "node-1 and node-2 may still hold it" in s.machine.public_state()["waiting_for"]
-    assert [t.delay_s for t in s.all(SetTimer) if t.name == "give_up"] == [30.0]
+    assert [t.delay_s for t in s.all(SetTimer) if t.name == "pause_limit"] == [30.0]
     back = restarted(s)
     back.feed(BrokerConnected)
-    assert [t.name for t in back.all(SetTimer) if t.cause != "clock"] == ["give_up"]
-    s.fire("give_up", 30.0)
+    assert [t.name for t in back.all(SetTimer) if t.cause != "clock"] == ["pause_limit"]
+    s.fire("pause_limit", 30.0)
     assert s.machine.phase is ClusterPhase.FAILED
 
 

@@ -356,8 +356,8 @@ def test_an_unreadable_checkpoint_location_is_read_again_after_a_tenth_of_the_ti
     state = s.machine.public_state()
     assert state["phase"] == "PAUSED" and state["pause_limited"]
     assert state["waiting_for"].endswith("cannot be read: stale file handle; /checkpoints is tried again")
-    assert s.due["give_up"] == pytest.approx(s.now + 3.0)
-    s.fire("give_up", 3.0)
+    assert s.due["pause_limit"] == pytest.approx(s.now + 3.0)
+    s.fire("pause_limit", 3.0)
     quiesces = s.commands(Quiesce)
     assert {one.command.mode for one in quiesces} == {"abort"} and len(quiesces) == 4
     for name in NODES:

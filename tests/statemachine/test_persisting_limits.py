@@ -102,7 +102,7 @@ def test_a_checkpoint_of_an_abandoned_commit_is_skipped_once_its_steps_are_undon
     s = Writing()
     gone(s, before=lambda: hang(s, 9))
     asked_nodes(s)
-    s.fire("give_up", after_s=30.0)
+    s.fire("pause_limit", after_s=30.0)
     asked = looked(s)
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
     s.plan()
@@ -154,7 +154,7 @@ def test_an_unreadable_checkpoint_location_is_tried_again_while_paused() -> None
     unreadable(s, looked(s))
     assert s.machine.phase is ClusterPhase.PAUSED
     assert "input/output error" in s.machine.public_state()["waiting_for"]
-    s.fire("give_up", after_s=3.0)
+    s.fire("pause_limit", after_s=3.0)
     asked = looked(s)
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
     s.plan()
@@ -166,10 +166,10 @@ def test_an_unreadable_checkpoint_location_fails_the_job_after_lost_state_s() ->
     gone(s)
     unreadable(s, looked(s))
     for _ in range(9):
-        s.fire("give_up", after_s=3.0)
+        s.fire("pause_limit", after_s=3.0)
         unreadable(s, looked(s))
         assert s.machine.phase is ClusterPhase.PAUSED
-    s.fire("give_up", after_s=3.0)
+    s.fire("pause_limit", after_s=3.0)
     unreadable(s, looked(s))
     reason = s.events("JobFailed")[0].reason
     assert "input/output error; this has lasted for 30 s" in reason
@@ -199,7 +199,7 @@ def test_a_node_that_cannot_read_the_checkpoint_location_is_asked_again_later() 
     s.plan_or_not()
     assert not s.all(FindCheckpoint)
     assert s.machine.phase is ClusterPhase.PAUSED
-    s.fire("give_up", after_s=3.0)
+    s.fire("pause_limit", after_s=3.0)
     asked = looked(s)
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
     s.plan()

@@ -335,10 +335,10 @@ def test_a_pause_that_ends_cancels_its_time_limit() -> None:
     s.feed(NodeVanished, node="node-2", incarnation=102)
     s.reports(2, "node-0")
     s.feed(PlanImpossible, generation=2, too_few=False, reason="lost", lost_layers=(2, 3))
-    assert s.machine.public_state()["pause_limited"] and "give_up" in s.due
+    assert s.machine.public_state()["pause_limited"] and "pause_limit" in s.due
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
     s.fire("join", 0.1)
-    assert "give_up" not in s.due
+    assert "pause_limit" not in s.due
     s.reports(3, "node-0", "node-1")
     generation = s.one(ComputePlan).generation
     s.feed(PlanImpossible, generation=generation, too_few=True, reason="too few", needed=3)

@@ -137,9 +137,9 @@ def test_a_slow_node_leaves_the_previous_snapshot() -> None:
     s.say("node-0", SnapshotStarted(generation=1, step=6))
     s.completed("node-0", "node-1", "node-2", step=6)
     s.fire("snapshot", 61.0)
-    (given_up,) = s.events("SnapshotAbandoned")
-    assert "node-3 did not complete it" in given_up.reason
-    assert given_up.details["last_complete_step"] == 3
+    (abandoned,) = s.events("SnapshotAbandoned")
+    assert "node-3 did not complete it" in abandoned.reason
+    assert abandoned.details["last_complete_step"] == 3
     s.completed("node-3", step=6)
     assert not s.commands(RetainSnapshot)
     assert s.machine.snapshot.step == 3
@@ -152,8 +152,8 @@ def test_a_full_arena_abandons_the_snapshot_and_training_continues() -> None:
     s.say("node-2", SnapshotStarted(generation=1, step=3))
     assert s.machine.public_state()["nodes"]["node-2"]["state"] == NodeState.SNAP
     s.say("node-2", SnapshotFailed(generation=1, step=3, detail="the arena is full"))
-    (given_up,) = s.events("SnapshotAbandoned")
-    assert given_up.reason == "node-2: the arena is full"
+    (abandoned,) = s.events("SnapshotAbandoned")
+    assert abandoned.reason == "node-2: the arena is full"
     assert s.machine.phase == "RUNNING"
     assert s.machine.public_state()["nodes"]["node-2"]["state"] == NodeState.HEALTHY
 
@@ -442,7 +442,7 @@ def test_the_job_is_lost_if_no_node_returns() -> None:
     s.survivors(3)
     s.plan_or_not()
     s.check()
-    s.fire("give_up", 30.0)
+    s.fire("pause_limit", 30.0)
     assert s.machine.phase == "FAILED"
 
 
@@ -609,7 +609,7 @@ def test_a_rollback_reports_what_it_undid_and_no_node_is_ahead_of_it() -> None:
     s.plan()
     steps = {name: node["step"] for name, node in s.machine.public_state()["nodes"].items()}
     assert max(steps.values()) == 3 and s.machine.committed_step == 3
-    assert s.machine.durable_state()["snapshot_behind"] == 3
+    assert s.machine.durable_state()["snapshot_last_order_step"] == 3
     [published] = s.events("RolledBack")
     assert {
         key: published.details[key] for key in ("from_step", "to_step", "undone_steps", "tier", "sources")

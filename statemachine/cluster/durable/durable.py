@@ -191,7 +191,7 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
         "resumed_lineage": resumption.lineage,
         "resumed_restore": resumption.restore,
         "resumed_protection": resumption.protection,
-        "resumed_wish": resumption.requested_protection,
+        "resumed_requested_protection": resumption.requested_protection,
         "resumed_ready_parts": _cached(c, "ready_parts", resumption.ready_parts, _pairs),
         "resumed_held_parts": resumption.held_parts,
         "resumed_replica_peers": dict(resumption.replica_peers),
@@ -213,10 +213,10 @@ def write(c: Cluster) -> dict[str, Any]:
         "phase": str(c.phase),
         "generation": c.generation,
         "outcome": phase.outcome if isinstance(phase, Ended) else "",
-        "lacking": paused.reason if paused is not None else "",
-        "giving_up": paused is not None and paused.pause_limited,
+        "pause_reason": paused.reason if paused is not None else "",
+        "pause_limited": paused is not None and paused.pause_limited,
         "raised": c.raised,
-        "raising": c.repeated_error,
+        "repeated_error": c.repeated_error,
         "last_failure": c.last_failure,
         "job": c.job,
         "profiled": c.profiled,
@@ -229,8 +229,8 @@ def write(c: Cluster) -> dict[str, Any]:
         "templates_for": max(c.templates_for, c.templates_before),
         "exposure": msgspec.to_builtins(c.exposure),
         "snapshot": c.snapshots.newest,
-        "snapshot_behind": c.snapshots.last_order_step,
-        "snapshot_asked": c.snapshots.user_requested
+        "snapshot_last_order_step": c.snapshots.last_order_step,
+        "snapshot_user_requested": c.snapshots.user_requested
         or (c.snapshots.pending is not None and c.snapshots.pending.user_requested),
         "lineage": c.lineage,
         "persisting": _persisting(c),
@@ -240,8 +240,8 @@ def write(c: Cluster) -> dict[str, Any]:
         state["attempt"] = {
             "generation": phase.generation,
             "mode": phase.mode if isinstance(phase, Quiescing | Planning) else "abort",
-            "kept": sorted(group.required_draining) if group is not None else [],
-            "kept_for": list(group.required_draining_layers) if group is not None else [],
+            "required_draining": sorted(group.required_draining) if group is not None else [],
+            "required_draining_layers": list(group.required_draining_layers) if group is not None else [],
             "resume_sent": group is not None,
             "sources": [] if isinstance(phase, Quiescing) else list(phase.sources),
         }
@@ -301,7 +301,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         timing=timing,
         generation=journal.generation,
         raised=journal.raised,
-        repeated_error=journal.raising,
+        repeated_error=journal.repeated_error,
         last_failure=journal.last_failure,
         job=journal.job,
         profiled=journal.profiled,
@@ -317,9 +317,9 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         templates_before=journal.templates_for,
         snapshots=JobSnapshots(
             newest=journal.snapshot,
-            last_order_step=journal.snapshot_behind,
+            last_order_step=journal.snapshot_last_order_step,
             urgent=True,
-            user_requested=journal.snapshot_asked,
+            user_requested=journal.snapshot_user_requested,
         ),
         checkpoints=_read_persisting(journal.persisting, at),
         lineage=journal.lineage,
@@ -351,7 +351,7 @@ def _read_generation(c: Cluster, journal: JournalState) -> None:
             ready_parts=dict(journal.resumed_ready_parts),
             held_parts=journal.resumed_held_parts,
             protection=journal.resumed_protection,
-            requested_protection=journal.resumed_wish,
+            requested_protection=journal.resumed_requested_protection,
             replica_peers=journal.resumed_replica_peers,
             evaluated=journal.resumed_evaluated,
         )
@@ -398,8 +398,8 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
             expected=expected,
             members=set(past.members),
             sources=past.sources,
-            reason=journal.lacking,
-            pause_limited=journal.giving_up,
+            reason=journal.pause_reason,
+            pause_limited=journal.pause_limited,
         )
     recovery = _read_recovery(journal, at)
     if past.resume_sent and resumption is not None:
@@ -409,8 +409,8 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
             "members": set(past.members),
             "resumption": resumption,
             "planned": resumption.plan.nodes,
-            "required_draining": frozenset(past.kept),
-            "required_draining_layers": past.kept_for,
+            "required_draining": frozenset(past.required_draining),
+            "required_draining_layers": past.required_draining_layers,
             "sources": past.sources,
         }
         if phase is ClusterPhase.RUNNING:

@@ -54,10 +54,10 @@ class GenerationRecord:
     mode: QuiesceMode
     expected: tuple[str, ...]
     members: tuple[str, ...]
-    kept: tuple[str, ...]
+    required_draining: tuple[str, ...]
     resume_sent: bool
     sources: tuple[str, ...] = ()
-    kept_for: tuple[int, ...] = ()
+    required_draining_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ class JournalState:
     phase: ClusterPhase
     generation: int
     outcome: str
-    lacking: str
-    giving_up: bool
+    pause_reason: str
+    pause_limited: bool
     raised: int
     last_failure: str
     job: Job | None
@@ -151,18 +151,18 @@ class JournalState:
     templates_for: int = 0
     exposure: ExposureRecord = ExposureRecord()
     snapshot: Snapshot | None = None
-    snapshot_behind: int = 0
-    snapshot_asked: bool = False
+    snapshot_last_order_step: int = 0
+    snapshot_user_requested: bool = False
     lineage: int = 0
     resumed_lineage: int = 0
     resumed_restore: Restore | None = None
     resumed_protection: str = ""
-    resumed_wish: str = ""
+    resumed_requested_protection: str = ""
     resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
     resumed_held_parts: tuple[HeldPart, ...] = ()
     resumed_replica_peers: dict[str, str] = field(default_factory=dict)
     persisting: PersistingRecord = PersistingRecord()
-    raising: RepeatedError | None = None
+    repeated_error: RepeatedError | None = None
     evaluated: int = 0
     resumed_evaluated: int = 0
 
