@@ -6,15 +6,15 @@ import msgspec
 
 
 class Wire:
-    """All that a few simulated clusters say, as bytes: one message of each kind."""
+    """The messages of a few simulated clusters, as bytes: one of each kind."""
 
     def __init__(self) -> None:
         self.signals: dict[str, bytes] = {}
         self.commands: dict[str, bytes] = {}
         self.broadcasts: dict[str, bytes] = {}
-        """What is ``folded`` of commands to several nodes."""
+        """Decompressed contents of commands to several nodes."""
 
 
-def folded(content: bytes) -> bytes:
-    """A command to several nodes, as it travels."""
-    return msgspec.msgpack.encode({"folded": True, "content": zlib.compress(content)})
+def compressed_command(content: bytes) -> bytes:
+    """Return a command to several nodes as it is sent."""
+    return msgspec.msgpack.encode({"compressed": True, "content": zlib.compress(content)})

@@ -33,7 +33,7 @@ def wire() -> Wire:
                     name, message = type(effect.command).__name__, codec.encode_to_nodes(effect.message)
                     sent = msgspec.msgpack.decode(message)
                     content = sent["content"]
-                    heard.broadcasts[name] = zlib.decompress(content) if sent["folded"] else content
+                    heard.broadcasts[name] = zlib.decompress(content) if sent["compressed"] else content
             return effects
 
         def commanded(self: AgentMachine, event: Any) -> Any:

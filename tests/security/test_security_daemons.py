@@ -32,7 +32,7 @@ from runtime.groups.store import Rendezvous, StoreConnection, StoreError
 from runtime.wire import frames, store_protocol
 from tests.helpers.fuzzing import deep, garbled, seeded, twisted
 from tests.helpers.listening import Door, answer, documented, doors_of, refusal, undocumented
-from tests.helpers.wire_messages import Wire, folded
+from tests.helpers.wire_messages import Wire, compressed_command
 
 pytestmark = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 
@@ -297,7 +297,7 @@ def poison(wire: Wire, rng: Any) -> tuple[str, bytes]:
             data["node"] = topic.split("/")[-2]
         wrong = msgspec.msgpack.encode({**data, "body": twisted(rng, data["body"])})
         found = rng.choice((valid, garbled(rng, valid), wrong))
-        return topic, folded(found) if topic == T.command and rng.random() < 0.8 else found
+        return topic, compressed_command(found) if topic == T.command and rng.random() < 0.8 else found
     text = json.dumps(twisted(rng, valid) if rng.random() < 0.6 else valid, default=str).encode()
     return topic, garbled(rng, text) if rng.random() < 0.3 else text
 
@@ -316,7 +316,7 @@ def test_daemons_survive_any_message_on_their_topics(lab: Deployment, wire: Wire
                 session.publish(topic, deep(b"[", b"]"))
             for topic in (T.node_command("host-a"), T.command):
                 session.publish(topic, b"\x91" * (MAX_COMMAND_BYTES + 1))
-            session.publish(T.command, folded(bytes(MAX_COMMAND_BYTES + 1)))
+            session.publish(T.command, compressed_command(bytes(MAX_COMMAND_BYTES + 1)))
             await session.flush(PATIENCE_S)
             answer = await client.request(StatusRequest(**client.envelope()))
             assert answer.data is not None and answer.data["job"] is None

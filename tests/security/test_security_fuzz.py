@@ -48,7 +48,7 @@ from storage.layerstate import decode_header
 from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, decode_record, digest_of
 from tests.helpers.fuzzing import deep, garbled, seeded, survives, twisted
 from tests.helpers.kept_snapshots import make_layer
-from tests.helpers.wire_messages import Wire, folded
+from tests.helpers.wire_messages import Wire, compressed_command
 
 ROOT = Path(__file__).resolve().parents[2]
 EFFORT = int(os.environ.get("FTD_FUZZ", "1"))
@@ -62,7 +62,7 @@ def test_corrupted_signals_and_commands_are_rejected(wire: Wire) -> None:
     corpora = [
         (list(wire.signals.values()), lambda data: codec.decode_from_node(data, "node-0")),
         (list(wire.commands.values()), lambda data: codec.decode_to_node(data, "node-0")),
-        (list(wire.broadcasts.values()), lambda data: codec.decode_to_nodes(folded(data))),
+        (list(wire.broadcasts.values()), lambda data: codec.decode_to_nodes(compressed_command(data))),
     ]
     for corpus, decode in corpora:
         taken = 0

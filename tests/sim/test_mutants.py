@@ -181,7 +181,7 @@ def published_under_new_ids(stream: EventStream, session: Any, outbox: Any, plan
 def test_events_that_a_killed_coordinator_loses_or_publishes_under_new_ids_are_found(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., None], expected: str
 ) -> None:
-    monkeypatch.setattr(EventStream, "go_on", mutant)
+    monkeypatch.setattr(EventStream, "publish_unacknowledged", mutant)
     found(expected)
 
 
@@ -202,7 +202,7 @@ def test_events_that_are_decided_after_the_journal_is_written_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A leader that is killed between writing the journal and publishing the events takes them with it."""
-    monkeypatch.setattr(EventStream, "decide", lambda stream, effects, now: None)
+    monkeypatch.setattr(EventStream, "add_to_outbox", lambda stream, effects, now: None)
     crashes = tuple(
         (name, amid, passed) for name in ("GenerationStarted", "Quiesced") for passed in (0, 1, 2)
     )
@@ -232,10 +232,10 @@ def test_a_journal_that_forgets_its_position_is_found(monkeypatch: pytest.Monkey
 def test_a_follower_that_fails_on_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads what is retained, cannot store it, and never begins to follow."""
 
-    def take(self: FollowerSession, topic: str, payload: bytes) -> None:
+    def handle(self: FollowerSession, topic: str, payload: bytes) -> None:
         self._route(topic, payload)
 
-    monkeypatch.setattr(FollowerSession, "_take", take)
+    monkeypatch.setattr(FollowerSession, "_handle", handle)
     full = tuple(("StepCommitted", fill_disk, passed) for passed in (1, 5))
     found("no progress after the healing", overrides=SeedOverrides(coordinators=1, triggered_faults=full))
 

@@ -342,7 +342,7 @@ def test_a_large_state_is_compressed_and_restored() -> None:
 )
 def test_states_compressed_in_chunks_decode_as_one(states: list[dict[str, Any]]) -> None:
     """Whichever values are the same objects as before, and whichever are large."""
-    folder, known = IncrementalCompressor(20_000), dict[Any, Any]()
+    compressor, known = IncrementalCompressor(20_000), dict[Any, Any]()
     for drawn in states:
         state = {}
         for name, value in drawn.items():
@@ -350,12 +350,12 @@ def test_states_compressed_in_chunks_decode_as_one(states: list[dict[str, Any]])
                 known.setdefault((name, value), [value[0]] * value[1]) if isinstance(value, tuple) else value
             )
             state[name] = kept
-        plain, folded = msgspec.msgpack.encode(state), folder.compress(state)
-        if is_compressed(folded):
-            folded = zlib.decompress(folded)  # This verifies the checksum.
-            assert len(folded) > 20_000
-        assert msgspec.msgpack.decode(folded) == state
-        assert len(folded) <= len(plain) + 2
+        plain, compressed = msgspec.msgpack.encode(state), compressor.compress(state)
+        if is_compressed(compressed):
+            compressed = zlib.decompress(compressed)  # This verifies the checksum.
+            assert len(compressed) > 20_000
+        assert msgspec.msgpack.decode(compressed) == state
+        assert len(compressed) <= len(plain) + 2
 
 
 def test_a_coordinator_restores_states_of_any_size_and_names_a_corrupt_one(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_committed_step_goes_back_only_with_a_published_rollback() -> None:
     seen = make_monitor()
     for step in (1, 2, 3):
         seen.on_event(commit(step), 1.0)
-    seen.on_event(event("RolledBack", from_step=3, to_step=1, undone=2), 2.0)
+    seen.on_event(event("RolledBack", from_step=3, to_step=1, undone_steps=2), 2.0)
     for step in (2, 3, 4):
         seen.on_event(commit(step), 3.0)
     assert rules(seen) == []
@@ -122,7 +122,7 @@ def test_a_state_that_goes_back_needs_a_rollback_nearby() -> None:
         seen.on_state(state(9), 1.0)
         seen.on_state(state(4), 2.0)
         if told:
-            seen.on_event(event("RolledBack", from_step=9, to_step=4, undone=5), 2.5)
+            seen.on_event(event("RolledBack", from_step=9, to_step=4, undone_steps=5), 2.5)
         seen.on_time(3.0)
         seen.on_time(6.0)
         assert rules(seen) == expected

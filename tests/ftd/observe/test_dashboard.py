@@ -99,7 +99,7 @@ def test_a_document_plus_all_deltas_equals_the_current_document(
                 undone = min(step, value)
                 step -= undone
                 model.on_event(
-                    event("RolledBack", at_s, step=step, from_step=step + undone, to_step=step, undone=undone,
+                    event("RolledBack", at_s, step=step, from_step=step + undone, to_step=step, undone_steps=undone,
                           tier="memory", sources=[]),
                     own=True,
                 )  # fmt: skip

@@ -196,7 +196,7 @@ def test_a_broker_that_reads_nothing_blocks_no_session(
     """
     monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", 0.1)
     if not closes:
-        monkeypatch.setattr("ftd.transport.mqtt.fast_path.Shortcut.cut", lambda shortcut: None)
+        monkeypatch.setattr("ftd.transport.mqtt.fast_path.FastPathSocket.abort", lambda fast_path: None)
         monkeypatch.setattr("ftd.transport.mqtt.session.CONNECT_S", 1.0)
 
     async def scene() -> None:
