@@ -65,7 +65,7 @@ class Deployment:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.daemons: dict[str, Daemon] = {}
-        self.ports = {name: free_port() for name in ("broker", "coordinator", "dashboard", "node", "keeper")}
+        self.ports = {name: free_port() for name in ("broker", "coordinator", "dashboard", "node", "snapshot agent")}
         for file, text in (("secret", SECRET), ("token", TOKEN)):
             path = directory / file
             path.touch(mode=0o600)
@@ -76,11 +76,11 @@ class Deployment:
         tables += f'[dashboard]\nlisten = "0.0.0.0:{self.ports["dashboard"]}"\ntoken_file = "token"\n'
         self._ftd("coordinator", tables, "coordinator")
         self._ftd("node", self._node("host-a", self._metrics("node")), "node")
-        self._ftd("keeper", self._node("host-k", ""), "node", "--snapshots-only")
+        self._ftd("snapshot agent", self._node("host-k", ""), "node", "--snapshots-only")
         for name, word in (
-            ("coordinator", '"run"'),
+            ("coordinator", '"started"'),
             ("node", '"connected"'),
-            ("keeper", '"snapshot_agent_started"'),
+            ("snapshot agent", '"snapshot_agent_started"'),
         ):
             until(
                 lambda name=name, word=word: word in self.daemons[name].said,
@@ -173,7 +173,7 @@ def check_daemons(lab: Deployment) -> Iterator[None]:
 # --- who listens ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["coordinator", "node", "keeper"])
+@pytest.mark.parametrize("name", ["coordinator", "node", "snapshot agent"])
 def test_nothing_listens_that_the_model_does_not_name(lab: Deployment, name: str) -> None:
     pid = lab.daemons[name].process.pid
     found = doors_of(pid)
@@ -193,7 +193,7 @@ HTTP = [
     ("coordinator", "dashboard"),
     ("node", "node"),
     ("node", ""),
-    ("keeper", ""),
+    ("snapshot agent", ""),
 ]
 
 
