@@ -252,7 +252,7 @@ def test_a_driver_that_drops_simultaneous_events_is_found(monkeypatch: pytest.Mo
 def test_a_journal_that_loses_used_generations_with_its_end_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leadership, "beyond", lambda state, floor: state)
+    monkeypatch.setattr(leadership, "raise_generation", lambda state, floor: state)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
     found("was used twice", overrides=SeedOverrides(coordinators=1, triggered_faults=strikes))
 
@@ -301,7 +301,7 @@ def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
     with monkeypatch.context() as patch:
         patch.setattr(durable, "skip_unseen_generations", lambda journal, incarnation: journal)
         found("was used twice", overrides=BEHIND_A_SAVE)
-    monkeypatch.setattr(election, "outdone", lambda newest, others: False)
+    monkeypatch.setattr(election, "is_outdated", lambda newest, others: False)
     found("which is connected, has", overrides=BEHIND_A_SAVE)
 
 
@@ -352,7 +352,7 @@ def test_a_coordinator_that_leads_from_an_older_journal_is_found(
 
         monkeypatch.setattr(Takeover, "check", lambda self, copy: "")
         monkeypatch.setattr(
-            Takeover, "keep", lambda self, copy: "" if unread(self, copy) else keep(self, copy)
+            Takeover, "save_copy", lambda self, copy: "" if unread(self, copy) else keep(self, copy)
         )
         monkeypatch.setattr(Takeover, "begin", begin_without)
         found("", range(20, 220), SeedOverrides(coordinators=3, upgrades=True))
@@ -513,7 +513,7 @@ def test_a_rollback_that_undoes_nothing_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_trainers_that_do_not_learn_what_to_retain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_snapshots, "tell_kept", lambda a, device: None)
+    monkeypatch.setattr(agent_snapshots, "send_retained", lambda a, device: None)
     found("overwrites its shard of the newest snapshot")
 
 
@@ -569,7 +569,7 @@ def test_a_snapshot_reported_complete_before_the_replica_peer_has_it_is_found(
 
 
 def test_snapshot_copies_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback, "copies", lambda *everything, **others: {})
+    monkeypatch.setattr(rollback, "held_copies", lambda *everything, **others: {})
     crashes = tuple(("SnapshotCompleted", faults.crash_node, passed) for passed in (1, 2))
     alone = SeedOverrides(zero1=False, protection="aec+buddy", checkpoints=False, triggered_faults=crashes)
     found("and replica peers of", overrides=alone)
@@ -581,9 +581,9 @@ def test_snapshot_copies_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("module", "name", "mutant", "expected"),
     [
-        (membership, "needed", lambda c: frozenset(), "the job's journal names it"),
-        (machine, "forget", lambda c: None, "is gone for good, but is listed"),
-        (recovery, "unknown", lambda c, name: None, "is gone for good, but its state is retained"),
+        (membership, "needed_nodes", lambda c: frozenset(), "the job's journal names it"),
+        (machine, "remove_absent", lambda c: None, "is gone for good, but is listed"),
+        (recovery, "remove_unknown", lambda c, name: None, "is gone for good, but its state is retained"),
     ],
     ids=["whoever is gone", "nobody", "nothing at the broker"],
 )
@@ -619,8 +619,8 @@ def test_an_evaluation_that_is_published_again_is_found(monkeypatch: pytest.Monk
         real(c)
         c.progress.evaluated = 0
 
-    real = progress._tell_evaluation
-    monkeypatch.setattr(progress, "_tell_evaluation", tell)
+    real = progress._publish_evaluation
+    monkeypatch.setattr(progress, "_publish_evaluation", tell)
     found("was published twice", overrides=EVALUATED)
 
 
@@ -696,7 +696,7 @@ def test_a_checkpoint_that_is_committed_before_every_layer_is_written_is_found(
 
 
 def test_a_snapshot_that_is_dropped_while_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "pinned", lambda c, record: 0)
+    monkeypatch.setattr(snapshots, "pinned_step", lambda c, record: 0)
     found("while it is persisted", overrides=SeedOverrides(checkpoints=True))
 
 
@@ -729,7 +729,7 @@ def test_a_checkpoint_location_that_is_not_tried_again_is_found(monkeypatch: pyt
         (name, faults.close_checkpoint_store, passed) for name, passed in (*moments, ("NodeJoined", 6))
     )
     lost = ("CheckpointCompleted", faults.lose_all_memory, 0)
-    monkeypatch.setattr(rollback, "_refused", lambda c: False)
+    monkeypatch.setattr(rollback, "_note_unreadable", lambda c: False)
     found(
         "intact checkpoints",
         range(2 * SEEDS),
