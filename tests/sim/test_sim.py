@@ -101,7 +101,7 @@ def test_the_seeds_cover_all_faults_causes_and_tiers() -> None:
         "slow",
         "protect",
         "snapshots",
-        "damage",
+        "corrupt",
     } <= set(faults)
     assert {"SnapshotCompleted", "SnapshotAbandoned", "RolledBack"} <= set(names)
     assert {"SnapshotIntervalChosen", "ProtectionChanged"} <= set(names)

@@ -48,11 +48,11 @@ def suspended(sim: Simulation) -> None:
 
 def other_protection(sim: Simulation) -> None:
     scheme = sim.world.rng.choice(protections(sharded=sim.policy.zero1))
-    sim.coordinator.ask_snapshots(protection=scheme)
+    sim.coordinator.request_snapshots(protection=scheme)
 
 
 def now(sim: Simulation) -> None:
-    sim.coordinator.ask_snapshots(now=True)
+    sim.coordinator.request_snapshots(now=True)
 
 
 def saved_and_lost(sim: Simulation) -> None:

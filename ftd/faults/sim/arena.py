@@ -56,12 +56,12 @@ class SimArena:
 
     def begin(self, device: int, key: HeldSnapshot) -> None:
         """Free a slot: everything that is not retained goes, except the newest snapshot."""
-        here, kept, pinned = (
+        here, retained_step, pinned = (
             self.slots.get(device, []),
             self.retained.get(device, 0),
             self.pinned.get(device, 0),
         )
-        stays = {kept, pinned} - {0}
+        stays = {retained_step, pinned} - {0}
         others = [s for s in here if s.key.step not in stays and s.key.step != key.step]
         room = 2 - len(stays)
         spared = others[-room:] if room > 0 else []
@@ -74,7 +74,7 @@ class SimArena:
         if self.holds(shard.key):
             self.oracle.on_shard_written(self.node, shard.key)
 
-    def keep(self, device: int, step: int, pinned: int) -> None:
+    def retain(self, device: int, step: int, pinned: int) -> None:
         self.retained[device], self.pinned[device] = step, pinned
         for shard in list(self.slots.get(device, [])):
             if shard.key.step < step and shard.key.step != pinned:
@@ -96,8 +96,8 @@ class SimArena:
         """Take a snapshot copy. There are three slots for each owner, too."""
         here = self.copies.setdefault(copy.key.owner, [])
         steps = sorted(old.key.step for old in here)
-        kept = self.retained_copies if self.retained_copies in steps else steps[0] if steps else 0
-        others = [old for old in here if old.key.step not in (kept, copy.key.step)]
+        retained_step = self.retained_copies if self.retained_copies in steps else steps[0] if steps else 0
+        others = [old for old in here if old.key.step not in (retained_step, copy.key.step)]
         for old in list(here):
             if old.key.step == copy.key.step or (old in others and old not in others[-1:]):
                 self._drop_copy(old)

@@ -201,8 +201,8 @@ class SimCoordinator:
     def drain(self, node: str) -> None:
         self._ask(DrainRequested, request="drain", node=node)
 
-    def ask_snapshots(self, **wants: Any) -> None:
-        self._ask(SnapshotRequested, request="ask", **wants)
+    def request_snapshots(self, **fields: Any) -> None:
+        self._ask(SnapshotRequested, request="ask", **fields)
 
     def stop(self, job: str) -> None:
         self._ask(StopRequested, request="stop", job=job)

@@ -10,7 +10,6 @@ from random import Random
 from ftd.faults.sim import host_faults, upgrade_faults
 from ftd.faults.sim.faults import (
     add_node,
-    ask_again,
     break_connection,
     change_interval,
     close_checkpoint_store,
@@ -36,6 +35,7 @@ from ftd.faults.sim.faults import (
     lose_messages,
     partition_two,
     raise_in_trainer,
+    repeat_request,
     reset_coordinator,
     reset_session,
     restart_broker,
@@ -50,9 +50,9 @@ from ftd.faults.sim.slow_faults import (
     pause_host,
     pause_trainer,
     restart_slowly,
-    slow_bytes,
     slow_node,
     slow_planning,
+    slow_transfers,
     stutter_daemon,
     stutter_leader,
 )
@@ -94,8 +94,8 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
 """Faults with their weights."""
 
 RARE_FAULTS: tuple[Fault, ...] = (
-    lose_messages, partition_two, restore_broker, ask_again, fill_disk, pause_host, pause_trainer,
-    restart_slowly, slow_bytes, slow_planning, stutter_daemon, stutter_leader,
+    lose_messages, partition_two, restore_broker, repeat_request, fill_disk, pause_host, pause_trainer,
+    restart_slowly, slow_transfers, slow_planning, stutter_daemon, stutter_leader,
 )  # fmt: skip
 
 _DURING_A_ROLLBACK: tuple[Fault, ...] = (

@@ -19,7 +19,7 @@ def crash_node(sim: Simulation) -> None:
     node = some_node(sim)
     if node is not None:
         host = sim.world.chance(0.6)
-        sim.log(f"crash {node.name}{', its memory is gone' if host else ''}")
+        sim.log(f"crash {node.name}{', with its memory' if host else ''}")
         node.crash(host=host)
         if sim.world.chance(0.7):
             sim.world.call_later(sim.world.between(0.05, 8.0), sim.start_if_down, node)
@@ -137,7 +137,7 @@ def crash_coordinator(sim: Simulation) -> None:
         coordinator.crash()
         sim.world.call_later(sim.world.between(0.05, 8.0), coordinator.restart)
     else:
-        sim.log(f"crash {coordinator.name} amid its effects")
+        sim.log(f"crash {coordinator.name} between its effects")
         sim.coordinator.crash_after = sim.world.rng.randrange(40)
 
 
@@ -190,7 +190,7 @@ def add_node(sim: Simulation) -> None:
 
 def lose_all_memory(sim: Simulation) -> None:
     """Crash all hosts, so that only what is on a disk survives."""
-    sim.log("all hosts crash, their memory is gone")
+    sim.log("all hosts crash, with their memory")
     for node in list(sim.nodes.values()):
         node.crash(host=True)
         sim.world.call_later(sim.world.between(0.05, 6.0), sim.start_if_down, node)
@@ -200,20 +200,20 @@ def corrupt_checkpoint(sim: Simulation) -> None:
     """Change a byte of the newest checkpoint."""
     if sim.checkpoint_store.checkpoints:
         step = max(sim.checkpoint_store.checkpoints)
-        sim.log(f"the checkpoint of step {step} is damaged")
+        sim.log(f"the checkpoint of step {step} is corrupt")
         sim.checkpoint_store.checkpoints[step].corrupt = True
 
 
 def close_checkpoint_store(sim: Simulation) -> None:
     """Make checkpoints unreadable and unwritable, as if a mount were gone."""
     for_s = sim.world.between(0.5, 10.0)
-    sim.log(f"the place of checkpoints is closed for {for_s:.2f} s")
+    sim.log(f"the checkpoint store is unavailable for {for_s:.2f} s")
     sim.checkpoint_store.unavailable_until = sim.world.now + for_s
 
 
 def hang_checkpoint_store(sim: Simulation) -> None:
     for_s = sim.world.between(0.5, 10.0)
-    sim.log(f"the place of checkpoints hangs for {for_s:.2f} s")
+    sim.log(f"the checkpoint store hangs for {for_s:.2f} s")
     sim.checkpoint_store.hung_until = sim.world.now + for_s
 
 
@@ -237,13 +237,13 @@ def switch_protection(sim: Simulation) -> None:
     schemes = ("auto", *protections(sharded=sim.policy.zero1))
     for scheme in sim.world.rng.choices(schemes, k=sim.world.rng.choice((1, 1, 2))):
         sim.log(f"protect {scheme}")
-        sim.coordinator.ask_snapshots(protection=scheme)
+        sim.coordinator.request_snapshots(protection=scheme)
 
 
 def change_interval(sim: Simulation) -> None:
     every = sim.world.rng.choice(("auto", 0, 1, 2, 4))
     sim.log(f"snapshots every {every}")
-    sim.coordinator.ask_snapshots(every_steps=every, now=sim.world.chance(0.3))
+    sim.coordinator.request_snapshots(every_steps=every, now=sim.world.chance(0.3))
 
 
 def lose_messages(sim: Simulation) -> None:
@@ -285,7 +285,7 @@ def restore_broker(sim: Simulation) -> None:
     def stop(left: dict[str, bytes]) -> None:
         if not sim.healed:
             sim.log(
-                f"the broker is down for {for_s:.2f} s, and comes back with what was {ago_s:.2f} s before"
+                f"the broker is down for {for_s:.2f} s, and comes back with what it retained {ago_s:.2f} s before"
             )
             sim.network.stop_broker(for_s, left)
 
@@ -295,7 +295,7 @@ def restore_broker(sim: Simulation) -> None:
         stop(dict(sim.network.retained))
 
 
-def ask_again(sim: Simulation) -> None:
+def repeat_request(sim: Simulation) -> None:
     """Repeat a request, as a user does who got no answer."""
     leader = sim.coordinator
     if sim.job is not None and leader.machine.job_id == sim.job.job_id:
@@ -320,7 +320,7 @@ def _corrupt(sim: Simulation, count: int) -> None:
     key = sim.invariants.key_of(newest)
     holders = [node for node in sim.nodes.values() if node.arena.holds(key)]
     for node in sim.world.rng.sample(holders, min(count, len(holders))):
-        sim.log(f"damage {node.name}'s part of the snapshot of step {key.step}")
+        sim.log(f"corrupt {node.name}'s shard of the snapshot of step {key.step}")
         for shard in node.arena.parts(key).values():
             shard.corrupt = True
 

@@ -260,7 +260,7 @@ class Invariants(Oracle):
                     f"step {step} was published with version {self.published[step]} and is recalled as {version}"
                 )
 
-    # --- state that is given up -------------------------------------------------------------------
+    # --- abandoned state ---------------------------------------------------------------------------
 
     def _check_failure(self) -> None:
         if self.resumed_job and not self._is_wrong_code(self.failed_job or ""):

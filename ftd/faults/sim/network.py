@@ -108,7 +108,7 @@ class SimConnection:
         self.open = True
         self.since = 0.0
 
-    def wants(self, topic: str) -> bool:
+    def matches(self, topic: str) -> bool:
         """Return whether it subscribed to this topic."""
         return topic in self.exact or (bool(self.filters) and _matches_any(self.filters, topic))
 
@@ -217,7 +217,7 @@ class SimNetwork:
         )
         self.retained[topic] = payload = encode_json(message)
         for connection in list(self.connections.values()):
-            if connection.wants(topic):
+            if connection.matches(topic):
                 self._pass(BROKER, connection, topic, payload, False)
 
     def offline(self) -> dict[str, int]:
@@ -237,7 +237,7 @@ class SimNetwork:
             link.held.append((True, self._from_node, (link, number, node, topic, payload)))
             return
         for connection in list(self.connections.values()):
-            if connection.wants(topic):
+            if connection.matches(topic):
                 self._pass(node, connection, topic, payload, False)
 
     # --- coordinators --------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class SimNetwork:
         connection.since = self.world.now
         self.connections[connection.client_id] = connection
         for topic, payload in list(self.retained.items()):
-            if connection.wants(topic):
+            if connection.matches(topic):
                 self._pass(BROKER, connection, topic, payload, True)
 
     def publish(
@@ -309,7 +309,7 @@ class SimNetwork:
             if there is not None and there.open:
                 self._to_node(LEADER, there, node, decode_to_node(payload))
         for connection in list(self.connections.values()):
-            if connection.wants(topic):
+            if connection.matches(topic):
                 self._pass(BROKER, connection, topic, payload, False)
 
     def _end(self, connection: SimConnection) -> None:

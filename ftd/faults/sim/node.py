@@ -305,7 +305,7 @@ class SimNode(SimHost):
             case StartSnapshot(generation=generation):
                 trainer.snap(generation)
             case RetainLocalSnapshot(step=step, pinned=pinned) if trainer.alive:
-                self.arena.keep(trainer.device, step, pinned)
+                self.arena.retain(trainer.device, step, pinned)
 
     def fail_trainer(self, device: int, cause: FailureCause, words: str = "") -> None:
         """End a trainer process; the daemon notices a little later."""

@@ -66,7 +66,7 @@ class Oracle:
     def violated(self, what: str) -> None:
         raise InvariantViolation(f"at {self.world.now:.4f} s: {what}")
 
-    # --- what a journal says of snapshots -----------------------------------------------------------
+    # --- snapshots in journals -----------------------------------------------------------------------
 
     def check_retained(self, machine: JournalView) -> None:
         """Check that the journal replaces a snapshot only by a complete one, and drops it only if its step was
@@ -110,7 +110,7 @@ class Oracle:
         if self.published.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
             self.violated(f"the snapshot of step {record.step} is not the published state of that step")
 
-    # --- what a host's memory keeps -----------------------------------------------------------------
+    # --- snapshots in a host's memory ----------------------------------------------------------------
 
     def on_shard_written(self, node: str, key: HeldSnapshot) -> None:
         self.writers.setdefault(key, set()).add(node)

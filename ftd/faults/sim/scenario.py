@@ -33,7 +33,7 @@ SUBMIT_S = 2.0
 """When the job is submitted; the nodes and their trainers are up by then."""
 START_S = 60.0
 """How long training may take to begin."""
-_LOOK_S = 0.1
+_CHECK_PERIOD_S = 0.1
 _AT = "2000-01-01T00:00:00.000Z"
 
 
@@ -124,7 +124,7 @@ class ScenarioSimulation(SimCluster):
         """Seconds since the scenario's start."""
         return self.world.now - (self.begun_s or 0.0)
 
-    # --- what the world does -----------------------------------------------------------------------
+    # --- running -----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run the scenario.
@@ -142,7 +142,7 @@ class ScenarioSimulation(SimCluster):
         else:
             job = replace(job, checkpoint=CheckpointPolicy())
         world.call_later(SUBMIT_S, self._submit, job)
-        world.call_later(SUBMIT_S, self._look)
+        world.call_later(SUBMIT_S, self._check)
         try:
             world.run(SUBMIT_S + START_S + self.scenario.limit_s)
         finally:
@@ -179,7 +179,7 @@ class ScenarioSimulation(SimCluster):
         if not node.up:
             node.start()
 
-    # --- what is told ------------------------------------------------------------------------------
+    # --- events and states --------------------------------------------------------------------------
 
     def on_event(self, effect: EmitEvent) -> None:
         """Record an event as subscribers receive it. The scenario starts when the job's first step is
@@ -228,13 +228,13 @@ class ScenarioSimulation(SimCluster):
         self.layout = read_layout(state)
         self.record.on_state(state)
 
-    def _look(self) -> None:
-        """Check every ``_LOOK_S`` whether the scenario is over."""
-        self.ended_by = self._over()
+    def _check(self) -> None:
+        """Check every ``_CHECK_PERIOD_S`` whether the scenario is over."""
+        self.ended_by = self._end_reason()
         self.world.done = bool(self.ended_by)
-        self.world.call_later(_LOOK_S, self._look)
+        self.world.call_later(_CHECK_PERIOD_S, self._check)
 
-    def _over(self) -> str:
+    def _end_reason(self) -> str:
         if self.begun_s is None:
             return ""
         waiting = self._cues.waiting
@@ -255,26 +255,26 @@ class ScenarioSimulation(SimCluster):
     def _due(self, faults: list[Fault]) -> None:
         for fault in faults:
             self._pending += 1
-            self.world.call_later(fault.delay_s, self._strike, fault)
+            self.world.call_later(fault.delay_s, self._inject, fault)
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         self._pending -= 1
         if self.world.tracing:
             self.world.note("FAULT", fault)
-        struck = self.record.on_injected(fault, self.now_s)
-        struck.over_at_s = self.now_s + fault.duration_s
+        injected = self.record.on_injected(fault, self.now_s)
+        injected.over_at_s = self.now_s + fault.duration_s
         try:
-            struck.nodes = self._do(fault)
+            injected.nodes = self._carry_out(fault)
         except PeerError as error:
-            struck.problem = str(error)
+            injected.problem = str(error)
             return
         if fault.do != "start":
-            node = struck.nodes[0] if len(struck.nodes) == 1 else None
+            node = injected.nodes[0] if len(injected.nodes) == 1 else None
             details = {"fault": fault.do, "at": self.world.now, "target": str(fault.target)}
             self._tell("ChaosInjected", node, None, None, str(fault.trigger), details)
         self._due(self._cues.on_injected(fault))
 
-    def _do(self, fault: Fault) -> tuple[str, ...]:
+    def _carry_out(self, fault: Fault) -> tuple[str, ...]:
         """Inject a fault now, and return the targeted nodes.
 
         :raises PeerError: no node has the targeted role, or the fault is not possible at the moment.

@@ -87,7 +87,7 @@ def _flip(cluster: SimCluster, fault: Fault, node: SimNode) -> None:
     parts = {} if newest is None else node.arena.parts(cluster.invariants.key_of(newest))
     shards = [shard for device, shard in parts.items() if fault.device in (None, device)]
     if not shards:
-        raise PeerError(f"{node.name} keeps no part of a snapshot that is complete everywhere now")
+        raise PeerError(f"{node.name} holds no shard of a snapshot that is complete everywhere now")
     for shard in shards:
         shard.corrupt = True
 

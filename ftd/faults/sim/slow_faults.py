@@ -73,7 +73,7 @@ def _plan_quickly(sim: Simulation) -> None:
         coordinator.max_planning_s = 0.0
 
 
-def slow_bytes(sim: Simulation) -> None:
+def slow_transfers(sim: Simulation) -> None:
     """Make a node read and send snapshots slowly, up to beyond the timeouts of those who wait for it."""
     node = some_node(sim)
     if node is not None:

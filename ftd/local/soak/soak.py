@@ -66,7 +66,7 @@ async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakR
 
 def _private(job: JobData, directory: Path, number: int) -> JobData:
     """Return the job with a checkpoint directory of its own. So the user's checkpoints are untouched, and each
-    round starts anew.
+    round starts from the beginning.
     """
     if not job.checkpoint.url:
         return job
