@@ -23,11 +23,11 @@ def after_vote(fleet: Fleet, victim: Engine) -> None:
     late = fleet.engines[0]
     ask = late._hold_vote
 
-    def asked(*arguments: object) -> object:
+    def vote_and_abort(*arguments: object) -> object:
         ask(*arguments)  # type: ignore[arg-type]
         raise CommunicationAborted
 
-    late._hold_vote = asked  # type: ignore[method-assign,assignment]
+    late._hold_vote = vote_and_abort  # type: ignore[method-assign,assignment]
     in_gather(fleet, victim)
 
 

@@ -298,11 +298,11 @@ def lose_the_vote(fleet: Fleet) -> None:
     late = fleet.engines[0]
     ask = late._hold_vote
 
-    def asked(*arguments: Any) -> None:
+    def vote_and_abort(*arguments: Any) -> None:
         ask(*arguments)
         raise CommunicationAborted
 
-    late._hold_vote = asked  # type: ignore[method-assign,assignment]
+    late._hold_vote = vote_and_abort  # type: ignore[method-assign,assignment]
 
     def step(rank: int, engine: Engine) -> None:
         with contextlib.suppress(CommunicationAborted):

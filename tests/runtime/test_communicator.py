@@ -239,11 +239,11 @@ def test_a_peer_that_dies_or_hangs_holds_nobody_up(server: ServerThread, number:
                 blocked.result(60)
         for communicator in survivors:
             communicator.close()
-        again = world(server, 2, generation=2)
+        second_generation = world(server, 2, generation=2)
         tensors = [torch.ones(5), torch.ones(5)]
-        on_all(again, lambda c: c.wait(c.all_reduce(tensors[c.rank], c.world)))
+        on_all(second_generation, lambda c: c.wait(c.all_reduce(tensors[c.rank], c.world)))
         assert tensors[0].tolist() == tensors[1].tolist() == [2.0] * 5
-        for communicator in again:
+        for communicator in second_generation:
             communicator.close()
     finally:
         peer.kill()
@@ -319,10 +319,10 @@ class WaitingGroup:
     """A group that waits for a peer that never comes until it is aborted, as NCCL's kernels do."""
 
     def __init__(self) -> None:
-        self.asked, self.aborted = threading.Event(), threading.Event()
+        self.started, self.aborted = threading.Event(), threading.Event()
 
     def allreduce(self, _: list[torch.Tensor]) -> "WaitingGroup":
-        self.asked.set()
+        self.started.set()
         return self
 
     def wait(self) -> None:
@@ -336,15 +336,15 @@ class WaitingGroup:
 class LazyPeerGroup:
     """A group that forms a communicator of two at their first send and waits there for the peer, as NCCL does."""
 
-    def __init__(self, met: dict[tuple[int, int], threading.Barrier], rank: int, said: list[Any]) -> None:
-        self._met, self._rank, self._said = met, rank, said
+    def __init__(self, met: dict[tuple[int, int], threading.Barrier], rank: int, sends: list[Any]) -> None:
+        self._met, self._rank, self._sends = met, rank, sends
 
     def allreduce(self, _: list[torch.Tensor]) -> "LazyPeerGroup":
         return self
 
     def send(self, _: list[torch.Tensor], peer: int, tag: int) -> "LazyPeerGroup":
         self._met[self._rank, peer].wait(FAR_S)
-        self._said.append((self._rank, peer))
+        self._sends.append((self._rank, peer))
         return self
 
     def recv(self, _: list[torch.Tensor], peer: int, tag: int) -> "LazyPeerGroup":
@@ -360,11 +360,13 @@ class LazyPeerGroup:
 
 
 def lazy_peers(
-    server: ServerThread, monkeypatch: pytest.MonkeyPatch, size: int, said: list[Any], gpus: int = 8
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch, size: int, sends: list[Any], gpus: int = 8
 ) -> list[NcclCommunicator]:
     pairs = itertools.combinations(range(size), 2)
     met = {pair: threading.Barrier(2) for pair in pairs}
-    monkeypatch.setattr(NcclCommunicator, "_make_group", lambda self, *_: LazyPeerGroup(met, self.rank, said))
+    monkeypatch.setattr(
+        NcclCommunicator, "_make_group", lambda self, *_: LazyPeerGroup(met, self.rank, sends)
+    )
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(NcclCommunicator, "_device_identity", lambda self: f"GPU {self.rank % gpus}")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
@@ -377,13 +379,13 @@ def lazy_peers(
 def test_pairs_that_will_communicate_connect_while_the_world_forms_without_a_circular_wait(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[tuple[int, int]] = []
-    ranks = lazy_peers(server, monkeypatch, 5, said)
+    sends: list[tuple[int, int]] = []
+    ranks = lazy_peers(server, monkeypatch, 5, sends)
     ring = [("state", 0, 1), ("state", 1, 2), ("state", 2, 3), ("state", 3, 4), ("state", 0, 4)]
     with ThreadPoolExecutor(len(ranks)) as pool:
         for future in [pool.submit(one.form, [], ring[n:] + ring[:n]) for n, one in enumerate(ranks)]:
             future.result(60)
-    assert sorted(said) == sorted((one, other) for _, one, other in ring)
+    assert sorted(sends) == sorted((one, other) for _, one, other in ring)
     for one in ranks:
         one.close()
 
@@ -436,7 +438,7 @@ def test_an_abort_ends_every_nccl_group_including_one_that_is_forming(
     one = NcclCommunicator(rendezvous, 0, 2, torch.device("cpu"))
     monkeypatch.setattr(one, "_check_devices", lambda _: None)  # The other rank does not come.
     blocked = start(lambda: one.form([]))
-    eventually(lambda: len(made) == 4 and made[-1].asked.is_set())
+    eventually(lambda: len(made) == 4 and made[-1].started.is_set())
     assert [os.environ[name] for name in watchdog] == ["0", "0"], "or a peer's death ends this process, too"
     one.abort()
     one.close()  # The main thread does so at once.
@@ -449,11 +451,11 @@ def test_an_nccl_group_that_cannot_be_aborted_does_not_keep_others() -> None:
     """The aborts of two communicators may wait for each other."""
     first, second = WaitingGroup(), WaitingGroup()
     in_turn = SimpleNamespace(abort=lambda: second.aborted.wait(FAR_S) and first.abort())
-    refusing = SimpleNamespace(abort=lambda: (_ for _ in ()).throw(RuntimeError("it took too long")))
+    stuck = SimpleNamespace(abort=lambda: (_ for _ in ()).throw(RuntimeError("it took too long")))
     one = NcclCommunicator(
         Rendezvous(host="127.0.0.1", port=1, token=TOKEN, generation=1), 0, 2, torch.device("cpu")
     )
-    one._groups = {"activation": refusing, "gradient": in_turn, "state": second}
+    one._groups = {"activation": stuck, "gradient": in_turn, "state": second}
     one.abort()
     eventually(lambda: first.aborted.is_set() and second.aborted.is_set())
     one.close()

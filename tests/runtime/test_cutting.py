@@ -506,13 +506,13 @@ SPOILED = """
     class Spoiled(Samples):
         def __getitem__(self, index):
             sample = {{key: value.clone() for key, value in super().__getitem__(index).items()}}
-            if index == self.spoiled:
+            if index == self.corrupt:
                 sample[self.key][1] = self.number
             return sample
 
-    def build(architecture, key, number, spoiled):
+    def build(architecture, key, number, corrupt):
         dataset = Spoiled(ARCHITECTURES[architecture].task)
-        dataset.key, dataset.number, dataset.spoiled = key, number, spoiled
+        dataset.key, dataset.number, dataset.corrupt = key, number, corrupt
         return Training(model=ARCHITECTURES[architecture].make(), optimizer=sgd, dataset=dataset)
 """
 
@@ -537,10 +537,10 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_sample(
     """The error occurs when the model is created if the id is in the first samples, and otherwise in its step."""
     script(tmp_path, SPOILED.format(root=str(ROOT)))
     arguments = {"architecture": architecture, "key": key, "number": number}
-    job = data_for("mine.py:build", tmp_path, arguments=arguments | {"spoiled": 1})
+    job = data_for("mine.py:build", tmp_path, arguments=arguments | {"corrupt": 1})
     with pytest.raises(TrainingError, match=f"sample 1 of Training.dataset {message}"), Fleet(job, 1):
         pass
-    job = msgspec.structs.replace(job, arguments=arguments | {"spoiled": 50})
+    job = msgspec.structs.replace(job, arguments=arguments | {"corrupt": 50})
     with Fleet(job, 1) as fleet:
         fleet.enter(fleet.engines, alone(fleet.engines[0].model.layer_count))
         with pytest.raises(

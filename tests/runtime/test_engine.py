@@ -201,10 +201,10 @@ def test_failures_during_a_recovery(cluster: Cluster) -> None:
     )
     cluster.resume(trainers[:3], left, step, vote)
     time.sleep(0.1)  # Forming: rank 2 is stopped and does not come.
-    again = cluster.quiesce(first_two)
-    assert target_of(again) == (step, vote)
-    assert all(report.ready_step is None for report in again)
-    assert [report.held for report in again] == [(0, 1), (2, 3)]
+    reports = cluster.quiesce(first_two)
+    assert target_of(reports) == (step, vote)
+    assert all(report.ready_step is None for report in reports)
+    assert [report.held for report in reports] == [(0, 1), (2, 3)]
     alone = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
     cluster.resume(first_two, alone, step, vote)
     cluster.resumed(first_two)

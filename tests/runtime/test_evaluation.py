@@ -167,13 +167,13 @@ def test_a_wish_to_stop_is_honoured_after_the_current_batch(tmp_path: Path) -> N
     with Fleet(gpt_job(tmp_path), 4) as fleet:
         fleet.enter(fleet.engines, TWO_AND_TWO)
         fleet.steps(2)
-        asked: list[int] = []
+        calls: list[int] = []
 
         def second() -> bool:
-            asked.append(1)
-            return len(asked) > 4  # Each of four ranks is asked once for each batch.
+            calls.append(1)
+            return len(calls) > 4  # Each of four ranks calls this once for each batch.
 
-        assert fleet.evaluate(second) and len(asked) == 8
+        assert fleet.evaluate(second) and len(calls) == 8
         assert fleet.evaluations == {} and all(engine.evaluation_due for engine in fleet.engines)
         assert not fleet.evaluate()
         assert fleet.evaluations[2] == report_of(fleet.engines[0]).evaluation

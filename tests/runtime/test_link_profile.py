@@ -21,8 +21,8 @@ SIZE = 3
 
 def test_every_size_and_group_is_measured_by_rank_0() -> None:
     with formed_world(SIZE, measured_groups(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
-        told: list[MeasurementProgress] = []
-        found = list(pool.map(lambda rank: measure_links(rank, CPU, 10.0, told.append), ranks))
+        progress: list[MeasurementProgress] = []
+        found = list(pool.map(lambda rank: measure_links(rank, CPU, 10.0, progress.append), ranks))
     sent, reduced = found[0]
     assert [entry.size_bytes for entry in sent] == list(MESSAGE_SIZES_BYTES)
     assert [(entry.members, entry.size_bytes) for entry in reduced] == [
@@ -30,7 +30,7 @@ def test_every_size_and_group_is_measured_by_rank_0() -> None:
     ]
     assert all(3 <= entry.time.repeats <= 31 and entry.time.minimum_ms > 0 for entry in (*sent, *reduced))
     assert found[1:] == [((), ())] * (SIZE - 1)
-    assert MeasurementProgress(done=3, total=3) in told
+    assert MeasurementProgress(done=3, total=3) in progress
 
 
 def test_without_time_the_large_sizes_are_skipped() -> None:

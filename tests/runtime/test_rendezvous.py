@@ -195,8 +195,8 @@ def test_another_service_at_the_address_is_a_store_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def greet() -> None:
-            with other.accept()[0] as somebody:
-                somebody.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            with other.accept()[0] as peer:
+                peer.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
         thread = threading.Thread(target=greet)
         thread.start()

@@ -30,36 +30,38 @@ def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int)
     bytes.
     """
     chance = random.Random(seed)
-    before, behind = chance.randbytes(chance.randrange(1000)), chance.randbytes(chance.randrange(1000))
+    before, after = chance.randbytes(chance.randrange(1000)), chance.randbytes(chance.randrange(1000))
     slot, own = directory / f"slot-{layer}", directory / f"bytes-{layer}"
-    slot.write_bytes(bytes(100) + before + payload + behind)
+    slot.write_bytes(bytes(100) + before + payload + after)
     own.write_bytes(before + payload)
-    part = SnapshotPart.from_bytes("group-0/shard", 100, before + payload + behind)
+    part = SnapshotPart.from_bytes("group-0/shard", 100, before + payload + after)
     manifest = SnapshotManifest(job_id="job", step=3, generation=1, slot=0, parts=(part,), layout={})
     write_record(directory / f"step-{layer}.json", manifest)
     cuts = sorted({0, len(payload), *(chance.randrange(len(payload) + 1) for _ in range(9))})
-    pieces = []
+    chunks = []
     for first, end in pairwise(cuts):
         at, size = len(before) + first, end - first
         match chance.randrange(3):
             case 0:
-                pieces.append(PayloadChunk(size_bytes=size, data=payload[first:end]))
+                chunks.append(PayloadChunk(size_bytes=size, data=payload[first:end]))
             case 1:
-                pieces.append(PayloadChunk(size_bytes=size, path=str(own), offset=at))
+                chunks.append(PayloadChunk(size_bytes=size, path=str(own), offset=at))
             case _:
                 cut = part.slice_blocks(at, at + size)
-                pieces.append(PayloadChunk(size_bytes=size, path=str(slot), offset=100 + at, part=cut))
-    lender = BorrowedSnapshot(manifest=str(directory / f"step-{layer}.json"), digest=record_digest(manifest))
-    staged = StagedLayer(header=header, chunks=tuple(pieces), borrowed=(lender,))
+                chunks.append(PayloadChunk(size_bytes=size, path=str(slot), offset=100 + at, part=cut))
+    snapshot = BorrowedSnapshot(
+        manifest=str(directory / f"step-{layer}.json"), digest=record_digest(manifest)
+    )
+    staged = StagedLayer(header=header, chunks=tuple(chunks), borrowed=(snapshot,))
     write_staged(directory, layer, staged)
     assert read_staged(directory, layer) == staged
-    return pieces
+    return chunks
 
 
-def flip(piece: PayloadChunk, place: int) -> None:
-    data = bytearray(Path(piece.path).read_bytes())
-    data[piece.offset + place] ^= 4
-    Path(piece.path).write_bytes(data)
+def flip(chunk: PayloadChunk, position: int) -> None:
+    data = bytearray(Path(chunk.path).read_bytes())
+    data[chunk.offset + position] ^= 4
+    Path(chunk.path).write_bytes(data)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -117,16 +119,16 @@ def test_borrowed_memory_that_changed_is_not_loaded(tmp_path: Path) -> None:
     source, target = Trainer(), Trainer()
     header, payload = source.states.pack(1)
     data = payload.numpy().tobytes()
-    pieces = stage(tmp_path, 1, header, data, 3)
-    lent = next(piece for piece in pieces if piece.part is not None)
-    for place in (0, lent.size_bytes // 2, lent.size_bytes - 1):
-        flip(lent, place)
+    chunks = stage(tmp_path, 1, header, data, 3)
+    borrowed = next(chunk for chunk in chunks if chunk.part is not None)
+    for position in (0, borrowed.size_bytes // 2, borrowed.size_bytes - 1):
+        flip(borrowed, position)
         with StagedStateLoader(tmp_path, target.states, lambda: None) as staged:
             with pytest.raises(StagingCorruptedError, match="layer 1: its digest does not match") as caught:
                 staged.load_layer(1)
                 staged.verify()
             assert caught.value.part == "group-0/shard"
-        flip(lent, place)
+        flip(borrowed, position)
     with StagedStateLoader(tmp_path, target.states, lambda: None) as staged:
         staged.load_layer(1)
         (tmp_path / "step-1.json").unlink()
@@ -143,7 +145,7 @@ def test_borrowed_memory_that_changed_is_not_loaded(tmp_path: Path) -> None:
 def test_missing_or_malformed_state_is_corrupt_and_a_different_model_is_reported(tmp_path: Path) -> None:
     source, target = Trainer(), Trainer()
     header, payload = source.states.pack(1)
-    pieces = stage(tmp_path, 1, header, payload.numpy().tobytes(), 3)
+    chunks = stage(tmp_path, 1, header, payload.numpy().tobytes(), 3)
 
     def problem(error: type[Exception] = StagingCorruptedError, layer: int = 1) -> str:
         with StagedStateLoader(tmp_path, target.states, lambda: None) as staged:
@@ -152,14 +154,14 @@ def test_missing_or_malformed_state_is_corrupt_and_a_different_model_is_reported
             return str(caught.value)
 
     assert "No such file" in problem(layer=2)
-    path = Path(next(piece.path for piece in pieces if piece.path))
+    path = Path(next(chunk.path for chunk in chunks if chunk.path))
     whole = path.read_bytes()
     path.write_bytes(whole[:150])
     assert "has only 150 bytes" in problem()
     path.write_bytes(whole)
-    short = StagedLayer(header=header, chunks=tuple(pieces[:-1]))
+    short = StagedLayer(header=header, chunks=tuple(chunks[:-1]))
     write_staged(tmp_path, 1, short)
-    assert "stands where layer 1" in problem(StateError)
+    assert "was found instead of layer 1" in problem(StateError)
     (tmp_path / "layer-1.staged").write_bytes(b"\x93")
     assert "malformed" in problem()
 
@@ -177,6 +179,6 @@ def test_a_tensor_whose_bytes_are_not_in_order_is_filled_too(
         staged.load_layer(2)
         staged.verify()
     assert new.states.digest(2) == old.states.digest(2)
-    again, _ = new.states.pack(2)
-    assert again == header
+    packed, _ = new.states.pack(2)
+    assert packed == header
     assert np.array_equal(new.states.pack(2)[1].numpy(), payload.numpy())

@@ -57,8 +57,14 @@ def test_one_rank_calls_it_with_the_results_of_the_vote(tmp_path: Path) -> None:
     assert called_steps(tmp_path) == [1, 2, 3]
     for call in calls(tmp_path):
         vote = fleet.votes[call["step"]]
-        said = (call["loss"], call["weight"], call["gradient_norm"], call["learning_rate"], call["metrics"])
-        assert said == (vote.loss, vote.weight, vote.gradient_norm, vote.learning_rate, vote.metrics)
+        reported = (
+            call["loss"],
+            call["weight"],
+            call["gradient_norm"],
+            call["learning_rate"],
+            call["metrics"],
+        )
+        assert reported == (vote.loss, vote.weight, vote.gradient_norm, vote.learning_rate, vote.metrics)
         assert call["samples_per_s"] == pytest.approx(16 / call["step_s"]) and call["tokens_per_s"] is None
 
 
@@ -137,9 +143,9 @@ def test_a_killed_process_causes_no_missing_call(tmp_path: Path) -> None:
         second.kill(signal.SIGKILL)
     steps = called_steps(tmp_path)
     assert set(range(1, step + 10)) <= set(steps)
-    again = [number for number in set(steps) if steps.count(number) > 1]
-    assert set(again) <= {step, step + 1}
-    assert sum(a > b for a, b in pairwise(steps)) <= 1, "in order, but for those that are called again"
+    repeated = [number for number in set(steps) if steps.count(number) > 1]
+    assert set(repeated) <= {step, step + 1}
+    assert sum(a > b for a, b in pairwise(steps)) <= 1, "in order, except for those that are called again"
 
 
 def test_a_hook_that_raises_is_an_error_of_the_user_that_names_it(tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def test_a_trainer_leads_its_group_and_its_exit_is_reported(cluster: Cluster) ->
 def test_a_trainer_whose_gpu_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for asked in ({"backend": "nccl"}, {"device": "cuda"}):
+    for options in ({"backend": "nccl"}, {"device": "cuda"}):
         with pytest.raises(
             TrainingError, match=r"trainer finds none \(CUDA_VISIBLE_DEVICES=5\).* node\.devices"
         ):
-            torch_device(gpt_data(**asked))
+            torch_device(gpt_data(**options))
     assert torch_device(gpt_data()) == torch.device("cpu")
 
 

@@ -49,20 +49,20 @@ def test_communication_edges_follow_from_the_assignments(rows: int) -> None:
     met = {
         (rank, route.peer) for rank in range(4) for route in rank_assignment(plan, rank, rows).activations_to
     }
-    told = communication_edges(plan, rows)
-    assert {(one, other) for channel, one, other in told if channel == "activation"} == met
-    assert {talk for talk in told if talk[0] != "activation"} == {
+    edges = communication_edges(plan, rows)
+    assert {(one, other) for channel, one, other in edges if channel == "activation"} == met
+    assert {edge for edge in edges if edge[0] != "activation"} == {
         ("state", 1, 3),
         *(("gradient", one, other) for one, other in met),
     }
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
-def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, behind: int) -> None:
-    ranks = list(range(before + behind))
+def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, after: int) -> None:
+    ranks = list(range(before + after))
     plan = world(
         pipeline((0, 1, ranks[:before]), (1, 2, ranks[before:]), first_microbatch=0, microbatches=1),
-        size=before + behind,
+        size=before + after,
     )
     assert [member_range(rows, i, before)[1] for i in range(before - 1)] == [
         member_range(rows, i, before)[0] for i in range(1, before)

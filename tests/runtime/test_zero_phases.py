@@ -257,8 +257,8 @@ def test_one_rank_of_a_split_stage_keeps_the_replica(tmp_path: Path, monkeypatch
         fleet.enter(fleet.engines, split)
         for _ in range(2):
             assert all(result.diverged == () for result in fleet.steps(1))
-        said = [{(part.start, part.replica) for part in report_of(e).parts} for e in fleet.engines]
-        assert said == [{(0, False), (1, True)}, {(0, False)}, *[{(1, False), (0, True)}] * 2]
+        reported = [{(part.start, part.replica) for part in report_of(e).parts} for e in fleet.engines]
+        assert reported == [{(0, False), (1, True)}, {(0, False)}, *[{(1, False), (0, True)}] * 2]
         assert_replicas_agree(fleet)
 
 
