@@ -1,4 +1,4 @@
-"""The arena, which holds snapshots in host memory outside of the processes that train (REFT §4, design §7).
+"""The arena, which holds snapshots in host memory outside of the processes that train (REFT §4).
 
 An arena is a directory of a memory file system with up to three *slots*, each one mapped file, and a
 manifest for each complete snapshot. A snapshot is written into a slot that no manifest names. Then its

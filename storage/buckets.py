@@ -1,4 +1,4 @@
-"""Buckets, the unit of gradient all-reduce, of sharding and of state transfer (design §4). Without torch.
+"""Buckets, the unit of gradient all-reduce, of sharding and of state transfer. Without torch.
 
 Ranks own layers; a parameter that is tied between layers is owned by the owners of all of them. A bucket is
 a maximal run of parameters, in model order, with the same owners and the same dtype, laid out back to back

@@ -1,5 +1,4 @@
-"""Persistent checkpoints, the last tier of state when no host's memory holds it (design §5,
-docs/checkpoints.md).
+"""Persistent checkpoints, the last tier of state when no host's memory holds it (docs/how-to/checkpoints.md).
 
 The checkpoint of a step is a directory with one file for each layer, in the bytes that
 ``runtime.layers.state.LayerStates.pack`` makes, and a manifest, which is written last. It does not depend
@@ -34,7 +33,7 @@ from storage.rate_limit import RateLimiter
 from storage.values import LayerFile
 
 FORMAT = 2
-"""Format of the manifest and of the files, described in docs/checkpoints.md."""
+"""Format of the manifest and of the files, described in docs/how-to/checkpoints.md."""
 READABLE = (1, FORMAT)
 """Formats that this version reads. Format 1 has no description of the model."""
 MANIFEST = "manifest.json"

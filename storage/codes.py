@@ -1,4 +1,4 @@
-"""Erasure codes over the segments of one bucket: REFT's ARC and AEC, and a code for two losses (design §7).
+"""Erasure codes over the segments of one bucket: REFT's ARC and AEC, and a code for two losses.
 
 A bucket with m owners is cut into m equal *segments*, and a segment into equal *cells*. Every owner has the
 whole bucket, so each computes what it holds by itself, without network traffic: its own segment, and extra

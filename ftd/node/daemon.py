@@ -232,7 +232,7 @@ class NodeDaemon:
             raise ConfigurationError(
                 f"cannot listen on port {self._config.rendezvous_port}: {error.strerror}",
                 field="node.rendezvous_port",
-                remedy="is another daemon using it? choose another port, or 0 for any free one",
+                remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
             ) from error
 
     def _begin_incarnation(self) -> None:

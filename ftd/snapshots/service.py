@@ -166,7 +166,7 @@ class SnapshotService:
             raise ConfigurationError(
                 f"cannot listen on port {self._config.snapshot_port}: {error.strerror}",
                 field="node.snapshot_port",
-                remedy="is another daemon using it? choose another port, or 0 for any free one",
+                remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
             ) from error
         self._serving = True
 

@@ -1,4 +1,4 @@
-"""Restoring layers from a snapshot in the memory of several nodes: REFT-load (design §5, §7).
+"""Restoring layers from a snapshot in the memory of several nodes: REFT-load.
 
 Given a ``Restore`` and the layers that this node's devices need, it reads own memory first and other nodes'
 memory through their snapshot servers, several at a time and only the bytes that are needed. Lost or corrupt

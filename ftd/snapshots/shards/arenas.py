@@ -1,5 +1,4 @@
-"""The arenas of a node: where they are, what they hold, who may use them, and when they are removed (design
-§7).
+"""The arenas of a node: where they are, what they hold, who may use them, and when they are removed.
 
 An arena is the directory ``<snapshot_dir>/<cluster>-<node>/<job>/device-<d>``. Trainers write arenas, and
 the daemon owns them: it names the directories, reads what is complete, serves it to other nodes, and

@@ -1,4 +1,4 @@
-"""The snapshot server of a node: other nodes read snapshots from its arenas (design §7), and send copies.
+"""The snapshot server of a node: other nodes read snapshots from its arenas, and send copies.
 
 It uses aiohttp and streams straight from the arena's memory. All input is untrusted. Nothing of a request
 is examined before its token was compared (in constant time). Jobs are looked up in a listing and parts in a

@@ -1,11 +1,10 @@
-"""The snapshot agent: it protects the snapshots of scripts among hosts and holds copies for other hosts
-(design §7).
+"""The snapshot agent: it protects the snapshots of scripts among hosts and holds copies for other hosts.
 
 Ranks write into ``<root>/<job>/rank-<r>`` themselves; ``copy-<r>`` holds the copy of a rank of another
 host. The agent of rank 0 leads. It follows the snapshots that rank 0 completes. For the newest one it has
 every host of the run retain it (``pin``), then has every host copy its part (``copy``), and when all have
 done so, it has every host release older snapshots (``release``). So one and the same step is protected
-everywhere, however quickly snapshots follow each other. docs/snapshotter.md has the states and messages.
+everywhere, however quickly snapshots follow each other. docs/tutorials/snapshotter.md has the states and messages.
 """
 
 import asyncio
@@ -165,8 +164,8 @@ class SnapshotAgent:
                 continue
             message = ProtectRequest(run=run, step=newest)
             try:
-                for what in PROTECTION_PHASES:
-                    await gather_all(self._everywhere(message, what))
+                for phase in PROTECTION_PHASES:
+                    await gather_all(self._on_all_hosts(message, phase))
             except (PeerError, OSError) as error:
                 if str(error) != last_error:
                     last_error = str(error)
@@ -175,13 +174,13 @@ class SnapshotAgent:
             else:
                 done, last_error, rest_s = newest, "", _POLL_S
 
-    def _everywhere(self, message: ProtectRequest, what: ProtectionPhase) -> list[Awaitable[None]]:
-        here = {"pin": self.pin, "copy": self.copy, "release": self.settle}[what]
+    def _on_all_hosts(self, message: ProtectRequest, phase: ProtectionPhase) -> list[Awaitable[None]]:
+        here = {"pin": self.pin, "copy": self.copy, "release": self.release}[phase]
         hosts = dict.fromkeys(message.run.hosts + message.run.spare_hosts)
         return [
             here(message)
             if host == self.address
-            else self._client.send(host, what, message, PIN_TIMEOUT_S + COPY_TIMEOUT_S)
+            else self._client.send(host, phase, message, PIN_TIMEOUT_S + COPY_TIMEOUT_S)
             for host in hosts
         ]
 
@@ -268,12 +267,12 @@ class SnapshotAgent:
         )
 
     def _make_room(self, run: ProtectedRun, arena: Arena) -> None:
-        kept = (read_retained(self._job(run.job)).common, run.restored)
+        retained = (read_retained(self._job(run.job)).common, run.restored)
         spare = sorted((m.generation, m.step) for m in arena.snapshots)
         if len(spare) == SLOTS:
-            arena.release([step for key in spare if (step := key[1]) and key not in kept][:1])
+            arena.release([step for key in spare if (step := key[1]) and key not in retained][:1])
 
-    async def settle(self, message: ProtectRequest) -> None:
+    async def release(self, message: ProtectRequest) -> None:
         """Release what is older than the step, which is protected on all hosts now, and what is not this
         run's.
         """
@@ -283,7 +282,7 @@ class SnapshotAgent:
         for host in run.hosts_copied_by(self.address):
             wanted |= {f"copy-{rank}" for rank in run.ranks_of(run.hosts[host])}
         for directory in job.iterdir():
-            if directory.name.startswith("bring-"):
+            if directory.name.startswith("fetched-"):
                 shutil.rmtree(directory, ignore_errors=True)
             elif (
                 ARENA_NAMES.fullmatch(directory.name)

@@ -37,7 +37,7 @@ log = structlog.get_logger("ftd.node")
 
 T = TypeVar("T")
 
-MOST_SOCKET_BYTES = 107
+MAX_SOCKET_PATH_BYTES = 107
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -113,7 +113,7 @@ class SnapshotAgentDaemon:
 
     async def _listen_to_scripts(self, stack: contextlib.AsyncExitStack) -> None:
         path = self._socket
-        if len(os.fsencode(path)) > MOST_SOCKET_BYTES:
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigurationError(
                 f"{path} is too long for a unix socket",
                 field="node.snapshot_dir",
@@ -152,7 +152,7 @@ class SnapshotAgentDaemon:
             web.get("/scripts/held/{job}", self._answer(self._get_held), allow_head=False),
             web.post("/scripts/pin", self._answer(self._pin)),
             web.post("/scripts/copy", self._answer(self._copy)),
-            web.post("/scripts/release", self._answer(self._settle)),
+            web.post("/scripts/release", self._answer(self._release)),
             web.post("/scripts/remove/{job}", self._answer(self._remove)),
         ]
 
@@ -196,7 +196,7 @@ class SnapshotAgentDaemon:
         await self._agent.remove(request.match_info["job"], everywhere=True)
         return {}
 
-    # --- other keepers ---------------------------------------------------------------------------
+    # --- other agents ---------------------------------------------------------------------------
 
     async def _get_held(self, request: web.Request) -> Any:
         return self._agent.held(request.match_info["job"])
@@ -209,8 +209,8 @@ class SnapshotAgentDaemon:
         await self._agent.copy(await _read(request, ProtectRequest))
         return {}
 
-    async def _settle(self, request: web.Request) -> Any:
-        await self._agent.settle(await _read(request, ProtectRequest))
+    async def _release(self, request: web.Request) -> Any:
+        await self._agent.release(await _read(request, ProtectRequest))
         return {}
 
     async def _remove(self, request: web.Request) -> Any:
@@ -232,7 +232,7 @@ async def _listening(start: Awaitable[None], port: int) -> None:
         raise ConfigurationError(
             f"cannot listen on port {port}: {error.strerror}",
             field="node.snapshot_port",
-            remedy="is another daemon using it? choose another port, or 0 for any free one",
+            remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
         ) from error
 
 

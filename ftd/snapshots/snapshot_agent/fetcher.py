@@ -17,8 +17,7 @@ import structlog
 
 from ftd.errors import PeerError
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
-from ftd.snapshots.shards.sources import PartLocation, SnapshotSource
-from ftd.snapshots.shards.sources import RangeRequest as Fetch
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from ftd.snapshots.snapshot_agent.agent import gather_all, own_parts
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from runtime.wire.snapshot_agent_protocol import FetchRequest, FetchResult, RankSnapshotLayout
@@ -30,7 +29,7 @@ log = structlog.get_logger("ftd.node")
 
 
 class SnapshotFetcher:
-    """Fetches snapshots into ``<root>/<job>/bring-<generation>-<step>``, which is removed once a newer step is
+    """Fetches snapshots into ``<root>/<job>/fetched-<generation>-<step>``, which is removed once a newer step is
     protected.
     """
 
@@ -44,10 +43,10 @@ class SnapshotFetcher:
         :raises PeerError: something is missing; the message says what.
         """
         job = self._root / wanted.job
-        directory = job / f"bring-{wanted.generation}-{wanted.step}"
+        directory = job / f"fetched-{wanted.generation}-{wanted.step}"
         try:
             job.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for older in job.glob("bring-*"):
+            for older in job.glob("fetched-*"):
                 if older != directory:
                     shutil.rmtree(older, ignore_errors=True)
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -86,7 +85,7 @@ class SnapshotFetcher:
                 with _MappedFile(draft, parts[-1].offset + parts[-1].size_bytes - first) as data:
                     memory = data.data
                     await self._client.fetch(
-                        Fetch(
+                        RangeRequest(
                             locations=(_location(source, wanted, part),),
                             first=0,
                             into=memory[part.offset - first : part.offset - first + part.size_bytes],
@@ -136,18 +135,18 @@ class SnapshotFetcher:
             if source.address == self._address:
                 held = self._arenas.find(wanted.job, wanted.step)
                 manifests: tuple[SnapshotManifest, ...] = tuple(one.manifest for one in held)
-                damaged: tuple[str, ...] = ()
+                corrupt: tuple[str, ...] = ()
             else:
                 found = await self._client.manifest(source, wanted.job, wanted.step)
                 held, manifests = (), found.manifests if found else ()
-                damaged = found.corrupt if found else ()
+                corrupt = found.corrupt if found else ()
         except PeerError as error:
             raise _BadShard(owner, str(error)) from None
         for number, manifest in enumerate(manifests):
             layout = manifest.layout
             if (manifest.generation, layout.get("owner")) == (wanted.generation, owner):
                 parts = sorted((p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset)
-                bad = [part.name for part in parts if part.name in damaged]
+                bad = [part.name for part in parts if part.name in corrupt]
                 if bad:
                     raise _BadShard(owner, f"{source} has a corrupt {bad[0]}")
                 return _Shard(owner, source, parts, held[number] if held else None)
@@ -202,8 +201,8 @@ class SnapshotFetcher:
             if shard.held is not None:
                 await asyncio.to_thread(self._read_here, shard, part, low - part.offset, target)
             else:
-                directory = _location(shard.source, wanted, part)
-                fetches.append(Fetch(locations=(directory,), first=low - part.offset, into=target.data))
+                location = _location(shard.source, wanted, part)
+                fetches.append(RangeRequest(locations=(location,), first=low - part.offset, into=target.data))
         try:
             await self._client.fetch(fetches)
         except PeerError as error:

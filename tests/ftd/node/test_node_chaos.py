@@ -20,7 +20,7 @@ from ftd.transport.wire.public import Answer, encode_json
 from statemachine.messages.trainer import RaiseError, Sleep, Slow
 
 
-class Hands:
+class RecordedActions:
     """Records the faults that are carried out; its trainers are real processes."""
 
     directory = Path("/nowhere")
@@ -82,7 +82,7 @@ def payload(request: str = "r1", **fields: Any) -> bytes:
 
 
 def play(
-    hands: Hands,
+    actions: RecordedActions,
     body: Callable[[NodeFaultInjector], Awaitable[None]],
     *,
     allowed: bool = True,
@@ -90,7 +90,9 @@ def play(
 ) -> None:
     async def main() -> None:
         await body(
-            NodeFaultInjector(node="node-1", devices=devices, allowed=allowed, actions=hands, memory=hands)
+            NodeFaultInjector(
+                node="node-1", devices=devices, allowed=allowed, actions=actions, memory=actions
+            )
         )
 
     asyncio.run(main())
@@ -111,20 +113,20 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_requests_are_rejected_unless_the_configuration_allows_them() -> None:
-    hands = Hands({0: os.getpid()})
+    actions = RecordedActions({0: os.getpid()})
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="kill"))
 
-    play(hands, body, allowed=False)
-    [answer] = hands.answers
+    play(actions, body, allowed=False)
+    [answer] = actions.answers
     assert not answer.accepted
     assert "chaos = true" in answer.detail
-    assert hands.log == [("ChaosRejected", "kill", None)]
+    assert actions.log == [("ChaosRejected", "kill", None)]
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         ({"do": "hang", "device": 5}, "devices 0 to 1"),
         ({"do": "hang", "for_s": 0}, "positive"),
@@ -142,15 +144,15 @@ def test_requests_are_rejected_unless_the_configuration_allows_them() -> None:
         ({"do": "stop", "target": "trainer", "device": 1}, "such a trainer"),
     ],
 )
-def test_invalid_requests_are_rejected(fields: dict[str, Any], said: str) -> None:
-    hands = Hands({})
+def test_invalid_requests_are_rejected(fields: dict[str, Any], expected: str) -> None:
+    actions = RecordedActions({})
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(**fields))
 
-    play(hands, body)
-    assert said in hands.answers[0].detail
-    assert not hands.answers[0].accepted
+    play(actions, body)
+    assert expected in actions.answers[0].detail
+    assert not actions.answers[0].accepted
 
 
 @pytest.mark.parametrize(
@@ -161,12 +163,12 @@ def test_a_malformed_payload_raises_a_wire_error(garbage: bytes) -> None:
         with pytest.raises(WireError):
             chaos.on_request(garbage)
 
-    play(Hands({}), body)
+    play(RecordedActions({}), body)
 
 
 @pytest.mark.processes
 def test_a_fault_is_announced_before_it_is_injected_once(sleeper: subprocess.Popen[bytes]) -> None:
-    hands = Hands({0: sleeper.pid})
+    actions = RecordedActions({0: sleeper.pid})
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="kill", target="trainer"))
@@ -174,9 +176,9 @@ def test_a_fault_is_announced_before_it_is_injected_once(sleeper: subprocess.Pop
         assert sleeper.returncode == -signal.SIGKILL
         chaos.on_request(payload(do="kill", target="trainer"))  # The client did not receive the answer.
 
-    play(hands, body)
-    assert hands.log == [("ChaosInjected", "kill", "trainer"), "flush"]
-    assert [answer.accepted for answer in hands.answers] == [True, True]
+    play(actions, body)
+    assert actions.log == [("ChaosInjected", "kill", "trainer"), "flush"]
+    assert [answer.accepted for answer in actions.answers] == [True, True]
 
 
 @pytest.mark.processes
@@ -189,21 +191,21 @@ def test_a_stopped_trainer_continues_after_the_duration(sleeper: subprocess.Pope
         chaos.on_request(payload(do="stop", target="trainer", for_s=0.8))
         await until(woken)
 
-    play(Hands({0: sleeper.pid}), body)
+    play(RecordedActions({0: sleeper.pid}), body)
 
 
 def test_faults_that_the_daemon_carries_out() -> None:
-    hands = Hands({0: 1, 1: 2})
+    actions = RecordedActions({0: 1, 1: 2})
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="hang", for_s=2.0))
         chaos.on_request(payload("b", do="hang", device=1))
         chaos.on_request(payload("c", do="disconnect", for_s=3.0))
         chaos.on_request(payload("d", do="term"))
-        await until(lambda: len(hands.log) >= 4 + 4 + 5)
+        await until(lambda: len(actions.log) >= 4 + 4 + 5)
 
-    play(hands, body)
-    done = [entry for entry in hands.log if entry[0] in ("sleep", "disconnect", "leave")]
+    play(actions, body)
+    done = [entry for entry in actions.log if entry[0] in ("sleep", "disconnect", "leave")]
     assert sorted(map(str, done)) == sorted(
         map(
             str,
@@ -219,15 +221,15 @@ def test_faults_that_the_daemon_carries_out() -> None:
 
 
 def test_trainers_are_slow_until_the_duration_ends_or_a_request_ends_it() -> None:
-    hands = Hands({0: 1, 1: 2})
+    actions = RecordedActions({0: 1, 1: 2})
 
     def slowed() -> list[tuple[int, float]]:
-        return [entry[1:] for entry in hands.log if entry[0] == "slow"]
+        return [entry[1:] for entry in actions.log if entry[0] == "slow"]
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="slow", device=1, factor=4.0, for_s=0.05))
         await until(lambda: slowed() == [(1, 4.0), (1, 1.0)])
-        hands.log.clear()
+        actions.log.clear()
         chaos.on_request(payload("b", do="slow", device=0, factor=4.0, for_s=0.8))
         await until(lambda: slowed() == [(0, 4.0)])
         chaos.on_request(payload("c", do="slow"))
@@ -237,40 +239,40 @@ def test_trainers_are_slow_until_the_duration_ends_or_a_request_ends_it() -> Non
             "the end of an earlier fault is none of a later one"
         )
 
-    play(hands, body)
+    play(actions, body)
 
 
 def test_trainers_raise_and_link_faults_begin_and_end() -> None:
-    hands = Hands({0: 1, 1: 2})
+    actions = RecordedActions({0: 1, 1: 2})
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="raise", device=1))
         chaos.on_request(payload("b", do="lossy", drop=1.0, for_s=0.8))
-        await until(lambda: ("ChaosInjected", "lossy", "node") in hands.log and len(hands.log) >= 5)
-        carried: list[str] = []
-        await until(lambda: not _carries(chaos, carried))
-        await until(lambda: _carries(chaos, carried))  # The duration is over.
+        await until(lambda: ("ChaosInjected", "lossy", "node") in actions.log and len(actions.log) >= 5)
+        delivered: list[str] = []
+        await until(lambda: not _delivers(chaos, delivered))
+        await until(lambda: _delivers(chaos, delivered))  # The duration is over.
 
-    play(hands, body)
-    assert ("raise", 1, "ftd chaos raise a (me)") in hands.log
+    play(actions, body)
+    assert ("raise", 1, "ftd chaos raise a (me)") in actions.log
 
 
-def _carries(chaos: NodeFaultInjector, carried: list[str]) -> bool:
-    before = len(carried)
-    chaos.message_faults.outgoing.deliver(lambda: carried.append("x"))
-    return len(carried) > before
+def _delivers(chaos: NodeFaultInjector, delivered: list[str]) -> bool:
+    before = len(delivered)
+    chaos.message_faults.outgoing.deliver(lambda: delivered.append("x"))
+    return len(delivered) > before
 
 
 def test_a_check_only_answers() -> None:
-    hands = Hands({})
+    actions = RecordedActions({})
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="kill", dry_run=True))
         chaos.on_request(payload("b", do="hang", device=7, dry_run=True))
 
-    play(hands, body)
-    assert [answer.accepted for answer in hands.answers] == [True, False]
-    assert hands.log == []
+    play(actions, body)
+    assert [answer.accepted for answer in actions.answers] == [True, False]
+    assert actions.log == []
 
 
 def test_filled_space_is_released(tmp_path: Path) -> None:

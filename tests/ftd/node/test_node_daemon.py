@@ -46,7 +46,7 @@ def command(config: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "ftd.cli.main", "node", "--config", str(config)]
 
 
-def refused(config: Path) -> str:
+def start_error(config: Path) -> str:
     """Return what the daemon prints when it does not start."""
     done = subprocess.run(command(config), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 2, done.stderr
@@ -62,7 +62,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def test_a_node_needs_the_secret(directory: Path) -> None:
-    assert "secret" in refused(write_config(directory, head=""))
+    assert "secret" in start_error(write_config(directory, head=""))
 
 
 def test_a_port_in_use_is_named_with_the_remedy(directory: Path) -> None:
@@ -70,10 +70,10 @@ def test_a_port_in_use_is_named_with_the_remedy(directory: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = refused(write_config(directory, node=f"rendezvous_port = {port}"))
-    assert "node.rendezvous_port" in said
-    assert str(port) in said
-    assert "0 for any free one" in said
+        error = start_error(write_config(directory, node=f"rendezvous_port = {port}"))
+    assert "node.rendezvous_port" in error
+    assert str(port) in error
+    assert "0 takes any free one" in error
     assert not list((directory / "run").iterdir())
 
 
@@ -81,24 +81,24 @@ def test_snapshot_port_memory_and_directory_are_checked_at_start(directory: Path
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        said = refused(write_config(directory, node=f"snapshot_port = {taken.getsockname()[1]}"))
-    assert "node.snapshot_port" in said
-    said = refused(write_config(directory, node="snapshot_limit_mib = 1000000000"))
-    assert "node.snapshot_limit_mib" in said
-    assert "1000000000 MiB" in said
+        error = start_error(write_config(directory, node=f"snapshot_port = {taken.getsockname()[1]}"))
+    assert "node.snapshot_port" in error
+    error = start_error(write_config(directory, node="snapshot_limit_mib = 1000000000"))
+    assert "node.snapshot_limit_mib" in error
+    assert "1000000000 MiB" in error
     assert not (directory / "memory").exists()
     (directory / "memory").write_text("")
-    assert "node.snapshot_dir" in refused(write_config(directory))
+    assert "node.snapshot_dir" in start_error(write_config(directory))
 
 
 def test_an_unusable_runtime_directory_is_reported(directory: Path) -> None:
     long = write_config(directory)
     long.write_text(long.read_text().replace(f"{directory}/run", f"{directory}/{'x' * 90}"))
-    assert "too long for a unix socket" in refused(long)
+    assert "too long for a unix socket" in start_error(long)
     (directory / "file").write_text("")
     blocked = write_config(directory)
     blocked.write_text(blocked.read_text().replace(f"{directory}/run", f"{directory}/file/run"))
-    assert "node.runtime_dir" in refused(blocked)
+    assert "node.runtime_dir" in start_error(blocked)
 
 
 def test_it_waits_for_a_broker_and_leaves_cleanly(directory: Path) -> None:
@@ -172,13 +172,13 @@ def test_of_commands_to_all_nodes_it_handles_those_addressed_to_it(
     directory: Path, broker: RunningBroker
 ) -> None:
     """It ignores commands to another incarnation or node, and logs malformed ones without publishing an event."""
-    topics, heard, refused = Topics(cluster="ftd"), list[FromNode](), list[str]()
+    topics, heard, rejected = Topics(cluster="ftd"), list[FromNode](), list[str]()
     states: list[bytes] = []
 
     def on_message(topic: str, payload: bytes, _retained: bool) -> None:
         if topic == topics.events:
             event = json.loads(payload)
-            refused.extend([event["details"]["topic"]] if event["event"] == "MessageRejected" else [])
+            rejected.extend([event["details"]["topic"]] if event["event"] == "MessageRejected" else [])
         elif topic == topics.node_state("node-0"):
             states.append(payload)
         else:
@@ -213,12 +213,12 @@ def test_of_commands_to_all_nodes_it_handles_those_addressed_to_it(
         await asyncio.to_thread(until, lambda: answered()[-1:] == [3], "the answer")
         await asyncio.to_thread(until, lambda: "MessageRejected" in log.read_text(), "a line in the log")
         session.publish(topics.node_command("node-0"), b"\xc1garbage")
-        await asyncio.to_thread(until, lambda: bool(refused), "a refusal")
+        await asyncio.to_thread(until, lambda: bool(rejected), "a rejection")
         before = len(states)
         session.publish(
             topics.node_state("node-0"), b"", retain=True
         )  # By a coordinator that removed the name.
-        await asyncio.to_thread(until, lambda: b"" in states[before:-1], "its state, said again")
+        await asyncio.to_thread(until, lambda: b"" in states[before:-1], "its state, published again")
         assert json.loads(states[-1])["incarnation"] == here
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -232,4 +232,4 @@ def test_of_commands_to_all_nodes_it_handles_those_addressed_to_it(
             daemon.kill()
     # A message published as retained reaches present subscribers like any other message.
     assert answered() == [1, 3]
-    assert refused == [topics.node_command("node-0")]
+    assert rejected == [topics.node_command("node-0")]

@@ -20,7 +20,7 @@ from tests.helpers.brokers import RunningBroker
 PATIENCE_S = 30.0
 
 
-def told(state: NodeState, reason: str) -> PublishNode:
+def effect(state: NodeState, reason: str) -> PublishNode:
     return PublishNode(cause="c", state=state, generation=1, step=2, reason=reason)
 
 
@@ -33,7 +33,7 @@ class Scene:
         self.heard: asyncio.Queue[NodeStateMessage] = asyncio.Queue()
         self.ups = 0
         loop = asyncio.get_running_loop()
-        self.voice = publisher.NodePublisher(
+        self.publisher = publisher.NodePublisher(
             load_daemon_config(config),
             7,
             message_faults=MessageFaultInjector("n"),
@@ -70,11 +70,11 @@ async def scene(broker: RunningBroker, directory: Path) -> AsyncIterator[Scene]:
     made = Scene(broker, directory)
     listening = asyncio.ensure_future(made.listener.run())
     await made.listener.wait_connected(PATIENCE_S)
-    await made.until(lambda: made.voice.connected)
+    await made.until(lambda: made.publisher.connected)
     try:
         yield made
     finally:
-        await made.voice.close(1.0)
+        await made.publisher.close(1.0)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
 
@@ -86,22 +86,22 @@ def test_a_state_is_published_at_once_and_its_reason_later(
 
     async def play() -> None:
         async with scene(mosquitto, tmp_path) as the:
-            the.voice.publish_state(told(NodeState.HEALTHY, "started"))
-            the.voice.publish_state(told(NodeState.HEALTHY, "quiescing"))
-            the.voice.publish_state(told(NodeState.HEALTHY, "resuming"))
-            the.voice.publish_state(told(NodeState.SNAP, "a snapshot"))
-            the.voice.publish_state(told(NodeState.SNAP, "of another step"))
-            the.voice.publish_state(told(NodeState.HEALTHY, "given up"))
-            the.voice.publish_state(told(NodeState.HEALTHY, "idle"))
-            assert await the.reasons(3) == ["started", "a snapshot", "given up"]
-            the.voice.publish_state_now()  # Somebody else published in our place.
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "started"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "quiescing"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "resuming"))
+            the.publisher.publish_state(effect(NodeState.SNAP, "a snapshot"))
+            the.publisher.publish_state(effect(NodeState.SNAP, "of another step"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "abandoned"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "idle"))
+            assert await the.reasons(3) == ["started", "a snapshot", "abandoned"]
+            the.publisher.publish_state_now()  # Somebody else published in our place.
             assert await the.reasons(1) == ["idle"]
-            the.voice.interrupt(0.0)
+            the.publisher.interrupt(0.0)
             assert await the.reasons(1) == ["the connection to the broker broke"]
             await the.until(lambda: the.ups == 2)
-            the.voice.publish_state(told(NodeState.HEALTHY, "back"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "back"))
             assert await the.reasons(1) == ["back"]
-            the.voice.publish_state(told(NodeState.HEALTHY, "training"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "training"))
         assert await the.reasons(1) == ["training"]  # Published before it disconnected.
         assert the.heard.empty()
 
@@ -111,14 +111,14 @@ def test_a_state_is_published_at_once_and_its_reason_later(
 def test_of_several_reasons_the_last_is_published(mosquitto: RunningBroker, tmp_path: Path) -> None:
     async def play() -> None:
         async with scene(mosquitto, tmp_path) as the:
-            the.voice.publish_state(told(NodeState.HEALTHY, "started"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "started"))
             for number in range(50):
-                the.voice.publish_state(told(NodeState.HEALTHY, str(number)))
+                the.publisher.publish_state(effect(NodeState.HEALTHY, str(number)))
             assert await the.reasons(2) == ["started", "49"]
-            the.voice.publish_state(told(NodeState.HEALTHY, "later"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "later"))
             assert await the.reasons(1) == ["later"]
-            the.voice.publish_state(told(NodeState.HEALTHY, "leaving"))
-            the.voice.publish_state(told(NodeState.OFFLINE, "left"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "leaving"))
+            the.publisher.publish_state(effect(NodeState.OFFLINE, "left"))
             assert await the.reasons(1) == ["left"]
 
     asyncio.run(play())

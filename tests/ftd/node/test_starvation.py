@@ -41,20 +41,20 @@ def stamp() -> dict[str, Any]:
     return {"at": time.monotonic(), "cause": "c"}
 
 
-async def told_of(pid: int, enough: float, patience_s: float) -> float:
+async def reported_delay(pid: int, enough: float, limit_s: float) -> float:
     """Return the reported waiting time of a process without heartbeats, once it is ``enough`` or after
     ``patience_s``.
     """
-    told: list[float] = []
-    looking = StarvationMonitor(lambda device: [pid], lambda event: told.append(event.for_s), stamp)
-    looking.record_heartbeat(0, time.monotonic())
-    task = asyncio.ensure_future(looking.run())
-    deadline = time.monotonic() + patience_s
-    while sum(told) < enough and time.monotonic() < deadline:  # noqa: ASYNC110  # it has no event
+    reported: list[float] = []
+    monitor = StarvationMonitor(lambda device: [pid], lambda event: reported.append(event.for_s), stamp)
+    monitor.record_heartbeat(0, time.monotonic())
+    task = asyncio.ensure_future(monitor.run())
+    deadline = time.monotonic() + limit_s
+    while sum(reported) < enough and time.monotonic() < deadline:  # noqa: ASYNC110  # it has no event
         await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return sum(told)
+    return sum(reported)
 
 
 def test_a_starved_process_is_excused_and_a_stopped_one_is_not() -> None:
@@ -63,32 +63,34 @@ def test_a_starved_process_is_excused_and_a_stopped_one_is_not() -> None:
         if not any(read_scheduling_delays(first.pid).values()):
             pytest.skip("this kernel does not count it")
         began = time.monotonic()
-        told_s = asyncio.run(told_of(first.pid, 0.5, PATIENCE_S))
+        told_s = asyncio.run(reported_delay(first.pid, 0.5, PATIENCE_S))
         assert 0.5 <= told_s <= time.monotonic() - began
         first.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
-        assert asyncio.run(told_of(first.pid, 0.1, 1.0)) < 0.1
+        assert asyncio.run(reported_delay(first.pid, 0.1, 1.0)) < 0.1
 
 
 def test_trainers_with_heartbeats_are_not_read_and_a_missing_process_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: list[int] = []
-    monkeypatch.setattr(starvation, "waited_s", lambda pid: read.append(pid) or {1: float(len(read))})
-    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(
+        starvation, "read_scheduling_delays", lambda pid: read.append(pid) or {1: float(len(read))}
+    )
+    reported: list[tuple[int, float]] = []
 
     async def scene() -> None:
-        looking = StarvationMonitor(
-            lambda device: [device], lambda e: told.append((e.device, e.for_s)), stamp
+        monitor = StarvationMonitor(
+            lambda device: [device], lambda e: reported.append((e.device, e.for_s)), stamp
         )
-        looking.record_heartbeat(7, time.monotonic() + 3600.0)
-        looking.record_heartbeat(8, time.monotonic() - 3600.0)
-        task = asyncio.ensure_future(looking.run())
-        while len(told) < 2:  # noqa: ASYNC110  # it has no event
+        monitor.record_heartbeat(7, time.monotonic() + 3600.0)
+        monitor.record_heartbeat(8, time.monotonic() - 3600.0)
+        task = asyncio.ensure_future(monitor.run())
+        while len(reported) < 2:  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(scene())
-    assert set(read) == {8} and told[:2] == [(8, 1.0), (8, 1.0)]
+    assert set(read) == {8} and reported[:2] == [(8, 1.0), (8, 1.0)]
     assert read_scheduling_delays(2**22 + 1) == {}

@@ -84,7 +84,7 @@ class Trainers:
         return (await self.take(TrainerReported, lambda event: isinstance(event.report, kind))).report
 
 
-def heard(frame: protocol.Report) -> list[Event]:
+def events_of(frame: protocol.Report) -> list[Event]:
     """Return the events that a supervisor makes of a frame of device 1's trainer, process 99."""
     events: list[Event] = []
     supervisor = TrainerSupervisor(
@@ -107,7 +107,7 @@ def heard(frame: protocol.Report) -> list[Event]:
 def test_the_cause_of_a_failure_depends_on_where_the_code_raised(
     where: Literal["prepare", "restore", "training"], cause: str
 ) -> None:
-    (failed,) = heard(protocol.Raised(where=where, detail="Traceback"))
+    (failed,) = events_of(protocol.Raised(where=where, detail="Traceback"))
     assert isinstance(failed, TrainerFailed)
     assert (failed.device, failed.pid, failed.cause_of_failure, failed.detail) == (1, 99, cause, "Traceback")
 
@@ -117,7 +117,7 @@ def test_an_impossible_profile_fails_the_preparation() -> None:
         forward_ms=float("nan"), backward_ms=1.0, parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1,
         activation_bytes=1, output_bytes=1,
     )  # fmt: skip
-    (failed,) = heard(Prepared(job_id="j", profile=ModelProfile(layers=(layer,), microbatch_rows=1)))
+    (failed,) = events_of(Prepared(job_id="j", profile=ModelProfile(layers=(layer,), microbatch_rows=1)))
     assert isinstance(failed, TrainerFailed) and failed.cause_of_failure == "unprepared"
     assert "layers[0].forward_ms is nan" in failed.detail
 
@@ -128,7 +128,7 @@ def test_a_report_becomes_an_event_unchanged() -> None:
         SnapshotFailed(generation=3, step=9, detail="no room"),
         OptimizerReplicaDiverged(generation=2, step=50, layer=3, detail="momentum"),
     ):
-        (event,) = heard(report)
+        (event,) = events_of(report)
         assert isinstance(event, TrainerReported)
         assert (event.cause, event.device, event.report) == ("test", 1, report)
 
@@ -349,7 +349,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
         "        if isinstance(event, TrainerConnected):\n"
         "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
         "    supervisor = TrainerSupervisor(devices=1, directory=directory, feed=feed,\n"
-        "        cause=lambda: 'test', environment=lambda device: {}, aside=print)\n"
+        "        cause=lambda: 'test', environment=lambda device: {}, on_side_report=print)\n"
         "    await supervisor.start()\n"
         "    supervisor.start_trainer(0)\n"
         "    await asyncio.sleep(1000)\n"

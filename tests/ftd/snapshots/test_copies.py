@@ -326,7 +326,7 @@ def test_wrong_lengths_and_offsets_change_nothing() -> None:
     async def body(pair: Pair) -> None:
         assert (await pair.offer())[0] == 200
         place, data = f"PUT {PLACE}/{PART}", DATA.tobytes()
-        for said, sent, status in (
+        for content_range, sent, status in (
             (f"bytes 0-{SIZE - 1}/{SIZE + 1}", data, 416),
             (f"bytes 0-{SIZE}/{SIZE}", data, 416),
             (f"bytes 5-4/{SIZE}", data, 416),
@@ -335,8 +335,8 @@ def test_wrong_lengths_and_offsets_change_nothing() -> None:
             (f"bytes 0-49/{SIZE}", data[:100], 400),
             (f"bytes 100-199/{SIZE}", data[:100], 409),
         ):
-            header = f"Content-Range: {said}\r\n" if said else ""
-            assert (await pair.ask(place, sent, header))[0] == status, said
+            header = f"Content-Range: {content_range}\r\n" if content_range else ""
+            assert (await pair.ask(place, sent, header))[0] == status, content_range
         chunked = f"Transfer-Encoding: chunked\r\nContent-Range: bytes 0-9/{SIZE}\r\n"
         assert (await pair.ask(place, b"a\r\n0123456789\r\n0\r\n\r\n", chunked))[0] == 411
         assert (await pair.ask(f"PUT {PLACE}/other", b"x", "Content-Range: bytes 0-0/1\r\n"))[0] == 404

@@ -54,7 +54,7 @@ class Hosts:
     url: str
     layers: dict[int, Layer] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    told: list[tuple[str, str, str]] = field(default_factory=list)
+    reports: list[tuple[str, str, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     """Events that the persister of the present test fed."""
     description: bytes = b""
@@ -86,7 +86,7 @@ class Hosts:
             rate_bytes_s=rate_bytes_s,
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
-            report_corruption=lambda job, step: lambda *said: self.told.append(said),
+            report_corruption=lambda job, step: lambda *report: self.reports.append(report),
         )
 
     async def persist(self, node: str, order: Persist) -> LayersPersisted | PersistFailed:
@@ -214,7 +214,7 @@ def test_a_flipped_bit_in_memory_does_not_reach_the_disk() -> None:
         flip(hosts.root / "n0", STEP, "group-0/shard")
         await hosts.checkpoint()
         assert hosts.store().open().read_layer(1)[2].tobytes() == hosts.layers[1].payload.tobytes()
-        assert [said[:2] for said in hosts.told] == [("n0", "group-0/shard")]
+        assert [report[:2] for report in hosts.reports] == [("n0", "group-0/shard")]
 
     with_hosts(body)
 
@@ -292,7 +292,7 @@ def test_shards_of_a_peer_lost_meanwhile_are_decoded_or_the_loss_is_reported() -
         async with Node("n1", hosts.root / "n1") as one, Node("n2", hosts.root / "n2") as two:
             hosts.sources |= {"n1": one.address, "n2": two.address}
             await lose_behind_first(hosts, [one])
-            assert {name for name, _, _ in hosts.told} == {"n1"}
+            assert {name for name, _, _ in hosts.reports} == {"n1"}
         async with Node("n1", hosts.root / "n1") as one, Node("n2", hosts.root / "n2") as two:
             hosts.sources |= {"n1": one.address, "n2": two.address}
             assert "n1, n2" in await lose_behind_first(hosts, [one, two])

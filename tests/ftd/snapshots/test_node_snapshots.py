@@ -57,7 +57,7 @@ class Daemon:
 
     def __init__(self, root: Path, **table: Any) -> None:
         self.events: list[Event] = []
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.published: list[tuple[str, dict[str, Any]]] = []
         node = {"name": "n0", "host": "127.0.0.1", "snapshot_dir": str(root), "devices": 2, **table}
         self.config: DaemonConfig = parse_daemon_config(
             {"cluster": "lab", "secret": "sesame", "node": node}, directory=root
@@ -68,7 +68,7 @@ class Daemon:
             host="127.0.0.1",
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
-            publish_event=lambda name, _reason, details: self.told.append((name, details)),
+            publish_event=lambda name, _reason, details: self.published.append((name, details)),
             trainers=self,
         )
 
@@ -141,13 +141,13 @@ def test_snapshots_of_earlier_daemons_are_found_and_reported() -> None:
         [event] = daemon.events
         assert isinstance(event, SnapshotsFound)
         assert event.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1),)
-        assert daemon.told == []
+        assert daemon.published == []
         daemon.events.clear()
         flip(daemon.config.snapshot_dir, STEP, "group-0/shard")
         await daemon.snapshots.scan()
         assert daemon.events == [event], "of a shard with a wrong bit the rest still counts"
-        said = {"owner": "n0", "job": JOB, "step": STEP, "part": "group-0/shard"}
-        assert daemon.told == [("ShardCorrupted", said)]
+        details = {"owner": "n0", "job": JOB, "step": STEP, "part": "group-0/shard"}
+        assert daemon.published == [("ShardCorrupted", details)]
 
     with_daemon(body)
 
@@ -184,9 +184,11 @@ def test_a_corrupt_shard_is_repaired_after_a_restore() -> None:
         before = shard.read_bytes()
         flip(daemon.config.snapshot_dir, STEP, "group-0/shard")
         sent = stage(daemon, resume(3, {"n1": peer.address}))
-        await daemon.until(lambda: len(sent) == 2 and "ShardRepaired" in [name for name, _ in daemon.told])
+        await daemon.until(
+            lambda: len(sent) == 2 and "ShardRepaired" in [name for name, _ in daemon.published]
+        )
         assert shard.read_bytes() == before
-        assert {name for name, _ in daemon.told} == {"ShardCorrupted", "ShardRepaired"}
+        assert {name for name, _ in daemon.published} == {"ShardCorrupted", "ShardRepaired"}
 
     with_daemon(body)
 
@@ -212,7 +214,7 @@ def test_a_trainer_that_finds_borrowed_bytes_corrupt_gets_copies_once() -> None:
         layer = make_layer(0, [900, 77], 40)
         assert payload_of(directory, 0) == (layer.header, layer.payload.tobytes(), 0)
         assert read_staged(directory, 1).borrowed, "the other trainer may be reading that"
-        assert "ShardCorrupted" in {name for name, _ in daemon.told}
+        assert "ShardCorrupted" in {name for name, _ in daemon.published}
         stager.handle_corrupt(0, StagingCorrupted(generation=3, part="", detail="gone"))
         [event] = daemon.events
         assert isinstance(event, StagingFailed) and "device 0 cannot use" in event.failure.detail
@@ -239,14 +241,14 @@ def test_a_trainer_gets_its_directory_as_soon_as_its_layers_are_staged(
             StagingDirectory, "group_layers", lambda self, layers: [[n] for n in sorted(layers)]
         )
         monkeypatch.setattr(StagingDirectory, "put_located", slowly)
-        told: list[int] = []
+        published: list[int] = []
         for device in (0, 1):
             daemon.snapshots.stager.resume(
-                resume(3, {"n1": peer.address}), device, lambda _, device=device: told.append(device)
+                resume(3, {"n1": peer.address}), device, lambda _, device=device: published.append(device)
             )
-        await daemon.until(lambda: told == [0])
+        await daemon.until(lambda: published == [0])
         gate.set()
-        await daemon.until(lambda: told == [0, 1])
+        await daemon.until(lambda: published == [0, 1])
 
     with_daemon(body)
 
@@ -274,7 +276,7 @@ def test_a_failed_restore_is_fed_to_the_machine() -> None:
         [event] = daemon.events
         assert isinstance(event, StagingFailed)
         assert (event.failure.generation, event.failure.bad, sent) == (3, ("n0", "n1"), [])
-        assert {details["owner"] for _, details in daemon.told} == {"n0", "n1"}
+        assert {details["owner"] for _, details in daemon.published} == {"n0", "n1"}
 
     with_daemon(body)
 
@@ -347,7 +349,7 @@ def test_arenas_belong_to_the_job_are_limited_and_removed_with_it() -> None:
         second = Daemon(root.parent)
         await second.snapshots.start()
         assert second.snapshots.prepare(job(), 0) == ("", None)
-        assert [name for name, _ in second.told] == ["SnapshotsUnavailable"]
+        assert [name for name, _ in second.published] == ["SnapshotsUnavailable"]
         await second.snapshots.close()
         daemon.snapshots.remove(JOB)
         await daemon.until(lambda: not (root / JOB).exists())
@@ -399,8 +401,8 @@ def test_copies_of_the_present_job_are_accepted_reported_retained_and_removed() 
             sender = CopySender(client, peer.arenas, owner="n1", rate=AsyncRateLimiter(None))
             to = SnapshotSource(node="n0", address=f"127.0.0.1:{daemon.snapshots.port}")
             await sender.send(peer.arenas.find(JOB, STEP), to)
-        [told] = [event for event in daemon.events if isinstance(event, SnapshotCopiesChanged)]
-        assert told.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1, owner="n1"),)
+        [published] = [event for event in daemon.events if isinstance(event, SnapshotCopiesChanged)]
+        assert published.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1, owner="n1"),)
         copies = Path(directory).parent / "copy-0-n1"
         assert copies.is_dir()
         daemon.snapshots.retain_copies(JOB, STEP + 1)

@@ -114,12 +114,12 @@ def test_values_by_hand(
     node_bytes: int,
 ) -> None:
     preview = seen(*sizes, states=states)
-    told = describe_protection(preview, preview.costs.profile.layers, scheme)
-    assert (told.guarantee, told.overhead, told.node_bytes) == (guarantee, overhead, node_bytes)
-    assert (told.arena_bytes, told.arena_peak_bytes) == (2 * node_bytes, 3 * node_bytes)
-    assert {(group.owners, group.guarantee) for group in told.groups} == {(len(sizes), guarantee)}
-    assert [group.bucket_bytes for group in told.groups] == [
-        sum(states[group.first_layer : group.end_layer]) for group in told.groups
+    result = describe_protection(preview, preview.costs.profile.layers, scheme)
+    assert (result.guarantee, result.overhead, result.node_bytes) == (guarantee, overhead, node_bytes)
+    assert (result.arena_bytes, result.arena_peak_bytes) == (2 * node_bytes, 3 * node_bytes)
+    assert {(group.owners, group.guarantee) for group in result.groups} == {(len(sizes), guarantee)}
+    assert [group.bucket_bytes for group in result.groups] == [
+        sum(states[group.first_layer : group.end_layer]) for group in result.groups
     ]
 
 
@@ -178,12 +178,12 @@ def test_the_groups_are_those_of_a_real_plan(
     )
     plan = Plan(pipelines=pipelines, transfers=(), method="initial", reason="", estimated_iteration_s=1.0)
     real = [(g.first_layer, g.end_layer, len(g.owners), g.whole) for g in groups_of(plan, "aec")]
-    told = describe_protection(preview, preview.costs.profile.layers, "aec")
-    assert [(g.first_layer, g.end_layer, g.owners, g.whole) for g in told.groups] == real
-    assert any(g.whole for g in told.groups) == (within != "replicate" and 2 in sizes)
+    result = describe_protection(preview, preview.costs.profile.layers, "aec")
+    assert [(g.first_layer, g.end_layer, g.owners, g.whole) for g in result.groups] == real
+    assert any(g.whole for g in result.groups) == (within != "replicate" and 2 in sizes)
     owners = len(sizes)
-    assert all(g.guarantee == (owners - 1 if g.whole else min(1, owners - 1)) for g in told.groups)
-    assert told.node_bytes == _fullest_bytes(plan, preview.costs.profile.layers, "aec", zero1=False)
+    assert all(g.guarantee == (owners - 1 if g.whole else min(1, owners - 1)) for g in result.groups)
+    assert result.node_bytes == _fullest_bytes(plan, preview.costs.profile.layers, "aec", zero1=False)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def protection_in(*arguments: object) -> Any:
 def test_the_json_and_the_table(tmp_path: Path) -> None:
     alone = ("--profile", write_profile(tmp_path / "p.json"), "--nodes", 3, "--template-nodes", 1)
     assert protection_in(*alone) is None and "Snapshots" not in ftd(*alone)
-    told = protection_in(*alone, "--protection", "aec")
+    result = protection_in(*alone, "--protection", "aec")
     # 6,000 bytes in six cells of 1,024 bytes, of which each of three owners holds three.
-    assert told == {
+    assert result == {
         "scheme": "aec",
         "reason": "",
         "guarantee": 1,
@@ -237,7 +237,7 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
             }
         ],
     }
-    assert not {name for name in (*told, *told["groups"][0]) if f"`{name}`" not in PAGE}
+    assert not {name for name in (*result, *result["groups"][0]) if f"`{name}`" not in PAGE}
     auto = protection_in(*alone, "--protection", "auto")
     assert auto["scheme"] == "aec" and auto["reason"].startswith("aec: any 1 of 3 owners may be lost")
     assert "chosen: aec: any 1 of 3" in ftd(*alone, "--protection", "auto")
@@ -258,9 +258,9 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
 def test_without_bytes_there_is_only_the_guarantee(tmp_path: Path) -> None:
     profile = write_profile(tmp_path / "p.json", parameter_bytes=0, optimizer_bytes=0)
     options = ("--profile", profile, "--nodes", 4, "--template-nodes", 1, "--protection", "aec2")
-    told = protection_in(*options)
-    assert (told["guarantee"], told["node_bytes"], told["arena_bytes"]) == (2, None, None)
-    assert told["groups"][0]["bucket_bytes"] is None
+    result = protection_in(*options)
+    assert (result["guarantee"], result["node_bytes"], result["arena_bytes"]) == (2, None, None)
+    assert result["groups"][0]["bucket_bytes"] is None
     page = ftd(*options)
     assert "any 2 nodes of a group may be lost" in page and "arenas" not in page
 

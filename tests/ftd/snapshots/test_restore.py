@@ -45,7 +45,7 @@ class Cluster:
     root: Path
     groups: tuple[SnapshotGroup, ...]
     layers: dict[int, Layer] = field(default_factory=dict)
-    told: list[tuple[str, str, str]] = field(default_factory=list)
+    reports: list[tuple[str, str, str]] = field(default_factory=list)
     lent_bytes: int = 0
     """Bytes borrowed in the last restore."""
 
@@ -99,7 +99,7 @@ class Cluster:
                 node=node,
                 arenas=arenas,
                 client=client,
-                report_corruption=lambda *said: self.told.append(said),
+                report_corruption=lambda *report: self.reports.append(report),
             ).run(wanted, LayerStream(put) if one_by_one else stage)
             self.lent_bytes = 0
             for number in wanted:
@@ -134,7 +134,7 @@ def test_exact_bytes_after_every_loss_within_the_guarantee(owners: int, scheme: 
                 done = await cluster.restore("newcomer", [1], without=lost)
                 assert done.own_bytes == 0 and done.decoded_groups == bool(lost)
                 assert cluster.lent_bytes == 0
-        assert cluster.told == []
+        assert cluster.reports == []
 
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 3, names(owners), scheme),))
@@ -201,9 +201,9 @@ def test_a_flipped_bit_counts_as_a_lost_owner_and_is_reported() -> None:
     async def main(cluster: Cluster) -> None:
         flip(cluster.root / "n1", STEP, "group-0/shard")
         for node in ("n0", "n1", "n2"):
-            cluster.told.clear()
+            cluster.reports.clear()
             assert (await cluster.restore(node, range(3))).decoded_groups == 1
-            assert [(owner, part) for owner, part, _ in cluster.told] == [("n1", "group-0/shard")]
+            assert [(owner, part) for owner, part, _ in cluster.reports] == [("n1", "group-0/shard")]
         flip(cluster.root / "n0", STEP, "group-0/small")
         assert (await cluster.restore("n0", range(3))).decoded_groups == 1
         flip(cluster.root / "n2", STEP, "group-0/shard")
@@ -225,8 +225,8 @@ def test_a_block_that_arrives_corrupt_is_decoded_from_others() -> None:
     async def main(cluster: Cluster) -> None:
         flip(cluster.root / "n1", STEP, "group-0/shard")
         assert (await cluster.restore("n0", range(3))).own_bytes > 0
-        assert [said[:2] for said in cluster.told] == [("n1", "group-0/shard")]
-        assert "bytes that differ from what was written" in cluster.told[0][2]
+        assert [report[:2] for report in cluster.reports] == [("n1", "group-0/shard")]
+        assert "bytes that differ from what was written" in cluster.reports[0][2]
 
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
@@ -237,7 +237,7 @@ def test_a_block_that_arrives_corrupt_is_decoded_from_others() -> None:
 def test_shards_of_a_silent_node_are_decoded_from_others() -> None:
     async def main(cluster: Cluster) -> None:
         assert (await cluster.restore("n0", range(3), silent=["n2"])).decoded_groups == 1
-        assert cluster.told[0][:2] == ("n2", "manifest")
+        assert cluster.reports[0][:2] == ("n2", "manifest")
         with pytest.raises(LayerRestoreError, match="cannot make up") as caught:
             await cluster.restore("n0", range(3), silent=["n1", "n2"])
         assert caught.value.bad == ("n1", "n2")
@@ -262,7 +262,7 @@ def test_a_shard_that_turns_corrupt_meanwhile_is_decoded_from_others(monkeypatch
 
         monkeypatch.setattr(ShardClient, "manifest", then_gone)
         assert (await cluster.restore("n0", range(3))).own_bytes > 0
-        assert ("n1", "group-0/shard") in [said[:2] for said in cluster.told]
+        assert ("n1", "group-0/shard") in [report[:2] for report in cluster.reports]
 
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
@@ -279,7 +279,7 @@ def test_own_memory_released_meanwhile_is_decoded_from_others() -> None:
                 manifest.unlink()
 
         await cluster.restore("n0", range(3), one_by_one=True, behind=release)
-        assert [said[:2] for said in cluster.told] == [("n0", "group-0/shard")]
+        assert [report[:2] for report in cluster.reports] == [("n0", "group-0/shard")]
 
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
@@ -325,17 +325,17 @@ def alone(first: int, end: int, owner: str, buddy: str) -> SnapshotGroup:
 def test_a_copy_replaces_an_owner_that_is_lost_corrupt_or_silent() -> None:
     async def main(cluster: Cluster) -> None:
         whole = await cluster.restore("n0", range(4))
-        assert whole.own_bytes > 0 and cluster.told == []
+        assert whole.own_bytes > 0 and cluster.reports == []
         # n0 has a copy of what n1 alone owned, so nothing is fetched.
         done = await cluster.restore("n0", range(4), without=["n1"])
-        assert done.fetched_bytes == 0 and cluster.told == []
+        assert done.fetched_bytes == 0 and cluster.reports == []
         await cluster.restore("newcomer", range(4), without=["n1"])
         await cluster.restore("newcomer", range(4), silent=["n1"])
-        assert {said[:2] for said in cluster.told} == {("n1", "manifest")}
-        cluster.told.clear()
+        assert {report[:2] for report in cluster.reports} == {("n1", "manifest")}
+        cluster.reports.clear()
         flip(cluster.root / "n1", STEP, "group-2/shard", device=2)
         await cluster.restore("newcomer", range(4))
-        assert [said[:2] for said in cluster.told] == [("n1", "group-2/shard")]
+        assert [report[:2] for report in cluster.reports] == [("n1", "group-2/shard")]
         (cluster.root / "n0" / JOB / "copy-2-n1").rename(cluster.root / "gone")
         with pytest.raises(LayerRestoreError, match="layers 2 to 3") as caught:
             await cluster.restore("newcomer", range(4))
@@ -361,7 +361,7 @@ def test_a_copy_replaces_an_owner_that_fails_meanwhile(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(ShardClient, "manifest", then_gone)
         await cluster.restore("newcomer", [2, 3])
-        assert ("n1", "group-2/shard") in [said[:2] for said in cluster.told]
+        assert ("n1", "group-2/shard") in [report[:2] for report in cluster.reports]
 
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(alone(0, 2, "n0", "n1"), alone(2, 4, "n1", "n0")))

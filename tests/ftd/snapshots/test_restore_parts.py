@@ -54,7 +54,7 @@ Layers = dict[int, tuple[bytes, Bytes]]
 
 async def restored(
     root: Path,
-    told: list[tuple[str, str, str]],
+    reports: list[tuple[str, str, str]],
     without: tuple[str, ...] = (),
     snapshot: tuple[SnapshotGroup, ...] = GROUPS,
 ) -> Layers:
@@ -74,7 +74,7 @@ async def restored(
             node="newcomer" if "node-0" in without else "node-0",
             arenas=NodeArenas(root / ("newcomer" if "node-0" in without else "node-0"), devices=1),
             client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
-            report_corruption=lambda *said: told.append(said),
+            report_corruption=lambda *report: reports.append(report),
         ).run(range(4), LayerStream(put))
         return found
 
@@ -113,7 +113,7 @@ async def repaired(
     before = stored()
     flip(root / owner, STEP, part, device=device, job=job)
     assert stored() != before
-    told: list[tuple[str, dict[str, Any]]] = []
+    reports: list[tuple[str, dict[str, Any]]] = []
     async with AsyncExitStack() as stack:
         sources = {}
         for name in others:
@@ -131,17 +131,17 @@ async def repaired(
             rate_bytes_s=1e12,
             period_s=60.0,
             write_block=mend,
-            publish_event=lambda name, _reason, details: told.append((name, details)),
-            on_unrepairable=lambda step: told.append(("spoiled", {"step": step})),
+            publish_event=lambda name, _reason, details: reports.append((name, details)),
+            on_unrepairable=lambda step: reports.append(("unrepairable", {"step": step})),
         )
         scrubber.start(Restore(job_id=job, step=STEP, generation=1, groups=snapshot, sources=sources))
         async with asyncio.timeout(60):
-            while len(told) < 2:  # noqa: ASYNC110  # the scrubber is a task of its own
+            while len(reports) < 2:  # noqa: ASYNC110  # the scrubber is a task of its own
                 await asyncio.sleep(0.01)
         await scrubber.close()
-    assert [name for name, _ in told] == ["ShardCorrupted", "ShardRepaired"], told
+    assert [name for name, _ in reports] == ["ShardCorrupted", "ShardRepaired"], reports
     assert stored() == before
-    found: list[str] = told[1][1]["sources"]
+    found: list[str] = reports[1][1]["sources"]
     return found
 
 
@@ -187,9 +187,9 @@ def write_shards(root: Path, owner: int, device: int, devices: int) -> None:
     )
 
 
-def put_together(
+def restore_layer(
     root: Path,
-    told: list[tuple[str, str, str]],
+    reports: list[tuple[str, str, str]],
     here: str,
     *,
     gone: Collection[tuple[str, int]] = (),
@@ -222,7 +222,7 @@ def put_together(
                 node=here,
                 arenas=NodeArenas(root / here, devices=4),
                 client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
-                report_corruption=lambda *said: told.append(said),
+                report_corruption=lambda *report: reports.append(report),
             ).run([7], LayerStream(put))
             return restored, *found[0]
 
@@ -236,29 +236,29 @@ def test_any_ranges_that_cover_a_layer_make_it() -> None:
     header, payload = assemble_from_parts(layer_of(COUNTS), [part_of(COUNTS, 0, 1, 1)])
     expected = [header, payload.tobytes()]
     arenas = {(name, device) for name, devices in DEVICES.items() for device in range(devices)}
-    told: list[tuple[str, str, str]] = []
+    reports: list[tuple[str, str, str]] = []
     with shared_directory() as root:
         for here in ("newcomer", *DEVICES):
-            restored, *made = put_together(root, told, here)
+            restored, *made = restore_layer(root, reports, here)
             assert made == expected
             assert (restored.fetched_bytes == 0) == (here in DEVICES)
         for left in DEVICES:
             gone = {one for one in arenas if one[0] != left}
-            _, *made = put_together(root, told, "newcomer", gone=gone)
+            _, *made = restore_layer(root, reports, "newcomer", gone=gone)
             assert made == expected
         # No node has all of its devices left.
-        _, *made = put_together(root, told, "four", gone={("one", 0), ("two", 0), ("four", 2)})
+        _, *made = restore_layer(root, reports, "four", gone={("one", 0), ("two", 0), ("four", 2)})
         assert made == expected
         gone = {("one", 0), ("two", 1), ("four", 0), ("four", 1)}
-        _, *made = put_together(root, told, "two", gone=gone)
+        _, *made = restore_layer(root, reports, "two", gone=gone)
         assert made == expected
-        assert told == []
+        assert reports == []
         with pytest.raises(LayerRestoreError, match=r"the part from 1/2 to 3/4 of layer 7 \(missing: one\)"):
-            put_together(root, told, "newcomer", gone={("one", 0), ("two", 1), ("four", 2)})
+            restore_layer(root, reports, "newcomer", gone={("one", 0), ("two", 1), ("four", 2)})
         # Corrupt bytes count as lost.
-        _, *made = put_together(root, told, "two", flipped={("two", 1), ("one", 0)})
+        _, *made = restore_layer(root, reports, "two", flipped={("two", 1), ("one", 0)})
         assert made == expected
-        assert {said[:2] for said in told} == {("two", "group-7.1/shard"), ("one", "group-7/shard")}
+        assert {report[:2] for report in reports} == {("two", "group-7.1/shard"), ("one", "group-7/shard")}
 
 
 @pytest.mark.parametrize(("owner", "other"), list(permutations(DEVICES, 2)))
@@ -309,10 +309,10 @@ def test_the_devices_of_a_node_divide_its_parts(expected: Numbers) -> None:
         for rank in run(sharded, SEVERAL, SCHEME, root, place=lambda rank: places[rank].format(JOB)):
             (snapped,) = rank.reports
             assert isinstance(snapped, ShardWritten) and snapped.size_bytes > 0
-        told: list[tuple[str, str, str]] = []
+        reports: list[tuple[str, str, str]] = []
         for lost in [(), ("node-0",), ("node-2",), ("node-3",)]:
-            check(asyncio.run(restored(root, told, lost, snapshot)), expected, lost)
-        assert told == []
+            check(asyncio.run(restored(root, reports, lost, snapshot)), expected, lost)
+        assert reports == []
 
 
 @pytest.mark.parametrize("zero1", [False, True])
@@ -339,10 +339,10 @@ def test_devices_that_hold_shards_restore_their_ranges(expected: Numbers, zero1:
         for rank in run(data, (halves, quarters), scheme, root, place=lambda rank: places[rank]):
             (snapped,) = rank.reports
             assert isinstance(snapped, ShardWritten) and snapped.size_bytes > 0
-        told: list[tuple[str, str, str]] = []
+        reports: list[tuple[str, str, str]] = []
         for lost in losses if zero1 else [*losses, ("node-0", "node-2")]:
-            check(asyncio.run(restored(root, told, lost, snapshot)), expected, lost)
-        assert told == []
+            check(asyncio.run(restored(root, reports, lost, snapshot)), expected, lost)
+        assert reports == []
 
 
 def sharded(one: WorldPipeline) -> WorldPipeline:
@@ -359,10 +359,10 @@ def test_tied_layers_are_whole_after_each_loss_and_as_without_zero1(expected: Nu
     with shared_directory() as root:
         sharded = msgspec.structs.replace(data, zero1=True)
         run(sharded, UNEQUAL, SCHEME, root, place=lambda rank: f"node-{rank}/{JOB}/device-0")
-        told: list[tuple[str, str, str]] = []
+        reports: list[tuple[str, str, str]] = []
         for lost in [(), *((name,) for name in NAMES)]:
-            check(asyncio.run(restored(root, told, lost)), expected, lost)
-        assert told == []
+            check(asyncio.run(restored(root, reports, lost)), expected, lost)
+        assert reports == []
         # node-0, which holds the replica of node-2's part, has the same bytes.
         one = {"owner": "node-2", "part": "group-0/shard"}
         assert asyncio.run(repaired(root, GROUPS, JOB, **one, others=["node-0"])) == ["node-0"]
@@ -372,4 +372,4 @@ def test_tied_layers_are_whole_after_each_loss_and_as_without_zero1(expected: Nu
         with pytest.raises(
             LayerRestoreError, match=r"layers 0 to 0: no node .* of layer 0 \(missing: node-0, node-2\)"
         ):
-            asyncio.run(restored(root, told, ("node-0", "node-2")))
+            asyncio.run(restored(root, reports, ("node-0", "node-2")))

@@ -38,12 +38,12 @@ class Host:
 
     def __init__(self, node: Node, sources: dict[str, str], group: SnapshotGroup) -> None:
         self.node = node
-        self.told: list[tuple[str, dict[str, Any]]] = []
-        self.spoiled: list[int] = []
+        self.published: list[tuple[str, dict[str, Any]]] = []
+        self.unrepairable: list[int] = []
         self.pids: list[int] = []
         self.sent: list[RepairWrite] = []
-        self.kept = Restore(job_id=JOB, step=STEP, generation=1, groups=(group,), sources=sources)
-        self.mender = RepairWriter(node.arenas, node.copies, self)
+        self.snapshot = Restore(job_id=JOB, step=STEP, generation=1, groups=(group,), sources=sources)
+        self.writer = RepairWriter(node.arenas, node.copies, self)
         self.scrubber = Scrubber(
             node=node.name,
             arenas=node.arenas,
@@ -51,9 +51,9 @@ class Host:
             tls=None,
             rate_bytes_s=1e12,
             period_s=0.01,
-            write_block=self.mender.write_block,
-            publish_event=lambda name, _reason, details: self.told.append((name, details)),
-            on_unrepairable=self.spoiled.append,
+            write_block=self.writer.write_block,
+            publish_event=lambda name, _reason, details: self.published.append((name, details)),
+            on_unrepairable=self.unrepairable.append,
         )
 
     def trainer_pids(self, device: int | None) -> list[int]:
@@ -67,7 +67,7 @@ class Host:
         return True
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        return [details for told, details in self.told if told == name]
+        return [details for published, details in self.published if published == name]
 
     def stored(self) -> dict[tuple[str, str], bytes]:
         """Return all parts' bytes, by arena and name."""
@@ -143,10 +143,10 @@ def test_any_flipped_bit_of_any_part_is_found_and_repaired(
         part = data.draw(st.sampled_from(held.manifest.parts))
         damage(host, held, part, data.draw(st.integers(0, part.size_bytes - 1)), data.draw(st.integers(0, 7)))
         assert host.stored() != before
-        host.scrubber.start(host.kept)
+        host.scrubber.start(host.snapshot)
         await host.until(lambda: host.named("ShardRepaired"))
         assert host.stored() == before
-        assert not host.spoiled and len(host.told) == 2
+        assert not host.unrepairable and len(host.published) == 2
         for details in host.named("ShardCorrupted") + host.named("ShardRepaired"):
             assert (details["owner"], details["step"], details["part"]) == (host.node.name, STEP, part.name)
         assert set(host.named("ShardRepaired")[0]["sources"]) <= set(hosts) - {host.node.name}
@@ -162,7 +162,7 @@ def test_only_the_corrupt_block_is_fetched_and_the_trainer_writes_it() -> None:
         part = held.manifest.part(SHARD)
         damage(host, held, part, BLOCK_BYTES + 5, 2)
         host.pids = [1]
-        host.scrubber.start(host.kept)
+        host.scrubber.start(host.snapshot)
         await host.until(lambda: host.named("ShardRepaired"))
         assert host.stored() == before
         assert [(frame.part, frame.offset, len(frame.data)) for frame in host.sent] == [
@@ -182,29 +182,31 @@ def test_a_second_shard_corrupt_at_the_same_place_is_not_used() -> None:
         before = {name: host.stored() for name, host in hosts.items()}
         for name in ("n0", "n2"):
             flip(hosts[name].node.root, STEP, SHARD)
-        hosts["n0"].scrubber.start(hosts["n0"].kept)
+        hosts["n0"].scrubber.start(hosts["n0"].snapshot)
         await hosts["n0"].until(lambda: hosts["n0"].named("ShardRepaired"))
         assert "n2" not in hosts["n0"].named("ShardRepaired")[0]["sources"]
-        hosts["n2"].scrubber.start(hosts["n2"].kept)
+        hosts["n2"].scrubber.start(hosts["n2"].snapshot)
         await hosts["n2"].until(lambda: hosts["n2"].named("ShardRepaired"))
         assert {name: host.stored() for name, host in hosts.items()} == before
 
     with_hosts(group_of("aec2", 5), body)
 
 
-@pytest.mark.parametrize("damaged", ["n0", "buddy"])
-def test_owner_and_replica_peer_repair_each_other(damaged: str) -> None:
+@pytest.mark.parametrize("corrupt", ["n0", "buddy"])
+def test_owner_and_replica_peer_repair_each_other(corrupt: str) -> None:
     async def body(hosts: dict[str, Host]) -> None:
-        host = hosts[damaged]
+        host = hosts[corrupt]
         before = host.stored()
         [held] = host.node.arenas.find(JOB, STEP)
         for part in held.manifest.parts:
             damage(host, held, part, part.size_bytes // 2, 5)
-        host.scrubber.start(host.kept)
+        host.scrubber.start(host.snapshot)
         await host.until(lambda: len(host.named("ShardRepaired")) == 2)
         assert host.stored() == before
-        assert all({*told["sources"], damaged} == set(hosts) for told in host.named("ShardRepaired"))
-        assert {details["owner"] for _, details in host.told} == {"n0"}
+        assert all(
+            {*published["sources"], corrupt} == set(hosts) for published in host.named("ShardRepaired")
+        )
+        assert {details["owner"] for _, details in host.published} == {"n0"}
 
     with_hosts(group_of("buddy", 1, "buddy"), body)
 
@@ -214,9 +216,9 @@ def test_corruption_beyond_repair_is_reported_and_a_new_snapshot_requested() -> 
         host = hosts["n0"]
         flip(host.node.root, STEP, SHARD)
         await hosts["n1"].node.server.close()
-        host.scrubber.start(host.kept)
-        await host.until(lambda: host.spoiled)
-        assert host.spoiled[0] == STEP and len(host.named("ShardCorrupted")) >= 2
+        host.scrubber.start(host.snapshot)
+        await host.until(lambda: host.unrepairable)
+        assert host.unrepairable[0] == STEP and len(host.named("ShardCorrupted")) >= 2
         assert not host.named("ShardRepaired")
         await hosts["n1"].node.server.start()
 
@@ -229,9 +231,9 @@ def test_a_released_snapshot_is_not_reported_as_corrupt() -> None:
         flip(host.node.root, STEP, SHARD)
         arena = Arena.open(host.node.root / JOB / "device-0")
         arena.release([STEP])
-        host.scrubber.start(host.kept)
+        host.scrubber.start(host.snapshot)
         await asyncio.sleep(0.1)
-        assert host.told == [] and host.spoiled == []
+        assert host.published == [] and host.unrepairable == []
 
     with_hosts(group_of("aec", 2), body)
 
@@ -239,9 +241,9 @@ def test_a_released_snapshot_is_not_reported_as_corrupt() -> None:
 def test_an_injected_fault_flips_one_bit_of_own_parts_only() -> None:
     async def body(hosts: dict[str, Host]) -> None:
         host = hosts["n0"]
-        assert host.mender.find_own_parts(None, None) == [] == host.mender.find_own_parts(host.kept, 3)
+        assert host.writer.find_own_parts(None, None) == [] == host.writer.find_own_parts(host.snapshot, 3)
         before = b"".join(host.stored().values())
-        host.mender.flip_bit(host.mender.find_own_parts(host.kept, 0))
+        host.writer.flip_bit(host.writer.find_own_parts(host.snapshot, 0))
         after = b"".join(host.stored().values())
         changed = [a ^ b for a, b in zip(before, after, strict=True) if a != b]
         assert len(changed) == 1 and changed[0].bit_count() == 1
