@@ -140,7 +140,7 @@ def test_an_upgrade_host_by_host_and_an_old_version_that_is_left(
             assert (await look.event_named("StandbyIneligible"))["details"]["coordinator"] == "anna"
             found = [finding async for finding in check_cluster(load_daemon_config(bert.config))]
             [standby] = [finding for finding in found if finding.check == "standby"]
-            assert standby.verdict == "warning" and "anna will not take over" in standby.detail
+            assert standby.verdict == "warning" and "anna cannot take over" in standby.detail
 
             bert.kill()
             state = await look.until(

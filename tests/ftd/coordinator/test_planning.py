@@ -528,7 +528,7 @@ def gone(pid: int) -> None:
             "ended with -9: it wrote nothing to stderr",
         ),
         ("print('hello, this is a text of more than four bytes')", "announced 1751477356 bytes"),
-        ("import sys; sys.stdout.buffer.write(b'\\0\\0\\0\\5hello')", "no answer"),
+        ("import sys; sys.stdout.buffer.write(b'\\0\\0\\0\\5hello')", "invalid answer"),
         ("import sys; sys.stdout.buffer.write(b'\\0\\0\\1\\0half of it')", "ended with 0"),
         (
             "import sys, msgspec; from ftd.coordinator.plan_worker import PartialResult, write_frame; "
