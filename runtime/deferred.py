@@ -99,6 +99,7 @@ class StorageView:
     offset: int
 
     def within(self, memory: torch.UntypedStorage) -> Tensor:
+        """Return the tensor in ``memory``."""
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(memory, self.offset, self.size, self.stride)
 

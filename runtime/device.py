@@ -27,7 +27,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A position in the work of a stream; ``record`` may be called again for another position."""
 
     def record(self) -> None:
@@ -43,7 +43,7 @@ class Event(Protocol):
         """Return milliseconds from an earlier event of this device to this one; wait for both."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """A queue of work for a device."""
 
     def wait(self, event: Any) -> None:
@@ -71,15 +71,15 @@ class DeviceRuntime(ABC):
         """Return whether the tensor is in the device's own memory, not the host's."""
 
     @abstractmethod
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """Return a new event, which is not recorded yet."""
 
     @abstractmethod
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """Return a new stream in addition to the default one."""
 
     @abstractmethod
-    def current(self) -> Stream:
+    def current(self) -> DeviceStream:
         """Return the calling thread's current stream."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class HostEvent:
 class HostStream:
     """A stream whose work is complete when it is given."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         pass
 
     def synchronize(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.device import DeviceRuntime, Stream, device_runtime
+from runtime.device import DeviceRuntime, DeviceStream, device_runtime
 
 
 class SideStreams:
@@ -26,7 +26,7 @@ class SideStreams:
 
     def __init__(self, runtime_of: Callable[[torch.device], DeviceRuntime] = device_runtime) -> None:
         self._runtime_of = runtime_of
-        self._streams: dict[torch.device, tuple[DeviceRuntime, Stream]] = {}
+        self._streams: dict[torch.device, tuple[DeviceRuntime, DeviceStream]] = {}
         self._pinned: dict[int, tuple[int, int]] = {}
 
     def begin(self, devices: set[torch.device]) -> None:
@@ -49,6 +49,7 @@ class SideStreams:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
+        """Return a context in which the device's side stream is the current one."""
         runtime, stream = self._streams[device]
         with runtime.on(stream):
             yield
@@ -81,6 +82,7 @@ class SideStreams:
             self._pinned[number] = (address, size)
 
     def close(self) -> None:
+        """Unregister all memory from the driver."""
         for number in list(self._pinned):
             self._unpin(number)
 

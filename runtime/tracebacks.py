@@ -5,9 +5,9 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-_ROOMS = ("ftd", "planner", "runtime", "statemachine", "storage")
+_PACKAGES = ("ftd", "planner", "runtime", "statemachine", "storage")
 _ROOT = Path(__file__).resolve().parents[1]
-_PASSED_OVER = (*(f"{_ROOT / room}/" for room in _ROOMS), f"{sysconfig.get_path('stdlib')}/", "<")
+_SKIPPED = (*(f"{_ROOT / package}/" for package in _PACKAGES), f"{sysconfig.get_path('stdlib')}/", "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
@@ -44,4 +44,4 @@ def _first_of_user(frame: TracebackType | None) -> TracebackType | None:
 
 def _is_users(frame: TracebackType) -> bool:
     path = frame.tb_frame.f_code.co_filename
-    return not path.startswith(_PASSED_OVER) and not any(part in path for part in _INSTALLED)
+    return not path.startswith(_SKIPPED) and not any(part in path for part in _INSTALLED)

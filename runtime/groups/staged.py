@@ -15,14 +15,14 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from runtime.device import DeviceRuntime, Event
+from runtime.device import DeviceEvent, DeviceRuntime
 from runtime.groups.communicator import Channel, Members, PendingOperation
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.store import Rendezvous
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Sources and targets."""
-_Request = tuple[Event, Copies, Callable[[], PendingOperation], Callable[[BaseException | None], None]]
+_Request = tuple[DeviceEvent, Copies, Callable[[], PendingOperation], Callable[[BaseException | None], None]]
 """Event after which the copies are on the host, the copies, the gloo operation that follows, and its
 completion handler.
 """
@@ -115,7 +115,7 @@ class StagedGlooCommunicator(GlooCommunicator):
         self._requests.put((copied, down, ask, finish))
         return pending
 
-    def _copy_up(self, up: Copies, given: Event) -> None:
+    def _copy_up(self, up: Copies, given: DeviceEvent) -> None:
         """Copy received bytes to the device, where earlier work may use the targets until ``given``."""
         if up:
             there = self._runtime.event()

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from runtime.device import DeviceRuntime, Event, HostRuntime
+from runtime.device import DeviceEvent, DeviceRuntime, HostRuntime
 from runtime.groups.communicator import Communicator, PendingOperation
 from runtime.monitoring.tracing import TraceRecorder
 
@@ -66,7 +66,7 @@ class ProgressMonitor:
         self.trace = TraceRecorder()
         self.runtime: DeviceRuntime = HostRuntime()
         """The device that the main thread uses."""
-        self._untimed: deque[tuple[StepWait | None, Event, Event]] = deque()
+        self._untimed: deque[tuple[StepWait | None, DeviceEvent, DeviceEvent]] = deque()
         """Waits whose ends the device has not reached."""
         self._sleep_s = 0.0
 

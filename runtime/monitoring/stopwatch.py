@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from runtime.device import DeviceRuntime, Event
+from runtime.device import DeviceEvent, DeviceRuntime
 from runtime.monitoring.progress import ProgressMonitor
 
 
@@ -21,7 +21,7 @@ class Stopwatch:
     def __init__(self, runtime: DeviceRuntime, monitor: ProgressMonitor) -> None:
         self._runtime = runtime
         self._monitor = monitor
-        self._events: list[tuple[int, Event, Event]] = []
+        self._events: list[tuple[int, DeviceEvent, DeviceEvent]] = []
 
     def begin_step(self) -> None:
         self._events.clear()

@@ -156,7 +156,7 @@ def _open(table: DataTable, model: HuggingFaceModel) -> Any:
 
 
 def _checked(dataset: Any, model: HuggingFaceModel) -> Any:
-    """Return the data set with a check that keeps unknown classes from the model.
+    """Return the data set with a check that rejects classes unknown to the model.
 
     The engine checks the token ids of every batch; those of a small data set are also checked before
     training.

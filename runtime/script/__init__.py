@@ -1,1 +1,1 @@
-"""``from ftd import Snapshotter``: the state of any PyTorch script, kept in its host's memory."""
+"""``from ftd import Snapshotter``: snapshots of any PyTorch script's state in its host's memory."""

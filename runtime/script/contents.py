@@ -73,6 +73,7 @@ class SnapshotContents:
     _staging: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
 
     def expected_bytes(self) -> int:
+        """Return the size of a snapshot in bytes, including state that optimizers have not made yet."""
         image, content = self._walk(fresh=True)
         own, shared, tensors = image.own_bytes, image.shared_bytes, len(image.entries)
         for registered in self.objects.values():
@@ -129,6 +130,7 @@ class SnapshotContents:
         return image, content
 
     def capture(self, step: int) -> ScriptCapture:
+        """Return the capture of the current state, which must not change before it is copied."""
         image, content = self._walk()
         sources = self._sources(image)
         ranks = Ranks.current()

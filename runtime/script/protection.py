@@ -164,18 +164,23 @@ class SnapshotAgentClient:
         self.path = Path(path or os.environ.get(SOCKET_VARIABLE) or default / SOCKET)
 
     def facts(self) -> SnapshotAgentInfo:
+        """Return who the agent is, and where to write snapshots."""
         return self._request("GET", "/v1/info", None, SnapshotAgentInfo)
 
     def held(self, job: str) -> tuple[HeldRankSnapshot, ...]:
+        """Return the snapshots of a job that the agent or its peers hold."""
         return self._request("GET", f"/v1/held/{job}", None, tuple[HeldRankSnapshot, ...])
 
     def protect(self, run: ProtectedRun) -> None:
+        """Have the agent protect a run's snapshots from now on."""
         self._request("POST", "/v1/protect", run, dict[str, str])
 
     def fetch(self, wanted: FetchRequest) -> FetchResult:
+        """Have the agent fetch images into files in this host's memory."""
         return self._request("POST", "/v1/fetch", wanted, FetchResult, timeout_s=FETCH_TIMEOUT_S)
 
     def remove(self, job: str) -> None:
+        """Remove all snapshots of a job."""
         self._request("POST", f"/v1/remove/{job}", None, dict[str, str])
 
     def _request(
@@ -219,6 +224,8 @@ class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Protection:
+    """The protection of one script's snapshots, as all of its ranks agreed on it."""
+
     job: str
     scheme: str
     agent: SnapshotAgentClient | None
@@ -269,9 +276,11 @@ class Protection:
 
     @property
     def is_requested(self) -> bool:
+        """Whether the script asked for protection."""
         return tolerated_losses(self.scheme) > 0
 
     def layout(self, rank: int, ranks: int, own_bytes: int, shared_bytes: int) -> RankSnapshotLayout:
+        """Return the layout of a snapshot of this rank."""
         shared = bool(shared_bytes)
         return RankSnapshotLayout(
             rank=rank,
@@ -284,6 +293,7 @@ class Protection:
         )
 
     def shards(self, shared_bytes: int) -> ShardLayout:
+        """Return the layout of the shards of the shared image."""
         return ShardLayout(code=make_code(self.scheme, self.owners), bucket_bytes=shared_bytes)
 
     # --- all ranks together ----------------------------------------------------------------------

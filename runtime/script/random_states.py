@@ -42,6 +42,9 @@ class GeneratorState:
 
 
 def random_states() -> dict[str, Any]:
+    """Return the states of the global generators of torch, numpy and Python, and of the CUDA device if
+    it is in use.
+    """
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),

@@ -160,9 +160,11 @@ class RankArena:
         self._release_old()
 
     def retain_only(self, keys: set[SnapshotKey]) -> None:
+        """Release all other snapshots."""
         self.arena.release([m.step for m in self.arena.snapshots if snapshot_key(m) not in keys])
 
     def close(self) -> None:
+        """Close the arena and release the lock; the snapshots stay."""
         if not self.closed:
             self.closed = True
             self.arena.close()

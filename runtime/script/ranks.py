@@ -25,6 +25,7 @@ class Ranks:
 
     @classmethod
     def current(cls) -> "Ranks":
+        """Return the present ranks."""
         if dist.is_available() and dist.is_initialized():
             return cls(rank=dist.get_rank(), count=dist.get_world_size(), is_initialized=True)
         return cls(

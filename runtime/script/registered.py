@@ -29,6 +29,8 @@ the tensor that will be filled.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredObject:
+    """An object that a script registered, with its name and kind."""
+
     name: str
     value: Any
     kind: Kind

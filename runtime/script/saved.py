@@ -37,6 +37,7 @@ class SavedSnapshot:
 
     @classmethod
     def of(cls, header: Bytes, own: Bytes, shared: Bytes) -> "SavedSnapshot":
+        """Return the snapshot with its header decoded."""
         content = thaw(header.tobytes())
         return cls(
             content=content,
@@ -77,6 +78,8 @@ class SavedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRestore:
+    """A snapshot whose tensors are chosen, so that it can be loaded once its bytes are verified."""
+
     filler: TensorFiller
     _steps: list[Callable[[], None]]
 

@@ -113,6 +113,7 @@ class Snapshotter:
         **objects: Any,
     ) -> None:
         self.counts = SnapshotCounts()
+        """Numbers of completed and failed snapshots, and the total delay of training."""
         self._name = name
         self._protection = Protection.open(name, protection, snapshot_agent, default_root())
         self._contents = SnapshotContents(self._protection, random_state)

@@ -79,6 +79,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def dimension_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor from the slowest to the fastest varying one."""
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
 
@@ -107,6 +108,7 @@ class KnownTensor:
     view: Source | None
 
     def matches(self, tensor: Tensor) -> bool:
+        """Return whether the tensor is the same one, with the same memory and layout."""
         if self.tensor is not tensor or self.dtype.is_complex:
             return False  # It may have been conjugated in place.
         return (
@@ -192,6 +194,7 @@ Range = tuple[int, int, int]
 
 
 def align(size_bytes: int) -> int:
+    """Return the size rounded up to a multiple of ``ALIGNMENT_BYTES``."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -161,6 +161,7 @@ class TrainerCapture:
         return digests if offset + digests.size_bytes == unit.offset else None
 
     def layout(self) -> dict[str, object]:
+        """Return the layout for the manifest."""
         return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
 
     def parts(self) -> tuple[SnapshotPart, ...]:

@@ -60,9 +60,11 @@ class CopySchedule:
     _copied_s: float = 0.0
 
     def record_step(self, elapsed: StepTimes) -> None:
+        """Add the times of a step to the estimates."""
         self._steps.append(elapsed)
 
     def record_copy(self, read_bytes: int, seconds: float) -> None:
+        """Add the time of a unit's copy to the estimates."""
         self._copied_bytes += read_bytes
         self._copied_s += seconds
 

@@ -130,6 +130,7 @@ class ShardUnit:
 
     @property
     def read_bytes(self) -> int:
+        """Number of bytes that are read for the unit."""
         return self.size_bytes * len(self.starts)
 
     def write(self, slot: Bytes, digests: PartDigester | None = None) -> None:

@@ -18,6 +18,8 @@ INVALID_EXIT = 2
 
 
 class MeasurementProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The number of measurements done, and how many there are."""
+
     done: int
     total: int
 

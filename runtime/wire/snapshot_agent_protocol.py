@@ -103,6 +103,7 @@ class ProtectedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return tuple(ring[(host + ahead) % len(ring)] for ahead in range(1, self.copies + 1))
 
     def ranks_of(self, address: str) -> tuple[int, ...]:
+        """Return the ranks on the host of an agent."""
         return tuple(rank for rank, host in enumerate(self.host_of_rank) if self.hosts[host] == address)
 
     def hosts_copied_by(self, address: str) -> tuple[int, ...]:
@@ -154,6 +155,7 @@ class RetainedSnapshots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def read_retained(job: Path) -> RetainedSnapshots:
+    """Return the content of a job's file; nothing is retained if it is missing or corrupt."""
     try:
         return read_record(job / RETAINED_FILE, RetainedSnapshots)
     except (CorruptDataError, OSError):

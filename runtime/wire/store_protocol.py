@@ -13,6 +13,8 @@ from runtime.wire.frames import Frame
 
 
 class StoreHello(Frame, frozen=True, kw_only=True):
+    """The first message: it proves that the sender knows the secret."""
+
     proof: str
     """Result of ``make_proof``."""
     generation: int
@@ -20,6 +22,8 @@ class StoreHello(Frame, frozen=True, kw_only=True):
 
 
 class StoreSet(Frame, frozen=True, kw_only=True):
+    """Set the value of a key."""
+
     key: str
     value: bytes
 
@@ -53,10 +57,14 @@ class StoreDelete(Frame, frozen=True, kw_only=True):
 
 
 class StoreValues(Frame, frozen=True, kw_only=True):
+    """The values that were requested."""
+
     values: tuple[bytes, ...]
 
 
 class StoreRejected(Frame, frozen=True, kw_only=True):
+    """The request could not be answered."""
+
     reason: str
 
 

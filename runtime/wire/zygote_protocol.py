@@ -19,17 +19,23 @@ class Spawn(Frame, frozen=True, kw_only=True):
 
 
 class ZygoteReady(Frame, frozen=True, kw_only=True):
+    """The zygote has imported torch, which took ``import_s`` seconds."""
+
     pid: int
     import_s: float
 
 
 class Spawned(Frame, frozen=True, kw_only=True):
+    """A trainer was forked."""
+
     device: int
     pid: int
     """Process id, which is also the id of its process group: end it with ``os.killpg``."""
 
 
 class Exited(Frame, frozen=True, kw_only=True):
+    """A trainer has ended."""
+
     pid: int
     status: int
     """Exit code, or the negative number of the signal that ended it, as in ``subprocess``."""
