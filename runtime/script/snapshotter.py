@@ -84,8 +84,8 @@ class Snapshotter:
             ``_`` and ``-``, at most 100 characters.
         directory: Directory in a memory file system. The default is ``/dev/shm/ftd-<uid>/snapshots``.
         random_state: Whether to save the random states of torch, numpy and Python as well.
-        limit_bytes: Upper limit of this rank's memory in bytes. A rank needs twice its state, and for
-            moments three times.
+        limit_bytes: Upper limit of this rank's memory in bytes. A rank needs twice its state, and briefly
+            three times.
         protection: How the snapshots are protected against the loss of hosts: ``none``; ``buddy`` or
             ``arc:k`` (copies on the next one or k hosts); ``aec`` or ``aec2`` (parity against one or two
             losses); or several of these joined by ``+``. Each host must run a snapshot agent (``ftd node
