@@ -2,7 +2,7 @@
 
 Writing runs next to training. A layer is assembled as for a rollback (``ftd.snapshots.restoring.restore``)
 while the one before is written, at the configured rate, in threads of low priority. The coordinator sees to
-it that the snapshot stays meanwhile (``KeepSnapshot``), and the node checks that it did. The coordinator
+it that the snapshot stays meanwhile (``RetainSnapshot``), and the node checks that it did. The coordinator
 commits what all nodes wrote, or abandons it.
 """
 

@@ -185,7 +185,7 @@ class SnapshotService:
         self._arenas.close()
 
     async def scan(self) -> None:
-        """Feed ``HeldSnapshots``: what earlier daemons of this name left, read and verified."""
+        """Feed ``SnapshotsFound``: what earlier daemons of this name left, read and verified."""
         began = time.monotonic()
         held, problems = await asyncio.to_thread(self._arenas.scan)
         for problem in problems:
@@ -262,7 +262,7 @@ class SnapshotService:
             self._mender.flip_bit(stored)
 
     def send_copy(self, order: SendSnapshotCopy) -> None:
-        """Send a copy and feed CopyCommitted or CopyFailed; an earlier order is cancelled."""
+        """Send a copy and feed SnapshotCopyCommitted or SnapshotCopyFailed; an earlier order is cancelled."""
         if self._sending is not None:
             self._sending.cancel()
         self._sending = asyncio.ensure_future(self._send_copy(order))

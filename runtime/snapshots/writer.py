@@ -396,7 +396,7 @@ class SnapshotWriter:
         newest.
 
         A snapshot is requested only when none is in progress. So of those newer than the retained one, all
-        but the newest were abandoned; KeepSnapshot for the newest may be on its way. A new process, which
+        but the newest were abandoned; RetainSnapshot for the newest may be on its way. A new process, which
         does not know which one is retained, assumes the oldest.
 
         If these are three different snapshots there is no room, and the first attempt fails. If another one

@@ -52,7 +52,7 @@ def retain(a: Agent, command: RetainSnapshot) -> None:
     order = command.lineage, command.step
     old = order < (a.retained_lineage, a.retained_step) or command.lineage < a.lineage
     if a.job is None or command.job_id != a.job.job_id or old:
-        a.ignore("a KeepSnapshot of another job or of an older snapshot")
+        a.ignore("a RetainSnapshot of another job or of an older snapshot")
         return
     is_new, a.retained_step, a.pinned_step = (
         order > (a.retained_lineage, a.retained_step),

@@ -184,7 +184,7 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
         c.send(node, Release())
         return
     if c.profiler == node.name and signal.profile is None:
-        c.ignore("prepared without the profile that was asked for", node.name)
+        c.ignore("prepared without the profile that was requested", node.name)
         return
     newly_prepared = not node.prepared
     mark_healthy(c, node)

@@ -68,133 +68,33 @@ class SignalAction(StrEnum):
     """Stale: count and log it."""
 
 
-_ROWS: dict[type[Signal], tuple[SignalAction, SignalAction, SignalAction, SignalAction, SignalAction]] = {
+_A = SignalAction
+
+_ROWS: dict[type[Signal], tuple[_A, _A, _A, _A, _A]] = {
     # signal: (CURRENT, ABSENT, RETIRED, OTHER, UNKNOWN)
-    Hello: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.FENCE,
-        SignalAction.ADMIT,
-        SignalAction.ADMIT,
-    ),
-    Heartbeat: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.FENCE,
-        SignalAction.INQUIRE,
-        SignalAction.INQUIRE,
-    ),
-    Prepared: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    Quiesced: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    Resumed: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    Stepped: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    TrainerLost: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    PeerSuspected: (
-        SignalAction.TAKE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-    ),
-    OptimizerReplicaDiverged: (
-        SignalAction.TAKE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-    ),
-    Finished: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    Leaving: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    SnapshotStarted: (
-        SignalAction.TAKE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-    ),
-    SnapshotCompleted: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    SnapshotFailed: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    RestoreFailed: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    LayersPersisted: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
-    PersistFailed: (
-        SignalAction.TAKE,
-        SignalAction.RETURN,
-        SignalAction.IGNORE,
-        SignalAction.IGNORE,
-        SignalAction.INQUIRE,
-    ),
+    Hello: (_A.TAKE, _A.RETURN, _A.FENCE, _A.ADMIT, _A.ADMIT),
+    Heartbeat: (_A.TAKE, _A.RETURN, _A.FENCE, _A.INQUIRE, _A.INQUIRE),
+    Prepared: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    Quiesced: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    Resumed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    Stepped: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    TrainerLost: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    PeerSuspected: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
+    OptimizerReplicaDiverged: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
+    Finished: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    Leaving: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    SnapshotStarted: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
+    SnapshotCompleted: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    SnapshotFailed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    RestoreFailed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    LayersPersisted: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    PersistFailed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
 }
 
 TABLE: dict[tuple[type[Signal], SenderStatus], SignalAction] = {
-    (signal, standing): action
+    (signal, status): action
     for signal, row in _ROWS.items()
-    for standing, action in zip(SenderStatus, row, strict=True)
+    for status, action in zip(SenderStatus, row, strict=True)
 }
 
 
@@ -247,8 +147,8 @@ def admission_problem(c: Cluster, name: str, facts: NodeFacts) -> str | None:
         and all(node.facts.secret_fingerprint != facts.secret_fingerprint for node in others)
     ):
         return (
-            f"its secret is not that of {others[0].name}: the same secret (secret_file) on all nodes, and "
-            "restart the one that has another"
+            f"its secret differs from that of {others[0].name}: use the same secret (secret_file) on all nodes, "
+            "and restart the node that had another one"
         )
     return None
 

@@ -319,7 +319,7 @@ def _explain(decision: Decision) -> str:
         case "boundary":
             return f"all nodes stopped after step {decision.step}"
         case "roll_forward":
-            return f"step {decision.step} is committed by some rank: all roll forward to it"
+            return f"some rank committed step {decision.step}: all roll forward to it"
         case "redo":
             return f"no rank committed step {decision.step + 1}: all discard it and redo it"
 
@@ -386,9 +386,7 @@ def take_no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | No
 def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = False) -> None:
     """Pause until what is missing arrives: there is no plan for the present nodes."""
     state = c.state
-    assert isinstance(state, Quiescing | Planning), (
-        "only a generation that was not resumed can lack something"
-    )
+    assert isinstance(state, Quiescing | Planning), "only a generation that was not resumed can pause"
     # The recovery ends here without a commit; continuing will be a recovery of its own.
     decided = isinstance(state, Planning)
     paused = Paused(

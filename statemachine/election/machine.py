@@ -22,13 +22,13 @@ A coordinator that loses the leader session first finds out who has it. It leads
 newest; otherwise it discards the cluster's state.
 
 ====================  ======================================================================================
-role                  what ends it ====================
-====================================================================================== FOLLOWER
-the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE CANDIDATE             its
-claim is at the broker → LEADER; no leader session, or another one leads → FOLLOWER LEADER
-the leader session is lost → SUSPENDED; a higher term is seen → FOLLOWER SUSPENDED             a higher term
-is seen → FOLLOWER; no leader for a while → CANDIDATE ====================
-======================================================================================
+role                  what ends it
+====================  ======================================================================================
+FOLLOWER              the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE
+CANDIDATE             its claim is at the broker → LEADER; no leader session, or another one leads → FOLLOWER
+LEADER                the leader session is lost → SUSPENDED; a higher term is seen → FOLLOWER
+SUSPENDED             a higher term is seen → FOLLOWER; no leader for a while → CANDIDATE
+====================  ======================================================================================
 
 A broker that was restarted may have lost the record, or return with an older one. A coordinator that led
 and has never had peers then continues at once. If it has peers, it may have been cut off and deposed
@@ -88,7 +88,7 @@ from statemachine.timing import Timing
 SILENCE = "silence"
 TURN = "turn"
 LEADER_SESSION = "leader_session"
-HEARTBEAT = "beat"
+HEARTBEAT = "heartbeat"
 
 MAX_TURNS = 8
 """Most turns that the wait after failed attempts grows to. After that, a peer that knows more evidently cannot
@@ -341,12 +341,12 @@ class ElectionMachine:
             self._release("a peer knows more")
             return
         before = self.leader if lost else found
-        again = self._led and before is not None and before.incarnation == self.me.incarnation
-        again &= not lost or not self._knowledge.may_have_led(self.me, self._others())
+        resumed = self._led and before is not None and before.incarnation == self.me.incarnation
+        resumed &= not lost or not self._knowledge.may_have_led(self.me, self._others())
         term = self._knowledge.next_term(max(self.term, event.newest[0], found.term if found else 0))
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
         how, at = (self._lost_how, self._lost_at) if self._lost_how else ("last_will", self._at)
-        self._claimed = TermClaim(leader, again, before, how, at, event.newest)
+        self._claimed = TermClaim(leader, resumed, before, how, at, event.newest)
         self._out.append(ClaimTerm(cause=self._cause, leader=leader))
 
     def _lead(self, claimed: TermClaim) -> None:
@@ -407,7 +407,7 @@ class ElectionMachine:
                     self._acquire()
             case "leader_session":
                 if self.role is Role.CANDIDATE:
-                    self._release("it takes too long")
+                    self._release("opening it takes too long")
             case _:
                 if self.role is Role.LEADER:
                     self._send_heartbeat()

@@ -79,8 +79,10 @@ class PeerKnowledge:
         """Return the time until which this coordinator leaves it to others to lead, if the broker has no
         record.
 
-        :param others: peers that are present. :param leader: the newest leader that was ever seen. :param
-        began_at: when its follower session was opened. :param led: it led, and knows of no leader since.
+        :param others: peers that are present.
+        :param leader: the newest leader that was ever seen.
+        :param began_at: when its follower session was opened.
+        :param led: it led, and knows of no leader since.
         """
         if (self._new and leader is None) or (not self._shared and (led or leader is None)):
             return 0.0

@@ -22,7 +22,7 @@ then ShardWritten(g, s, …) or SnapshotFailed(g, s, …) while training continu
 to all when s is complete everywhere. RepairWrite(s, …) may come at any time: the daemon found corrupt bytes
 of s and reconstructed them.
 
-ReplicaDiverged may follow any TrainerStepped if optimizer state is sharded and has replicas.
+OptimizerReplicaDiverged may follow any TrainerStepped if optimizer state is sharded and has replicas.
 
 A Quiesce may come at any moment, also right after PrepareJob, during a rendezvous or during a state
 transfer.

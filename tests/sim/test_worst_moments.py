@@ -85,7 +85,7 @@ MOMENTS: dict[str, SeedOverrides] = {
     "the leader dies between journal and command": SeedOverrides(
         triggered_faults=(("GenerationStarted", amid, 1), ("Quiesced", amid, 2), ("PlanChosen", amid, 3))
     ),
-    "hosts are lost between SnapshotCompleted and KeepSnapshot": SeedOverrides(
+    "hosts are lost between SnapshotCompleted and RetainSnapshot": SeedOverrides(
         protection="aec2", zero1=False, triggered_faults=(("SnapshotCompleted", lost_with_their_memory, 1),)
     ),
     "a node joins while a checkpoint is written": SeedOverrides(

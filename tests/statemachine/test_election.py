@@ -429,11 +429,11 @@ def test_a_peer_that_knows_more_and_comes_after_the_claim_leads_instead() -> Non
     assert one.has(ReleaseLeadership) and not one.has(Lead) and one.machine.role is Role.SUSPENDED
 
 
-@pytest.mark.parametrize("live", ["beat", "last will", "nothing"])
+@pytest.mark.parametrize("live", ["heartbeat", "last will", "nothing"])
 def test_terms_that_the_broker_may_have_lost_are_left_out(live: str) -> None:
     """A coordinator that saw the leader lead in this very session knows that there was no later term."""
     one = One().follows(ANNA, Peer(name="anna", incarnation=1))
-    if live == "beat":
+    if live == "heartbeat":
         one.feed(LeaderHeartbeatSeen, leader=ANNA)
     if live == "last will":
         one.feed(LeaderVanished, incarnation=1, graceful=False)

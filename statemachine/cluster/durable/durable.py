@@ -54,8 +54,9 @@ class JournalError(ValueError):
 def incompatibility(schema: int, protocol: int, newest: int | None = None) -> str:
     """Return why a program cannot read another program's journal; an empty string if it can.
 
-    :param schema: of the journal. :param protocol: of its writer's nodes. :param newest: schema that the
-    program writes; this program's if not given.
+    :param schema: of the journal.
+    :param protocol: of its writer's nodes.
+    :param newest: schema that the program writes; this program's if not given.
     """
     newest = SCHEMA if newest is None else newest
     if not OLDEST <= schema <= newest:

@@ -80,7 +80,7 @@ def reconcile(c: Cluster) -> None:
     if writing is not None:
         gone = sorted(name for name in writing.shares if _is_gone(c, writing, name))
         if gone and not writing.committing:
-            abandon(c, f"{', '.join(gone)} is gone, which held a part of the snapshot")
+            abandon(c, f"{', '.join(gone)} held a part of the snapshot and is gone")
     elif newest is not None and isinstance(c.state, Running) and _is_due(c, newest):
         _begin(c, newest)
 

@@ -25,12 +25,12 @@ FEW_SHARE = 8
 
 
 def groups_of(
-    plan: Plan, protection: str, buddies: Mapping[str, str] | None = None, *, zero1: bool = False
+    plan: Plan, protection: str, replica_peers: Mapping[str, str] | None = None, *, zero1: bool = False
 ) -> tuple[SnapshotGroup, ...]:
     """Return maximal runs of layers that the same stages own, one in each pipeline.
 
-    :param buddies: replica peer of each owner that has one. :param zero1: each owner has only its part of
-    the optimizer state.
+    :param replica_peers: replica peer of each owner that has one.
+    :param zero1: each owner has only its part of the optimizer state.
     """
     layers = plan.pipelines[0].stages[-1].end_layer
     owners: list[tuple[tuple[str, int], ...]] = [()] * layers
@@ -48,7 +48,7 @@ def groups_of(
             end_layer=end,
             owners=tuple(node for node, _ in owners[first]),
             protection=protection,
-            replica_peer=(buddies or {}).get(owners[first][0][0], ""),
+            replica_peer=(replica_peers or {}).get(owners[first][0][0], ""),
             whole=first in sharded and not zero1,
         )
         for first, end in zip(begins, [*begins[1:], layers], strict=True)
