@@ -1,9 +1,9 @@
-"""The planner: from what is true of the cluster to who computes what.
+"""The planner: from the state of the cluster to a plan.
 
-``precompute`` does the slow part once, at the job's start; ``plan`` is on the way to recovery and looks up:
-some layouts are weighed (the steps of Oobleck §5.1, the best instantiation, and what lies between), an
-assignment says which nodes each would take, and the one that commits most steps until the next failure is
-taken. The same situation always gives the same plan.
+``precompute`` does the slow part once, at the job's start. ``plan`` is on the path of recovery and looks
+results up: it compares some layouts (the steps of Oobleck §5.1, the best instantiation, and some between
+them), assigns nodes to each, and takes the layout that commits most steps until the next failure. The same
+situation always gives the same plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,15 +42,16 @@ from planner.values import (
 )
 
 ProgressCallback = Callable[[int, int], None]
-"""How far something is: done, of all."""
+"""Progress of a task: amount done, and total amount."""
 
 
 class Planner:
-    """Plans for one job. Not safe for use by several threads at once."""
+    """A planner for one job. It must not be used by several threads at once."""
 
     def __init__(self, profile: ModelProfile, policy: Policy) -> None:
-        """:raises InfeasibleError: the profile or policy makes no sense, or no pipeline fits into memory.
-        :raises BatchError: the global batch is no multiple of the microbatch.
+        """Raises:
+        InfeasibleError: the profile or policy makes no sense, or no pipeline fits into memory.
+        BatchError: the global batch is not a multiple of the microbatch.
         """
         self.costs = costs_for(profile, policy)
         check_batch(policy.global_batch, policy.microbatch_rows, 1)
@@ -63,29 +64,32 @@ class Planner:
 
     @property
     def fewest_nodes(self) -> int:
-        """Nodes without which there is no plan: n₀, or (f+1)·n₀ where the user wants Oobleck's rule, or where
-        no pipeline has room for more than its part of the optimizer's state (ZeRO-1)."""
+        """Fewest nodes for which there is a plan: n₀, or (f+1)·n₀ if the user wants Oobleck's rule, or if no
+        pipeline has room for more than its part of the optimizer state (ZeRO-1).
+        """
         all_replicas = self.policy.minimum == "oobleck" or self.costs.policy.zero1
         return (self.policy.tolerate + 1 if all_replicas else 1) * self.n0
 
     def check_tolerance(self, nodes: int) -> None:
-        """Whether the job can start on ``nodes`` nodes with ``policy.tolerate`` failures to spare.
+        """Check that the job can start on ``nodes`` nodes and then tolerate ``policy.tolerate`` failures.
 
-        :raises InfeasibleError, BatchError: it cannot; says what would work.
+        Raises:
+            InfeasibleError, BatchError: it cannot; the message says what would work.
         """
         check_tolerance(self.policy, self.n0, nodes, self.costs)
 
     def precompute(
         self, max_nodes: int, on_progress: ProgressCallback | None = None, *, present: int | None = None
     ) -> None:
-        """Make all templates and instantiations for up to ``max_nodes`` nodes.
+        """Compute all templates and instantiations for up to ``max_nodes`` nodes.
 
-        Those for ``present`` nodes (default: all) come first, then those for fewer and fewer, then for more:
-        a loss is likelier than a join, and small ones likelier than large ones.
+        Those for ``present`` nodes (default: all) come first, then those for fewer nodes in descending
+        order, then those for more: a loss is likelier than a join, and small losses are likelier than large
+        ones.
 
-        :param told: called with the number of instantiations made so far and of all, from (0, all), which
-            comes when the templates are made, to (all, all).
-        :raises InfeasibleError: ``max_nodes`` nodes cannot hold one replica.
+        :param on_progress: called with the number of instantiations computed so far and the total number,
+        from (0, total) when the templates are ready, to (total, total). :raises InfeasibleError:
+        ``max_nodes`` nodes cannot hold one replica.
         """
         instantiator = self.instantiator(max_nodes)
         now = min(max(present or max_nodes, self.n0), max_nodes)
@@ -98,8 +102,8 @@ class Planner:
             on_progress(len(counts), len(counts))
 
     def precomputed(self) -> Precomputed:
-        """What ``precompute`` made (so far, from within ``on_progress``), for ``restore`` in another planner of the
-        same job.
+        """Return what ``precompute`` has computed (so far, if called from ``on_progress``), for ``restore`` in
+        another planner of the same job.
 
         :raises InfeasibleError: nothing was precomputed.
         """
@@ -114,9 +118,10 @@ class Planner:
         )
 
     def restore(self, precomputed: Precomputed) -> None:
-        """Go on from what another planner of this job precomputed; what it lacks is made when it is needed.
+        """Continue from what another planner of this job precomputed; missing results are computed when they
+        are needed.
 
-        :raises RestoreError: it is of another job; the planner is as it was.
+        :raises RestoreError: the results belong to another job; the planner is unchanged.
         """
         check_precomputed(precomputed, self.costs, self.n0)
         by_nodes = {template.nodes: template for template in precomputed.templates}
@@ -126,7 +131,7 @@ class Planner:
             self._instantiator.remember(nodes, found)
 
     def templates(self, nodes: int) -> Templates:
-        """The templates; made anew if the cluster has outgrown them.
+        """Return the templates, computed again if the cluster has outgrown them.
 
         :raises InfeasibleError: ``nodes`` nodes cannot hold one replica.
         """
@@ -136,32 +141,34 @@ class Planner:
         return self._templates
 
     def instantiator(self, nodes: int) -> Instantiator:
-        """Of ``templates(nodes)``."""
+        """Return the instantiator of ``templates(nodes)``."""
         templates = self.templates(nodes)
         if self._instantiator is None:
             self._instantiator = Instantiator(self.costs, templates)
         return self._instantiator
 
     def initial_situation(self, nodes: Sequence[str]) -> Situation:
-        """The situation at a job's start: every device holds every layer, at step 0."""
+        """Return the situation at a job's start: every device holds every layer, at step 0."""
         everything = frozenset(range(len(self.profile.layers)))
         devices = range(self.policy.devices_per_node)
         holdings = {Device(node=node, index=index): everything for node in nodes for index in devices}
         return Situation(nodes=tuple(nodes), holdings=holdings, in_memory=False)
 
     def plan(self, situation: Situation) -> Plan:
-        """Who computes what, for the usable nodes and what their devices hold.
+        """Return a plan for the usable nodes and the state that their devices hold.
 
-        Nodes of the previous plan that are not usable are lost; usable ones that it did not name joined.
-        Holdings of nodes that are not usable count for nothing: their trainers are in no training group.
+        Nodes of the previous plan that are not usable were lost; usable nodes that it did not name have
+        joined. Holdings of nodes that are not usable are ignored, because their trainers are in no training
+        group.
 
-        :raises TooFewNodesError: fewer nodes than ``fewest_nodes``.
-        :raises StateLostError: no usable device holds some layer.
+        :raises TooFewNodesError: fewer nodes than ``fewest_nodes`` are usable. :raises StateLostError: no
+        usable device holds some layer.
         """
         try:
             return self._plan(situation)
         except SolverError as error:
-            # The exact method finds shares that are equally good, so a running job goes on without its solver.
+            # The exact method finds shares that are equally good, so a running job continues without its
+            # solver.
             plan = self._with_exact_shares()._plan(situation)
             reason = (
                 f"{plan.reason.removesuffix('.')}; the shares are from the exact method, because {error}."
@@ -178,7 +185,7 @@ class Planner:
     def _plan(self, situation: Situation) -> Plan:
         """Plan as ``plan`` does.
 
-        :raises SolverError: the shares were to come from a solver, and it failed.
+        :raises SolverError: a solver was to compute the shares, and it failed.
         """
         nodes = sorted(set(situation.nodes), key=natural_key)
         if len(nodes) < self.fewest_nodes:
@@ -218,7 +225,9 @@ class Planner:
         return self._as_plan(placements, situation, nodes, masks, considered, horizon_s)
 
     def _held(self, situation: Situation, nodes: list[str]) -> tuple[Masks, StateNeeds]:
-        """Layers that devices need not receive, or only a part of; and what a plan's nodes must have."""
+        """Return the layers that devices need not receive, or only in part, and the state that a plan's nodes
+        must have.
+        """
         parts, devices = situation.parts, self.policy.devices_per_node
         if parts is None:
             masks = self._assigner.masks(nodes, devices, situation.holdings)
@@ -231,7 +240,8 @@ class Planner:
         return self._assigner.masks(nodes, devices, some), needs
 
     def compare_iteration_s(self, situation: Situation) -> tuple[float, float]:
-        """Seconds of a step under ``situation.previous`` as it is, and under what ``plan`` would make of it.
+        """Return the seconds of a step under ``situation.previous`` unchanged, and under the plan that
+        ``plan`` would make.
 
         :raises TooFewNodesError, StateLostError: as ``plan``.
         """
@@ -243,7 +253,7 @@ class Planner:
     def _unchanged(
         self, situation: Situation, nodes: list[str], masks: Masks, needs: StateNeeds
     ) -> Plan | None:
-        """The previous plan, if its nodes are all there, nobody joined, and they hold every layer."""
+        """Return the previous plan if all its nodes are present, no node joined, and they hold every layer."""
         previous = situation.previous
         if previous is None:
             return None
@@ -278,7 +288,7 @@ class Planner:
         considered: tuple[ConsideredPlan, ...],
         horizon_s: float,
     ) -> Plan:
-        """:param considered: empty where the previous plan goes on, as it is or with other shares."""
+        """:param considered: empty if the previous plan continues, unchanged or with other shares."""
         moves = plan_transfers(self.profile, placements, masks)
         assert moves is not None, "the nodes were chosen so that they hold every layer"
         parts, part_bytes = situation.parts, 0
@@ -318,5 +328,5 @@ class Planner:
 
 
 def _leaves_old_layers(situation: Situation) -> bool:
-    """Whether whole layers stay in devices' memory until the plan's first commit."""
+    """Return whether whole layers stay in devices' memory until the plan's first commit."""
     return situation.in_memory and situation.parts is None

@@ -1,9 +1,9 @@
-"""What the planner takes and what it answers: plain immutable values.
+"""Inputs and results of the planner: plain immutable values.
 
-Layers are numbered 0 … L−1 and a range of layers is half open, ``[first_layer, end_layer)``. A *device*
-is one accelerator (or one simulated device on a CPU) of one node. Sizes are bytes. Times that come from a
-profile are milliseconds, as profiles have them: their sums stay exact where the profile's numbers are, which
-the same numbers in seconds would not. What a plan says to the rest of ftd is in seconds.
+Layers are numbered 0 … L−1, and a range of layers is half open, ``[first_layer, end_layer)``. A *device* is
+one accelerator (or one simulated device on a CPU) of one node. Sizes are bytes. Times that come from a
+profile are milliseconds, the unit of profiles: their sums stay exact if the profile's numbers are, which
+the same numbers in seconds would not. Everything that a plan tells the rest of ftd is in seconds.
 """
 
 from dataclasses import dataclass, field
@@ -13,64 +13,70 @@ from typing import Literal
 import msgspec
 
 Recompute = Literal["none", "selective", "full"]
-"""How a stage gets the activations that its backward pass needs: ``none`` keeps all of them; ``selective``
-keeps the outputs of matrix products and attention and computes the rest again; ``full`` keeps the layers'
-inputs and computes each layer again."""
+"""Way in which a stage gets the activations that its backward pass needs: ``none`` keeps all of them;
+``selective`` keeps the outputs of matrix products and attention and computes the rest again; ``full`` keeps
+the layers' inputs and computes each layer again.
+"""
 ActivationCheckpointing = Literal["none", "selective", "full", "auto"]
-"""One ``Recompute`` for all stages; or ``auto``: for each stage the quickest one that fits into memory."""
+"""One ``Recompute`` for all stages; or ``auto``: for each stage the fastest one that fits into memory."""
 Within = Literal["replicate", "shard", "tensor"]
-"""How the devices of a stage share its work. ``replicate`` and ``shard`` split the rows of a microbatch.
-``replicate``: each device holds all parameters, gradients and optimizer state. ``shard``: each of k devices holds a
-k-th of each layer's, and gathers a layer's parameters for its forward and its backward pass. ``tensor``: each holds a
-k-th, too, and computes a k-th of the layers' linear modules, on all rows. A stage of one device is ``replicate``."""
+"""Way in which the devices of a stage share its work. With ``replicate`` and ``shard`` they split the rows of
+a microbatch. ``replicate``: each device holds all parameters, gradients and optimizer state. ``shard``:
+each of k devices holds a k-th of each layer's state, and gathers a layer's parameters for its forward and
+its backward pass. ``tensor``: each holds a k-th too, and computes a k-th of the layers' linear modules, on
+all rows. A stage of one device is ``replicate``.
+"""
 WithinNode = Literal["auto", "replicate", "shard", "tensor"]
-"""One ``Within`` for all stages of several devices; or ``auto``: for each stage the quickest one that fits."""
+"""One ``Within`` for all stages of several devices; or ``auto``: for each stage the fastest one that fits."""
 Objective = Literal["iteration", "paper"]
 BatchObjective = Literal["minmax", "variance"]
 BatchSolver = Literal["exact", "pyomo"]
 Minimum = Literal["one_replica", "oobleck"]
-"""Fewest nodes that a job goes on with: those of one replica of the model, or of ``tolerate`` + 1 replicas."""
+"""Fewest nodes with which a job continues: those of one replica of the model, or of ``tolerate`` + 1 replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTime:
-    """One microbatch of one layer on several devices of a node, their communication included."""
+    """Time of one microbatch of one layer on several devices of a node, including their communication."""
 
     devices: int
     forward_ms: float
     backward_ms: float
     activation_bytes: int | None = None
-    """What autograd keeps on the fullest of them. ``None``: its share by rows of what one device keeps, which
-    is too little where a part does not depend on the rows (low-precision copies of parameters) or where rows
-    are not split. What recomputation keeps changes in proportion."""
+    """Bytes that autograd keeps on the device that keeps most. ``None``: the share by rows of what one device
+    keeps, which is too little if a part does not depend on the rows (low-precision copies of parameters) or
+    if rows are not split. Recomputation changes what is kept in proportion.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """One microbatch of one layer on one device that recomputes."""
+    """Cost of one microbatch of one layer on one device that recomputes activations."""
 
     activation_bytes: int
-    """What is kept between the forward and the backward pass."""
+    """Bytes kept between the forward and the backward pass."""
     recompute_ms: float
-    """How much longer the two take together than without recomputation."""
+    """Additional time of both passes together, compared with no recomputation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSplit:
-    """What of one layer tensor parallelism divides, and what its devices exchange for one microbatch."""
+    """Bytes of one layer that tensor parallelism divides, and what its devices exchange for one microbatch."""
 
     parameter_bytes: int
     """Parameters that are divided; the others are gathered while the layer runs."""
     column_bytes: int
-    """Of these, the weights of rowwise modules, of which a device also keeps columns and their gradients."""
+    """Part of ``parameter_bytes`` that belongs to rowwise modules, for which a device also keeps columns and
+    their gradients.
+    """
     activation_bytes: int
-    """Of what autograd keeps, what is divided."""
+    """Part of what autograd keeps that is divided."""
     forward_bytes: int
-    """Activations that are added up over the devices, or put together, in the forward pass."""
+    """Activations that the devices sum or gather in the forward pass."""
     forward_exchanges: int
-    """Number of operations in which they are."""
+    """Number of operations that exchange ``forward_bytes``."""
     backward_bytes: int
-    """Gradients that are added up in the backward pass."""
+    """Gradients that the devices sum in the backward pass."""
     backward_exchanges: int
 
 
@@ -84,29 +90,31 @@ class LayerProfile:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """What autograd keeps between the forward and the backward pass of one microbatch."""
+    """Bytes that autograd keeps between the forward and the backward pass of one microbatch."""
     output_bytes: int
-    """What crosses to the next stage in one direction for one microbatch."""
+    """Bytes sent to the next stage in one direction for one microbatch."""
     full: Recomputation | None = None
-    """``None``: the layer keeps its input, which is the output of the layer before, and takes its forward pass
-    again."""
+    """``None``: the layer keeps its input, which is the output of the previous layer, and runs its forward
+    pass again.
+    """
     selective: Recomputation | None = None
     """``None``: not measured, or the layer cannot be recomputed selectively."""
     tensor: TensorSplit | None = None
-    """``None``: tensor parallelism divides nothing of it, and each device computes all of it."""
+    """``None``: tensor parallelism divides no part of the layer, and each device computes all of it."""
     split: tuple[SplitTime, ...] = ()
-    """Measured on more than one device. For other numbers the model is: a microbatch is split by rows, so
-    d devices take ⌈rows / d⌉ / rows of the time of one."""
+    """Measurements on more than one device. For other numbers the model is: a microbatch is split by rows, so
+    d devices take ⌈rows / d⌉ / rows of the time of one.
+    """
 
     @property
     def state_bytes(self) -> int:
-        """What a device must receive to become an owner of this layer."""
+        """Bytes that a device must receive to become an owner of this layer."""
         return self.parameter_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What it takes to move bytes from one device to another."""
+    """Cost of moving bytes from one device to another."""
 
     latency_ms: float = 0.1
     bytes_per_s: float = 1e9
@@ -117,62 +125,72 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model measured layer by layer, and the links its stages talk over."""
+    """A model measured layer by layer, and the links between its stages."""
 
     layers: tuple[LayerProfile, ...]
     microbatch_rows: int
     device_memory_bytes: int | None = None
     """Memory of one device; ``None`` applies no memory limit."""
     stage_devices: tuple[int, ...] | None = None
-    """How many devices a stage can have, ascending; ``None``: any number up to the microbatch's rows."""
+    """Possible numbers of devices of a stage, ascending; ``None``: any number up to the microbatch's rows."""
     link: Link = field(default_factory=Link)
-    """Activations and their gradients, from stage to stage."""
+    """Link for activations and their gradients, from stage to stage."""
     ring: Link = field(default_factory=Link)
-    """One hop of the ring in which owners all-reduce gradients: each byte makes 2·(owners − 1) / owners
-    of its way 2·(owners − 1) hops long."""
+    """One hop of the ring in which owners all-reduce gradients: 2·(owners − 1) / owners of each byte travels
+    over 2·(owners − 1) hops.
+    """
     inner: Link | None = None
-    """One hop of a ring among the devices of one node, for what a sharded stage gathers and reduces. ``None``: as
-    ``ring``."""
+    """One hop of a ring among the devices of one node, for what a sharded stage gathers and reduces. ``None``:
+    equal to ``ring``.
+    """
     shard_problem: str | None = None
-    """Reason why the devices of a stage cannot hold shards of this model, in words; ``None``: they can."""
+    """Reason, in words, why the devices of a stage cannot hold shards of this model; ``None``: they can."""
     tensor_problem: str | None = None
-    """Reason why the devices of a stage cannot compute parts of this model's layers, in words; ``None``: they can,
-    where a layer has ``LayerProfile.tensor``."""
+    """Reason, in words, why the devices of a stage cannot compute parts of this model's layers; ``None``: they
+    can, for layers that have ``LayerProfile.tensor``.
+    """
     tensor_counts: tuple[tuple[str, int], ...] = ()
-    """Numbers that the devices of such a stage must divide (features, attention heads), each with its name."""
+    """Numbers that the number of devices of such a stage must divide (features, attention heads), each with
+    its name.
+    """
     flops: float | None = None
-    """Floating-point operations of a microbatch, forward and backward, recomputation not counted; ``None``: unknown.
-    No plan depends on it."""
+    """Floating-point operations of a microbatch, forward and backward, without recomputation; ``None``:
+    unknown. No plan depends on it.
+    """
     device_peak_flops: float | None = None
-    """Operations per second that one device can do at most, in the precision that computes; ``None``: unknown."""
+    """Most operations per second of one device in the precision that computes; ``None``: unknown."""
 
 
 class PlannerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Choices of how layers are laid out over the nodes.
+    """Choices of how layers are arranged on the nodes.
 
-    Each is a key of ``[planner]`` in a job file, a field of a submitted job's policy, and an option of ``ftd plan``.
-    All three take the name, the allowed values, the default and the meaning from the declaration here.
+    Each is a key of ``[planner]`` in a job file, a field of a submitted job's policy, and an option of
+    ``ftd plan``. All three take the name, the allowed values, the default and the meaning from this
+    declaration.
     """
 
     objective: Objective = "iteration"
-    """What a plan minimises: the time of a step, or the formula of the Oobleck paper."""
+    """Quantity that a plan minimises: the time of a step, or the formula of the Oobleck paper."""
     split: Literal["any", "aligned"] = "any"
-    """How a node's devices are split into stages; ``aligned``: into aligned powers of two."""
+    """Way in which a node's devices are split into stages; ``aligned``: into aligned powers of two."""
     batch_objective: BatchObjective = "minmax"
-    """What the pipelines' shares of the batch minimise."""
+    """Quantity that the pipelines' shares of the batch minimise."""
     batch_solver: BatchSolver = "exact"
-    """How the shares are found: by the planner's own combinatorial method, or by integer programs (Pyomo, HiGHS)."""
+    """Method that computes the shares: the planner's own combinatorial method, or integer programs (Pyomo,
+    HiGHS).
+    """
     within_node: WithinNode = "auto"
-    """How the devices of a stage share its work: each holds all of the stage's parameters and optimizer state
-    (``replicate``), a shard of them (``shard``), or the part of them that it computes with (``tensor``); ``auto``: for
-    each stage the quickest one that fits."""
+    """Way in which the devices of a stage share its work: each holds all of the stage's parameters and
+    optimizer state (``replicate``), a shard of them (``shard``), or the part of them that it computes with
+    (``tensor``); ``auto``: for each stage the fastest one that fits.
+    """
 
 
 class RequestedPolicy(PlannerOptions, frozen=True, kw_only=True):
-    """What a job asks of its plans, on whatever nodes it runs."""
+    """Requirements of a job on its plans, on whatever nodes it runs."""
 
     tolerate: int = 1
-    """Oobleck's f: how many simultaneous node failures must leave a copy of every layer."""
+    """Oobleck's f: number of simultaneous node failures that must leave a copy of every layer."""
     global_batch: int
     """Samples of one step over all pipelines; exact, never changed by a plan."""
     microbatch_rows: int
@@ -181,16 +199,16 @@ class RequestedPolicy(PlannerOptions, frozen=True, kw_only=True):
     """Fewest nodes to train on: one replica's n₀, or Oobleck's (f+1)·n₀ (§4.1.1)."""
     activation_checkpointing: ActivationCheckpointing = "none"
     device_memory_bytes: int | None = None
-    """Overrides what the profile says about one device."""
+    """Memory of one device in bytes, instead of the profile's value."""
     within_node: WithinNode = "replicate"  # Jobs that are submitted without it hold whole layers.
 
 
 class Policy(RequestedPolicy, frozen=True, kw_only=True):
-    """What a plan must comply with: a job's request on the nodes of one cluster."""
+    """Requirements that a plan must meet: a job's request on the nodes of one cluster."""
 
     devices_per_node: int = 1
     zero1: bool = False
-    """ZeRO-1: each owner of a layer, one in each pipeline, keeps its part of the optimizer's state only."""
+    """ZeRO-1: each owner of a layer, one in each pipeline, keeps only its part of the optimizer state."""
 
     @property
     def microbatches(self) -> int:
@@ -199,7 +217,7 @@ class Policy(RequestedPolicy, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Device:
-    """One device of one node; what a training rank is made of."""
+    """One device of one node, which runs one training rank."""
 
     node: str
     index: int
@@ -208,14 +226,15 @@ class Device:
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class StatePart:
     """Parameters and optimizer state of a range of a layer's elements: [n·start // of, n·end // of) of each
-    vector of n. Kept in lowest terms, so that equal ranges are equal."""
+    vector of n elements. The fractions are in lowest terms, so that equal ranges are equal values.
+    """
 
     layer: int
     start: int
     end: int
     of: int
     replica: bool = False
-    """Kept on the host for its owner (AOR), as current as the own part."""
+    """Whether the part is held on the host for its owner (AOR), as current as the owner's."""
 
     def __post_init__(self) -> None:
         divisor = gcd(self.start, self.end, self.of)
@@ -225,13 +244,13 @@ class StatePart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the layer."""
+        """Whether the part is the whole layer."""
         return self.start == 0 and self.end == self.of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTemplate:
-    """A run of layers on ``devices`` devices of the template's node ``node_offset``."""
+    """Consecutive layers on ``devices`` devices of the template's node ``node_offset``."""
 
     first_layer: int
     end_layer: int
@@ -257,7 +276,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlacement:
-    """A stage on named devices, all of one node. The devices split each microbatch by rows."""
+    """A stage on named devices, all of one node."""
 
     first_layer: int
     end_layer: int
@@ -286,7 +305,9 @@ class PipelinePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Copy one layer's whole state (parameters, optimizer, persistent buffers) between devices."""
+    """A copy of one layer's whole state (parameters, optimizer, persistent buffers) from one device to
+    another.
+    """
 
     layer: int
     source: Device
@@ -296,42 +317,49 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasedLayers:
-    """Old layers that a device has no room for beside its new stage (``planner.changes.transition``)."""
+    """Old layers for which a device has no room next to its new stage (``planner.changes.transition``)."""
 
     device: Device
     parked: tuple[int, ...]
-    """In host memory from before new state arrives until the first commit; they are held, and can be sent."""
+    """Layers kept in host memory from before new state arrives until the first commit; they count as held and
+    can be sent.
+    """
     dropped: tuple[int, ...]
-    """Other nodes of the plan hold them."""
+    """Layers that are freed at once, because other nodes of the plan hold them."""
 
 
 Method = Literal[
     "initial", "unchanged", "rebalance", "simple", "borrow", "merge", "grow", "keep", "even", "best"
 ]
-"""How a layout came about: ``planner.changes.candidates`` says what each means; ``rebalance``: the same nodes
-under other speeds (``planner.changes.stragglers``)."""
+"""Way in which a layout was made: ``planner.changes.candidates`` defines each; ``rebalance``: the same nodes
+under other speeds (``planner.changes.stragglers``).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsideredPlan:
-    """A layout that was weighed against others, with what it costs (``planner.changes.tradeoff``)."""
+    """A layout that was compared with others, and its cost (``planner.changes.tradeoff``)."""
 
     method: Method
     sizes: tuple[int, ...]
-    """Nodes of each pipeline."""
+    """Number of nodes of each pipeline."""
     iteration_s: float
-    """Of a step, with the batch distributed anew."""
+    """Time of a step, with the batch distributed again."""
     transfer_bytes: int | None
-    """``None``: not counted, as the step alone takes longer than another layout's with its transfer."""
+    """Bytes to move. ``None``: not counted, because the step alone takes longer than another layout's step
+    with its transfer.
+    """
     transfer_s: float | None
     """Time of the device that sends or receives most."""
     expected_iteration_s: float
-    """Of a step, if the transfer is paid back until the next failure; at least, where it was not counted."""
+    """Time of a step if the transfer is paid back until the next failure; a lower bound if the transfer was
+    not counted.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who computes what, and which bytes must move before it can start."""
+    """The computation of every device, and the bytes that must move before it can start."""
 
     pipelines: tuple[PipelinePlacement, ...]
     transfers: tuple[Transfer, ...]
@@ -342,11 +370,13 @@ class Plan:
     estimated_iteration_s: float
     idle_nodes: tuple[str, ...] = ()
     considered: tuple[ConsideredPlan, ...] = ()
-    """What was weighed, this plan's layout first, then by the expected time of a step; empty where the
-    previous plan goes on."""
+    """Layouts that were compared, this plan's first, then by the expected time of a step; empty if the
+    previous plan continues.
+    """
     part_bytes: int = 0
-    """Under ZeRO-1: what must move, replicas aside. There are no ``transfers`` then: who sends which part to
-    whom the ranks find from what they hold."""
+    """Bytes that must move under ZeRO-1, without replicas. ``transfers`` is empty then: the ranks compute from
+    what they hold who sends which part to whom.
+    """
     released_layers: tuple[ReleasedLayers, ...] = ()
 
     @property
@@ -361,24 +391,28 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is true at the moment of planning.
+    """Facts at the moment of planning.
 
-    ``holdings`` names, for every usable device, the layers it holds complete at the step that training
-    resumes from. ``previous`` is the plan that was running, or ``None`` at the start.
+    ``holdings`` names, for every usable device, the layers that it holds complete at the step from which
+    training resumes. ``previous`` is the plan that was running, or ``None`` at the start.
     """
 
     nodes: tuple[str, ...]
     holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
     previous: Plan | None = None
     speeds: dict[str, float] = field(default_factory=dict)
-    """Measured speed of a node as a factor: 1 is what the profile says and what is not named, 0.5 takes
-    twice as long."""
+    """Measured speed of a node as a factor: 1, which also holds for nodes that are not named, is the profile's
+    speed; a node of speed 0.5 takes twice as long.
+    """
     horizon_s: float | None = None
-    """Expected time to the next failure, above 0: what a better plan has to pay back the bytes it moves.
-    ``None`` where nothing is known: ``planner.changes.tradeoff.DEFAULT_HORIZON_S``."""
+    """Expected time to the next failure, above 0, in which a better plan has to pay back the bytes that it
+    moves. ``None``: unknown; ``planner.changes.tradeoff.DEFAULT_HORIZON_S`` is used.
+    """
     parts: dict[Device, tuple[StatePart, ...]] | None = None
-    """Under ZeRO-1, what parts of layers each usable device has at that step, replicas included; ``holdings``
-    are then the layers whose parameters are whole. ``None``: what is in ``holdings`` is the whole state."""
+    """Parts of layers that each usable device has at that step under ZeRO-1, including replicas; ``holdings``
+    are then the layers whose parameters are whole. ``None``: ``holdings`` are whole states.
+    """
     in_memory: bool = True
-    """Whether ``holdings`` takes devices' memory. At step 0 and after a rollback it does not: devices can make or
-    read these layers, and do so for their stages alone."""
+    """Whether ``holdings`` occupy the devices' memory. At step 0 and after a rollback they do not: devices can
+    make or read these layers, and do so only for their own stages.
+    """

@@ -1,13 +1,14 @@
-"""Which layouts are worth weighing after a change: Oobleck's steps, the optimum, and what lies between.
+"""The layouts worth comparing after a change: Oobleck's steps, the optimum, and some between them.
 
-All use as many nodes as the best instantiation does, and have the pipelines that the user's tolerance asks
-for; so which one is taken is only a matter of time: ``planner.changes.tradeoff``.
+All of them use as many nodes as the best instantiation does and have the pipelines that the user's
+tolerance requires, so the choice among them is only a matter of time (``planner.changes.tradeoff``).
 
-Oobleck's steps (§5.1, as published) are ``reinstantiate``. A pipeline that lost nodes is replaced by a template of
-the size that is left of it (*simple*); if that is too small, it *borrows* nodes of pipelines that can spare some, up
-to n₀; if nobody can, it is *merged* with another pipeline. The steps are local, and can dead-end: with f = 1, n₀ = 2
-and survivors [1, 1, 2] they may merge [3, 1] and then [4], one pipeline, although 2 + 2 would keep two. The best
-instantiation for the survivors is always among the layouts.
+Oobleck's steps (§5.1, as published) are ``reinstantiate``. A pipeline that lost nodes is replaced by a
+template of the size that is left of it (*simple*). If that is too small, it *borrows* nodes of pipelines
+that can spare some, up to n₀. If no pipeline can, it is *merged* with another one. The steps are local and
+can reach a dead end: with f = 1, n₀ = 2 and survivors [1, 1, 2] they may merge [3, 1] and then [4], one
+pipeline, although 2 + 2 would keep two. The best instantiation for the survivors is always among the
+layouts.
 """
 
 from collections import Counter
@@ -19,12 +20,12 @@ from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.values import Method
 
 MAX_KEEP_LAYOUTS = 2
-"""How many layouts that keep intact pipelines are weighed."""
+"""Number of compared layouts that keep intact pipelines."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
-    """Template sizes in the plan's order, each with the previous pipeline it goes on from, if any."""
+    """Template sizes in the plan's order, each with the previous pipeline that it continues, if any."""
 
     method: Method
     pipelines: tuple[tuple[int, int | None], ...]
@@ -35,7 +36,7 @@ class PipelineLayout:
 
 
 def first_layout(best: Instantiation) -> PipelineLayout:
-    """At a job's start."""
+    """Return the layout at a job's start."""
     return PipelineLayout("initial", tuple((size, None) for size in best.sizes))
 
 
@@ -47,19 +48,19 @@ def candidate_layouts(
     instantiator: Instantiator,
     most: int,
 ) -> list[PipelineLayout]:
-    """Different ones, the best instantiation always among them; of equal ones the first of these is named.
+    """Return different layouts, always with the best instantiation among them; of equal ones the first of
+    these is named.
 
-    * *simple*, *borrow*, *merge*: the published steps, unless they dead-end or leave nodes out;
+    * *simple*, *borrow*, *merge*: the published steps, unless they reach a dead end or leave nodes out;
     * *grow*: nodes without a pipeline fill the gaps in those that lost some, then join the smallest;
-    * *keep*: intact pipelines go on, the rest is instantiated anew as is best for it alone; where it is too
-      small, the smallest intact ones give way;
-    * *even*: as many pipelines as have survivors, as equal in size as can be;
+    * *keep*: intact pipelines continue, the rest is instantiated again as is best for it alone; if it is
+      too small, the smallest intact ones are instantiated with it;
+    * *even*: as many pipelines as have survivors, of sizes as equal as possible;
     * *best*: the best instantiation.
 
-    :param before, left: nodes of each previous pipeline, and how many of them are there.
-    :param nodes: all that are there, in a pipeline before or not.
-    :param templates: the sizes that there are, ascending.
-    :param most: pipelines that the batch suffices for.
+    :param before, left: nodes of each previous pipeline, and the number of them that are present. :param
+    nodes: all nodes that are present, whether or not a previous pipeline had them. :param templates: the
+    existing sizes, ascending. :param most: largest number of pipelines for which the batch suffices.
     """
     best = instantiator.best(nodes)
     fewest = instantiator.required(nodes)
@@ -92,7 +93,7 @@ def _grown(
     if not free or not any(left):
         return []
     grown, available = list(left), set(templates)
-    # The smallest gaps first, so that most pipelines are whole; those without survivors last.
+    # The smallest gaps come first, so that most pipelines are whole; pipelines without survivors come last.
     for index in sorted(range(len(left)), key=lambda i: (left[i] == 0, before[i] - left[i], i)):
         given = min(free, before[index] - grown[index])
         grown[index] += given
@@ -145,9 +146,10 @@ def _going_on(sizes: Sequence[int]) -> tuple[tuple[int, int | None], ...]:
 def _aligned(
     sizes: Iterable[int], before: Sequence[int], left: Sequence[int], among: Iterable[int]
 ) -> tuple[tuple[int, int | None], ...]:
-    """New sizes in the order of the previous pipelines: whole ones keep theirs, then the fullest choose.
+    """Return new sizes in the order of the previous pipelines: whole ones keep theirs, then the fullest
+    choose.
 
-    :param among: the previous pipelines to go on from.
+    :param among: the previous pipelines to continue.
     """
     free = Counter(sizes)
     matched: dict[int, int] = {}
@@ -168,7 +170,7 @@ def _aligned(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reinstantiation:
-    """New size of each previous pipeline, 0 where it is gone, and the last of the steps that it took."""
+    """New size of each previous pipeline, 0 if it is gone, and the last of the steps that were needed."""
 
     sizes: tuple[int, ...]
     method: Literal["simple", "borrow", "merge"]
@@ -177,12 +179,11 @@ class Reinstantiation:
 def reinstantiate(
     before: Sequence[int], left: Sequence[int], templates: Sequence[int]
 ) -> Reinstantiation | None:
-    """The published steps, for one pipeline after the other.
+    """Apply the published steps to one pipeline after the other.
 
-    :param before: nodes of each running pipeline before the failures.
-    :param left: nodes of each that survived.
-    :param templates: the sizes that there are, ascending.
-    :returns: ``None`` where the published steps lead nowhere.
+    :param before: nodes of each running pipeline before the failures. :param left: nodes of each that
+    survived. :param templates: the existing sizes, ascending. :returns: ``None`` if the published steps
+    reach a dead end.
     """
     sizes, available = list(left), set(templates)
     method: Literal["simple", "borrow", "merge"] = "simple"

@@ -1,6 +1,7 @@
-"""Whether every layer is alive, and on whom a plan with fewer places than nodes depends.
+"""Whether every layer is alive, and which nodes a plan needs if it has fewer slots than there are nodes.
 
-Only nodes of the plan can send. Where some stay idle, those with a place must hold every layer among them.
+Only nodes of the plan can send state. If some nodes stay idle, the nodes with a slot must hold every layer
+together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,43 +10,43 @@ from dataclasses import dataclass
 from planner.errors import StateLostError
 
 Held = tuple[int, ...]
-"""For each device of a node, the layers it holds as the bits of an integer."""
+"""Layers that each device of a node holds, as the bits of an integer."""
 
 Masks = dict[str, Held]
 
 
 @dataclass(frozen=True, slots=True)
 class StateNeeds:
-    """What the nodes of a plan must have among them: items, as the bits of an integer."""
+    """State that the nodes of a plan must have together: items, as the bits of an integer."""
 
     held: Mapping[str, Sequence[int]]
-    """For each device of a node, the items it has."""
+    """Items that each device of a node has."""
     everything: int
     """All items."""
     layers: tuple[tuple[int, ...], ...]
-    """What each item is of."""
+    """Layers to which each item belongs."""
 
     def held_by(self, nodes: Iterable[str]) -> bool:
-        """Whether these nodes have every item."""
+        """Return whether these nodes have every item."""
         return not self.everything & ~held_by(nodes, self.held)
 
     def of(self, items: int) -> list[int]:
-        """The layers that these items are of."""
+        """Return the layers to which these items belong."""
         return sorted({layer for item in layers_of(items) for layer in self.layers[item]})
 
 
 def whole_layers(masks: Mapping[str, Sequence[int]], layers: int) -> StateNeeds:
-    """A layer is held, or not."""
+    """Return needs in which each layer is one item."""
     return StateNeeds(masks, (1 << layers) - 1, tuple((layer,) for layer in range(layers)))
 
 
 def cover(nodes: Sequence[str], needs: StateNeeds, most: int) -> list[str]:
-    """Few nodes, at most ``most``, that have every item among them.
+    """Return few nodes, at most ``most``, that have every item together.
 
-    The item with the fewest kinds of holders is covered first, by the kind that has most of what is
-    missing; so a first try nearly always succeeds, and the search is over kinds, not nodes.
+    The item with the fewest kinds of holders is covered first, by the kind that has most of the missing
+    items. So a first try nearly always succeeds, and the search is over kinds, not nodes.
 
-    :raises StateLostError: there are no such nodes; names the layers.
+    :raises StateLostError: there are no such nodes; the message names the layers.
     """
     masks, everything = needs.held, needs.everything
     lost = needs.of(everything & ~held_by(nodes, masks))
@@ -54,7 +55,7 @@ def cover(nodes: Sequence[str], needs: StateNeeds, most: int) -> list[str]:
     kinds: dict[int, str] = {}
     for node in nodes:
         kinds.setdefault(held_by([node], masks), node)
-    # Who holds no more than another is never needed.
+    # A kind that holds no more than another one is never needed.
     kinds = {
         held: node
         for held, node in kinds.items()
@@ -63,7 +64,7 @@ def cover(nodes: Sequence[str], needs: StateNeeds, most: int) -> list[str]:
     holders = {item: [held for held in kinds if held >> item & 1] for item in layers_of(everything)}
 
     tried: dict[int, int] = {}
-    """Fewest nodes that were chosen when these items were missing, without success."""
+    """Fewest nodes that were chosen, without success, when these items were missing."""
 
     def search(chosen: list[int], missing: int) -> list[int] | None:
         if not missing:
@@ -89,7 +90,7 @@ def cover(nodes: Sequence[str], needs: StateNeeds, most: int) -> list[str]:
 
 
 def held_by(nodes: Iterable[str], masks: Mapping[str, Sequence[int]]) -> int:
-    """All that these nodes hold, as bits."""
+    """Return everything that these nodes hold, as bits."""
     held = 0
     for node in nodes:
         for mask in masks[node]:
@@ -98,7 +99,7 @@ def held_by(nodes: Iterable[str], masks: Mapping[str, Sequence[int]]) -> int:
 
 
 def layers_of(mask: int) -> list[int]:
-    """The layers (or items) that an integer's bits stand for."""
+    """Return the layers (or items) that an integer's bits stand for."""
     return [layer for layer in range(mask.bit_length()) if mask >> layer & 1]
 
 

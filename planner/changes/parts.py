@@ -1,10 +1,10 @@
-"""The state of a layer may be shared out in ranges among devices, which together have all of it.
+"""State of a layer that is divided into ranges among devices, which have all of it together.
 
-A range [a, b) of fractions is elements [a·n, b·n) of each vector of n, rounded down; under ZeRO-1 owner i of m
-has [i/m, (i + 1)/m). The pipelines of one job may be cut differently, and while a new layout has yet to commit
-its first step, some devices have ranges of the old one and others of the new one. So what counts are the cells
-between the cuts of all of them: whoever has the range [a, b) has the cells in it, and cells that follow each
-other in fractions do so in elements.
+A range [a, b) of fractions is elements [a·n, b·n) of each vector of n, rounded down; under ZeRO-1 owner i
+of m has [i/m, (i + 1)/m). The pipelines of one job may be cut differently, and until a new layout has
+committed its first step, some devices have ranges of the old layout and others of the new one. Therefore
+the unit is the cell between neighbouring cuts of all of them: a device with the range [a, b) has the cells
+in it, and cells that follow each other in fractions do so in elements.
 """
 
 from bisect import bisect_left
@@ -16,15 +16,15 @@ from planner.changes.cover import Masks, StateNeeds
 from planner.values import Device, ModelProfile, PipelinePlacement, StagePlacement, StatePart
 
 Run = tuple[Fraction, Fraction]
-"""A range of fractions."""
+"""Range of fractions."""
 Cell = tuple[int, Fraction]
-"""A layer, and where the cell of it begins."""
+"""Layer, and the fraction at which the cell begins."""
 
 
 def part_needs(
     nodes: Iterable[str], devices: int, parts: Mapping[Device, Sequence[StatePart]], layers: int
 ) -> StateNeeds:
-    """The cells of all layers; those that the same devices have are one item."""
+    """Return the cells of all layers as items; cells that the same devices have are one item."""
     numbers = {Device(node=node, index=index): 0 for node in nodes for index in range(devices)}
     cuts = _cuts(parts.values(), layers)
     holders: dict[Cell, list[Device]] = {
@@ -46,7 +46,7 @@ def part_needs(
 
 
 def incomplete(parts: Iterable[Sequence[StatePart]], layers: int) -> list[int]:
-    """Layers of which those who have these parts lack some."""
+    """Return the layers that these parts do not cover completely."""
     told = list(parts)
     cuts = _cuts(told, layers)
     there = {cell for of_device in told for cell in _cells(of_device, cuts)}
@@ -58,7 +58,7 @@ def incomplete(parts: Iterable[Sequence[StatePart]], layers: int) -> list[int]:
 
 
 def share_of(stage: StagePlacement, device: Device) -> Run:
-    """Return what a device of the stage has of the stage's layers."""
+    """Return the range that a device of the stage has of the stage's layers."""
     if stage.within == "replicate" or len(stage.devices) == 1:
         return Fraction(0), Fraction(1)
     index, count = stage.devices.index(device), len(stage.devices)
@@ -68,10 +68,11 @@ def share_of(stage: StagePlacement, device: Device) -> Run:
 def retained_parts(
     stages: Sequence[StagePlacement], number: int, device: Device, *, zero1: bool, replica: bool = False
 ) -> list[Run]:
-    """Return of which ranges of a layer a device keeps the optimizer's state; ascending.
+    """Return the ranges of a layer of which a device keeps the optimizer state, ascending.
 
-    :param stages: those that have the layer, one in each pipeline; ``number``: which of them is the device's.
-    :param replica: (AOR) the next owner's ranges instead, as the first device keeps them that has them.
+    :param stages: the stages that have the layer, one in each pipeline; ``number``: the index of the
+    device's stage. :param replica: (AOR) return the next owner's ranges instead, as the first device keeps
+    them that has them.
     """
     start, end = share_of(stages[number], device)
     if not zero1:

@@ -1,13 +1,15 @@
-"""A better plan against fewer bytes to move: the layout that commits most steps until the next failure.
+"""The choice between a better plan and fewer bytes to move: the layout that commits most steps until the next
+failure.
 
-Nothing is trained while state moves. Failures come at an unknown moment X; with nothing else known it is
-exponential with mean H, the *horizon*. With t seconds of transfer and T seconds a step, the steps that are
-expected until then are E[max(0, X − t)] / T = H·e^(−t/H) / T. So the layout with the least *expected time of
-a step*, T·e^(t/H), is taken: the transfer is paid back by the steps until the next failure, whatever their
-number. With H → ∞ only T counts; a transfer that takes as long as H makes each step e times as dear.
+Nothing is trained while state moves. Failures come at an unknown moment X, which, with nothing else known,
+is exponential with mean H, the *horizon*. With t seconds of transfer and T seconds a step, the expected
+number of steps until then is E[max(0, X − t)] / T = H·e^(−t/H) / T. So the planner takes the layout with
+the least *expected time of a step*, T·e^(t/H): the steps until the next failure pay the transfer back,
+whatever their number. With H → ∞ only T counts; a transfer that takes as long as H makes each step e times
+as expensive.
 
-Of layouts whose steps take nearly as long, those come first whose devices have room for old and new layers
-together (``planner.changes.transition``). ``place_stages`` puts the layout that was taken on its nodes.
+Among layouts whose steps take nearly the same time, those are preferred whose devices have room for old and
+new layers together (``planner.changes.transition``). ``place_stages`` puts the chosen layout on its nodes.
 """
 
 import math
@@ -24,29 +26,33 @@ from planner.stages.memory import MemoryModel
 from planner.values import ConsideredPlan, Device, Link, PipelinePlacement, Plan, StagePlacement, Template
 
 DEFAULT_HORIZON_S = 3600.0
-"""Where nothing is known: an hour, the middle one of the failure rates that Oobleck was measured at (§7.2:
-every 6 hours, every hour, every 10 minutes)."""
+"""Horizon if nothing is known: an hour, the middle one of the failure rates at which Oobleck was measured
+(§7.2: every 6 hours, every hour, every 10 minutes).
+"""
 
 TIE_TOLERANCE = 1e-9
-"""Relative: expected times that differ by less count as equal, and the fewest bytes decide."""
+"""Relative difference below which expected times count as equal, so that the fewest bytes decide."""
 
 COUNTED_NODES = 128
-"""Up to here bytes are counted for all layouts, for the user to see: it takes a few milliseconds."""
+"""Largest number of nodes for which bytes are counted for all layouts, so that the user can see them; it takes
+a few milliseconds.
+"""
 
 MEMORY_FIT_TOLERANCE = 0.05
-"""Relative: a layout that has room for old and new state together is taken unless another's expected time of a step
-is that much less."""
+"""Relative difference in the expected time of a step up to which a layout with room for old and new state
+together is preferred.
+"""
 
 _SHORTEST_HORIZON_S = 1e-3
-"""A horizon below is taken for this."""
+"""Lower bound of the horizon."""
 
 _LARGEST_EXPONENT = 500.0
-"""Largest exponent, so that every figure stays finite."""
+"""Upper bound of the exponent, so that every figure stays finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidatePlan:
-    """A layout with its nodes and what it costs in all."""
+    """A layout with its nodes and its total cost."""
 
     layout: PipelineLayout
     instantiation: Instantiation
@@ -56,15 +62,15 @@ class CandidatePlan:
 
 
 def transfer_s(assignment: Assignment, link: Link) -> float:
-    """How long state moves: the bytes that the fullest receiver receives, or those that the fullest sender
-    sends where each layer's bytes are spread evenly over its holders, whichever is more, over the link of
-    one device. All others move theirs meanwhile.
+    """Return how long state moves: the larger of the bytes that the busiest receiver receives and the bytes
+    that the busiest sender sends (each layer's bytes spread evenly over its holders), over the link of one
+    device. All other devices move their bytes in the same time.
     """
     return max(assignment.received_bytes, assignment.sent_bytes) / link.bytes_per_s
 
 
 def expected_iteration_s(iteration_s: float, moving_s: float, horizon_s: float) -> float:
-    """T·e^(t/H): what a step takes if the transfer is paid back until the next failure; always finite."""
+    """Return T·e^(t/H): the time of a step if the transfer is paid back until the next failure; always finite."""
     return iteration_s * math.exp(min(moving_s / max(horizon_s, _SHORTEST_HORIZON_S), _LARGEST_EXPONENT))
 
 
@@ -82,13 +88,14 @@ def choose_layout(
     horizon_s: float,
     memory: MemoryModel | None = None,
 ) -> tuple[CandidatePlan, tuple[ConsideredPlan, ...]]:
-    """The layout to take, and all that were considered: it first, then by their expected time of a step.
+    """Return the layout to take, and all that were considered: the chosen one first, then by their expected
+    time of a step.
 
-    On many nodes bytes are not counted for layouts that are slower before they have moved any.
+    On many nodes, bytes are not counted for layouts that are slower before they have moved any.
 
-    :param nodes: in natural order.
-    :param memory: to reckon with the room for old and new layers together; ``None``: old ones take none.
-    :raises StateLostError: none of them can be seated so that every layer is held.
+    :param nodes: in natural order. :param memory: to account for the room of old and new layers together;
+    ``None``: old ones take none. :raises StateLostError: no layout can be assigned so that every layer is
+    held.
     """
     earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
     proposed = [(layout, instantiator.of(layout.sizes)) for layout in layouts]
@@ -149,7 +156,9 @@ def _considered(
 
 
 def _previous_positions(layout: PipelineLayout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:
-    """Where in the layout each node would be if it stayed; ``earlier``: nodes of the previous pipelines."""
+    """Return the position in the layout that each node would have if it stayed; ``earlier``: nodes of the
+    previous pipelines.
+    """
     return {
         node: (number, offset)
         for number, (_, before) in enumerate(layout.pipelines)
@@ -161,8 +170,9 @@ def _previous_positions(layout: PipelineLayout, earlier: Sequence[Sequence[str]]
 def place_stages(
     weighed: CandidatePlan, by_size: Mapping[int, Template], assigner: Assigner, masks: Masks
 ) -> tuple[PipelinePlacement, ...]:
-    """Return the pipelines on named nodes, in the order of the layout; of equal ones the first get the larger
-    shares."""
+    """Return the pipelines on named nodes, in the order of the layout; among pipelines of equal size the first
+    ones get the larger shares.
+    """
     found = weighed.instantiation
     shares: dict[int, list[tuple[int, float]]] = {}
     for size, microbatches, time_ms in zip(found.sizes, found.microbatches, found.pipeline_ms, strict=True):
@@ -191,9 +201,9 @@ def place_stages(
 def _on_devices(
     template: Template, nodes: Sequence[str], orders: Sequence[Sequence[int]]
 ) -> tuple[StagePlacement, ...]:
-    """The template's stages on ``nodes``, which are in the order of its places.
+    """Return the template's stages on ``nodes``, which are in the order of its slots.
 
-    :param orders: for each node, which device takes each range of its place.
+    :param orders: for each node, the device that takes each range of its slot.
     """
     used = [0] * len(nodes)
     stages: list[StagePlacement] = []
