@@ -29,10 +29,10 @@ _spare: deque[Buffers] = deque(maxlen=2)
 """Buffers of files that were written, for the next files; about as many as are written at a time."""
 
 
-def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
+def write_synced(path: Path, chunks: Iterable[memoryview]) -> None:
     """Write a file; the disk has it when this returns.
 
-    What ``pieces`` raises ends the writing. A piece is not used any more when the next is requested.
+    What ``chunks`` raises ends the writing. A chunk is not used any more when the next is requested.
 
     :raises OSError: it cannot be written; a part of the file may be there.
     """
@@ -42,11 +42,11 @@ def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
         under_way: list[Future[None] | None] = [None, None]
         number, filled = 0, 0
         try:
-            for piece in pieces:
+            for chunk in chunks:
                 start = 0
-                while start < len(piece):
-                    size = min(len(piece) - start, BUFFER_BYTES - filled)
-                    some = np.frombuffer(piece[start : start + size], dtype=np.uint8)
+                while start < len(chunk):
+                    size = min(len(chunk) - start, BUFFER_BYTES - filled)
+                    some = np.frombuffer(chunk[start : start + size], dtype=np.uint8)
                     buffers[number][filled : filled + size] = some
                     start, filled = start + size, filled + size
                     if filled == BUFFER_BYTES:

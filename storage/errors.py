@@ -17,7 +17,7 @@ class StorageError(RuntimeError):
 
 
 class ArenaFullError(StorageError):
-    """The arena cannot grow: its limit, or the memory behind it, is used up."""
+    """The arena cannot grow: its limit, or the memory of its file system, is exhausted."""
 
     def __init__(self, message: str, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(message)

@@ -25,7 +25,7 @@ from storage.manifest import digest_of
 from storage.rate_limit import RateLimiter
 from storage.values import LayerFile
 
-PIECE_BYTES = 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 """Number of bytes written, read and hashed at a time, which should fit a core's cache; the unit of rate
 limits.
 """
@@ -47,7 +47,7 @@ def is_consistent(file: LayerFile) -> bool:
 
 
 def write_layer_file(
-    place: CheckpointLocation,
+    location: CheckpointLocation,
     directory: str,
     name: str,
     layer: int,
@@ -59,19 +59,19 @@ def write_layer_file(
     digest = xxhash.xxh3_128()
     end, payload_bytes = _ending(header), 0
 
-    def pieces() -> Iterator[memoryview]:
+    def chunks() -> Iterator[memoryview]:
         nonlocal payload_bytes
-        for piece in _cut(payload):
-            digest.update(piece)
-            yield piece
-            payload_bytes += len(piece)
-            _go_on(flow, len(piece))
+        for chunk in _cut(payload):
+            digest.update(chunk)
+            yield chunk
+            payload_bytes += len(chunk)
+            _go_on(flow, len(chunk))
         # Before the file gets its name: reject what is not the state of a layer.
         decode_header(header, layer, payload_bytes)
         digest.update(end)
         yield memoryview(end)
 
-    place.write(directory, name, pieces())
+    location.write(directory, name, chunks())
     return LayerFile(
         layer=layer,
         name=name,
@@ -83,29 +83,29 @@ def write_layer_file(
     )
 
 
-def read_header(place: CheckpointLocation, directory: str, file: LayerFile) -> LayerHeader:
+def read_header(location: CheckpointLocation, directory: str, file: LayerFile) -> LayerHeader:
     """Return the header of a layer's file.
 
     :raises CorruptDataError: it differs from what was written.
     """
-    with place.open(directory, file.name) as source:
+    with location.open(directory, file.name) as source:
         source.seek(file.payload_bytes)
         return decode_header(_header(source, file), file.layer, file.payload_bytes)
 
 
 def read_layer_file(
-    place: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
+    location: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
 ) -> tuple[bytes, LayerHeader, Bytes]:
     """Return the header as bytes, the decoded header, and the payload.
 
     :raises CorruptDataError: a byte differs from what was written.
     """
     payload, digest = np.empty(file.payload_bytes, dtype=np.uint8), xxhash.xxh3_128()
-    with place.open(directory, file.name) as source:
-        for piece in _cut([payload]):
-            _fill(source, piece, file)
-            digest.update(piece)
-            _go_on(flow, len(piece))
+    with location.open(directory, file.name) as source:
+        for chunk in _cut([payload]):
+            _fill(source, chunk, file)
+            digest.update(chunk)
+            _go_on(flow, len(chunk))
         header = _header(source, file)
     digest.update(_ending(header))
     _check_digest(digest.hexdigest(), file)
@@ -113,21 +113,21 @@ def read_layer_file(
 
 
 def verify_layer_file(
-    place: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
+    location: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
 ) -> LayerHeader:
     """Read the whole file with the memory of one chunk, and return its header.
 
     :raises CorruptDataError: a byte differs from what was written.
     """
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
-    with place.open(directory, file.name) as source:
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
+    with location.open(directory, file.name) as source:
         left = file.payload_bytes
         while left:
-            piece = buffer[: min(left, PIECE_BYTES)]
-            _fill(source, piece, file)
-            digest.update(piece)
-            left -= len(piece)
-            _go_on(flow, len(piece))
+            chunk = buffer[: min(left, CHUNK_BYTES)]
+            _fill(source, chunk, file)
+            digest.update(chunk)
+            left -= len(chunk)
+            _go_on(flow, len(chunk))
         header = _header(source, file)
     digest.update(_ending(header))
     _check_digest(digest.hexdigest(), file)
@@ -155,15 +155,15 @@ def _cut(buffers: Iterable[Any]) -> Iterator[memoryview]:
         if not whole.nbytes:
             continue
         flat = whole.cast("B")
-        for start in range(0, len(flat), PIECE_BYTES):
-            yield flat[start : start + PIECE_BYTES]
+        for start in range(0, len(flat), CHUNK_BYTES):
+            yield flat[start : start + CHUNK_BYTES]
 
 
-def _fill(source: BinaryIO, piece: memoryview, file: LayerFile) -> None:
+def _fill(source: BinaryIO, chunk: memoryview, file: LayerFile) -> None:
     done = 0
-    while done < len(piece):
+    while done < len(chunk):
         # ``readinto`` works for raw files as well; every reader that fsspec opens has it.
-        count = source.readinto(piece[done:])  # type: ignore[attr-defined]
+        count = source.readinto(chunk[done:])  # type: ignore[attr-defined]
         if not count:
             raise CorruptDataError(f"{file.name} ends too early")
         done += count

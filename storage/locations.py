@@ -42,7 +42,7 @@ class CheckpointLocation(Protocol):
     def begin(self, draft: str) -> None:
         """Prepare ``draft`` for files; every writer calls it."""
 
-    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+    def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
         """Write a whole file, which is durable when this returns; if it fails, no file is left."""
 
     def open(self, directory: str, name: str) -> AbstractContextManager[BinaryIO]:
@@ -104,13 +104,13 @@ class LocalLocation:
             # filled.
             (self.root / draft).mkdir(exist_ok=True)
 
-    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+    def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
         path = self.root / directory / name
         # No reader may see a file with its final name and half of its bytes.
         partial = path.with_name(f".{name}.{os.getpid()}")
         try:
             with self._translate_errors("written"):
-                write_synced(partial, pieces)
+                write_synced(partial, chunks)
                 partial.replace(path)
         finally:
             with contextlib.suppress(OSError):
@@ -222,15 +222,15 @@ class RemoteLocation:
         with self._translate_errors("written"):
             self._files.makedirs(f"{self._root}/{draft}", exist_ok=True)
 
-    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+    def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
         path = f"{self._root}/{directory}/{name}"
         with self._translate_errors("written"):
             file = self._files.open(path, "wb")
         try:
-            # The source of the pieces may fail as well; its errors are not this location's.
-            for piece in pieces:
+            # The source of the chunks may fail as well; its errors are not this location's.
+            for chunk in chunks:
                 with self._translate_errors("written"):
-                    file.write(piece)
+                    file.write(chunk)
             with self._translate_errors("written"):
                 file.close()
         except BaseException:

@@ -38,7 +38,7 @@ DTYPE_NAMES = {
 """Name of each type in safetensors files, by torch's name without its prefix."""
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 _ALIGNMENT_BYTES = 8
-_PIECE_BYTES = 16 * 1024 * 1024
+_CHUNK_BYTES = 16 * 1024 * 1024
 """Number of bytes converted and written at a time, a multiple of every element's size."""
 
 
@@ -86,9 +86,9 @@ class TensorReader:
             _, _, self._payload = self._checkpoint.read_layer(tensor.layer)
             self._layer = tensor.layer
         entry = tensor.entry
-        for start in range(entry.offset, entry.offset + entry.size_bytes, _PIECE_BYTES):
-            piece = self._payload[start : min(start + _PIECE_BYTES, entry.offset + entry.size_bytes)]
-            yield convert_dtype(piece, entry.dtype, tensor.dtype).data
+        for start in range(entry.offset, entry.offset + entry.size_bytes, _CHUNK_BYTES):
+            chunk = self._payload[start : min(start + _CHUNK_BYTES, entry.offset + entry.size_bytes)]
+            yield convert_dtype(chunk, entry.dtype, tensor.dtype).data
 
 
 def model_tensors(checkpoint: Checkpoint, dtype: str | None = None) -> list[FileTensor]:
@@ -144,8 +144,8 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(_header(tensors, metadata))
         for tensor in tensors:
-            for piece in reader.chunks(tensor):
-                file.write(piece)
+            for chunk in reader.chunks(tensor):
+                file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
         return file.tell()

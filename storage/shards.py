@@ -71,10 +71,10 @@ class ShardLayout:
 
 def make_shard(layout: ShardLayout, owner: int, bucket: Bytes, shard: Bytes) -> None:
     """Fill ``shard``, of ``layout.shard_bytes(owner)`` bytes, from the whole bucket."""
-    for piece in layout.xor_ranges(owner):
-        target = shard[piece.offset : piece.offset + piece.size_bytes]
-        for number, start in enumerate(piece.sources):
-            source = bucket[start : start + piece.size_bytes]
+    for xor_range in layout.xor_ranges(owner):
+        target = shard[xor_range.offset : xor_range.offset + xor_range.size_bytes]
+        for number, start in enumerate(xor_range.sources):
+            source = bucket[start : start + xor_range.size_bytes]
             if number == 0:
                 target[: len(source)] = source
                 target[len(source) :] = 0
@@ -221,10 +221,10 @@ def _origins(layout: ShardLayout, owner: int, offset: int, end: int) -> Iterator
     in the bucket, their number, and whether they are the first for these bytes. The bucket is followed by
     zeros.
     """
-    for piece in layout.xor_ranges(owner):
-        low, high = max(offset, piece.offset), min(end, piece.offset + piece.size_bytes)
-        for number, source in enumerate(piece.sources):
-            start = source + low - piece.offset
+    for xor_range in layout.xor_ranges(owner):
+        low, high = max(offset, xor_range.offset), min(end, xor_range.offset + xor_range.size_bytes)
+        for number, source in enumerate(xor_range.sources):
+            start = source + low - xor_range.offset
             size = min(high - low, layout.bucket_bytes - start)
             if size > 0:
                 yield low, start, size, number == 0

@@ -53,7 +53,7 @@ class StagedLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def size_bytes(self) -> int:
         """Size of the payload."""
-        return sum(piece.size_bytes for piece in self.chunks)
+        return sum(chunk.size_bytes for chunk in self.chunks)
 
 
 def write_staged(directory: Path, layer: int, staged: StagedLayer) -> None:
@@ -74,10 +74,10 @@ def write_staged_payload(directory: Path, layer: int, header: bytes, payload: by
     """
     path = directory / f"layer-{layer}.payload"
     path.write_bytes(payload)
-    pieces: Sequence[PayloadChunk] = (
+    chunks: Sequence[PayloadChunk] = (
         [PayloadChunk(size_bytes=len(payload), path=str(path))] if payload else []
     )
-    write_staged(directory, layer, StagedLayer(header=header, chunks=tuple(pieces)))
+    write_staged(directory, layer, StagedLayer(header=header, chunks=tuple(chunks)))
 
 
 def read_staged(directory: Path, layer: int) -> StagedLayer:

@@ -242,7 +242,7 @@ class TrainerSupervisor:
             greeting = await self._greeting(reader, writer)
             trainer = await self._forked_trainer(greeting.pid)
             if trainer is None or trainer.device != greeting.device:
-                raise ProtocolError(f"process {greeting.pid} is no trainer of this node")
+                raise ProtocolError(f"process {greeting.pid} is not a trainer of this node")
             match greeting:
                 case protocol.Attached():
                     await self._listen(trainer, greeting, reader, writer)

@@ -99,7 +99,7 @@ class Repairer:
             target, sources = await self._decoded(layout.within(group), layout, part, first, end)
         data = target.tobytes()
         if not part.is_block_intact(number, data):
-            raise self._error(part, f"what {', '.join(sources)} keep makes other bytes than were written")
+            raise self._error(part, f"the bytes made from {', '.join(sources)} differ from what was written")
         return RepairedBlock(data=data, sources=sources)
 
     def _error(self, part: SnapshotPart, why: str) -> RepairError:

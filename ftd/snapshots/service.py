@@ -242,13 +242,13 @@ class SnapshotService:
 
     # --- copies ------------------------------------------------------------------------------------
 
-    def retain_copies(self, job_id: str, step: int, kept: Restore | None = None) -> None:
+    def retain_copies(self, job_id: str, step: int, retained: Restore | None = None) -> None:
         """Release older copies, and remove the directories that are not used any more.
 
-        :param kept: the snapshot of ``step``, which is scrubbed from now on.
+        :param retained: the snapshot of ``step``, which is scrubbed from now on.
         """
-        if kept is not None:
-            self._scrubber.start(kept)
+        if retained is not None:
+            self._scrubber.start(retained)
         for directory in self._copies.release_older(job_id, step):
             self._run(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
@@ -298,12 +298,16 @@ class SnapshotService:
             node, Corruption(job_id=job_id, step=step, part=part, detail=detail)
         )
 
-    def _report_corruption(self, node: str, damage: Corruption) -> None:
-        where = f"{damage.part} of the snapshot of step {damage.step}" if damage.step else damage.part
+    def _report_corruption(self, node: str, corruption: Corruption) -> None:
+        where = (
+            f"{corruption.part} of the snapshot of step {corruption.step}"
+            if corruption.step
+            else corruption.part
+        )
         self._publish_event(
             "ShardCorrupted",
-            f"{node}: {where} cannot be used: {damage.detail}",
-            {"owner": node, "job": damage.job_id, "step": damage.step, "part": damage.part},
+            f"{node}: {where} cannot be used: {corruption.detail}",
+            {"owner": node, "job": corruption.job_id, "step": corruption.step, "part": corruption.part},
         )
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

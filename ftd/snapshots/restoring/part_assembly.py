@@ -64,10 +64,10 @@ class HeldParts:
         """Return the parts that are intact and long enough."""
         found: list[PartCopy] = []
         for image in self.image.held:
-            kept = self.replica if image.replica else self.shard
-            if kept is None:
+            held = self.replica if image.replica else self.shard
+            if held is None:
                 continue
-            part, read = kept
+            part, read = held
             end = image.offset + image.size_bytes
             if part.size_bytes < end:
                 report_lost(
@@ -87,13 +87,13 @@ class LostPartsError(PeerError):
         super().__init__(f"no node that is present has the part {ranges} of layer {layer}")
 
 
-def homes_of(kept: Sequence[HeldParts], layer: int) -> list[int]:
+def homes_of(held: Sequence[HeldParts], layer: int) -> list[int]:
     """Return the layers whose parts hold what ``layer`` shares with them, ascending."""
-    return sorted(set(_description_of(kept, layer).homes.values()))
+    return sorted(set(_description_of(held, layer).homes.values()))
 
 
 async def assemble_from_holders(
-    kept: Sequence[HeldParts],
+    held: Sequence[HeldParts],
     layer: int,
     homes: Mapping[int, Sequence[HeldParts]],
     report_lost: ReportLost,
@@ -106,8 +106,8 @@ async def assemble_from_holders(
     :raises LostPartsError: no node holds some part.
     :raises CorruptDataError: the parts do not make up the layer.
     """
-    whole = _description_of(kept, layer)
-    parts = await _all_parts(kept, layer, report_lost, unreadable)
+    whole = _description_of(held, layer)
+    parts = await _all_parts(held, layer, report_lost, unreadable)
     for home, some in homes.items():
         parts += [
             (select_tied(whole, part), data)
@@ -116,15 +116,15 @@ async def assemble_from_holders(
     return await asyncio.to_thread(assemble_from_parts, whole, parts)
 
 
-def _description_of(kept: Sequence[HeldParts], layer: int) -> WholeLayer:
-    return next(one for some in kept for one in some.image.layers if one.layer == layer)
+def _description_of(held: Sequence[HeldParts], layer: int) -> WholeLayer:
+    return next(one for some in held for one in some.image.layers if one.layer == layer)
 
 
 async def _all_parts(
-    kept: Sequence[HeldParts], layer: int, report_lost: ReportLost, unreadable: set[tuple[str, SnapshotPart]]
+    held: Sequence[HeldParts], layer: int, report_lost: ReportLost, unreadable: set[tuple[str, SnapshotPart]]
 ) -> list[tuple[LayerPart, Bytes]]:
     """Return parts that cover the layer. If one cannot be read, others replace it."""
-    here = [one for one in kept if any(whole.layer == layer for whole in one.image.layers)]
+    here = [one for one in held if any(whole.layer == layer for whole in one.image.layers)]
     copies = [copy for one in here for copy in one.copies(report_lost)]
     done: dict[PartCopy, tuple[LayerPart, Bytes]] = {}
     while True:

@@ -177,24 +177,24 @@ class Restorer:
         self, group: SnapshotGroup, known: SnapshotHolders, layers: Sequence[int], put: PutLayer
     ) -> None:
         """Restore layers of a group whose owners hold different parts."""
-        kept = await self._kept_parts(group, known)
-        if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
+        held_parts = await self._held_parts(group, known)
+        if len({one.node for one in held_parts} & set(group.owners)) < len(group.owners):
             self._decoded += 1
-        by_group = {group.first_layer: kept}
+        by_group = {group.first_layer: held_parts}
         unreadable: set[tuple[str, SnapshotPart]] = set()
-        there = {layer.layer for one in kept for layer in one.image.layers}
+        there = {layer.layer for one in held_parts for layer in one.image.layers}
         self._check_headers(sorted(set(layers) - there))
         for layer in layers:
             homes: dict[int, list[HeldParts]] = {}
-            for home in homes_of(kept, layer):
+            for home in homes_of(held_parts, layer):
                 other = self._group_of(home)
                 if other.first_layer not in by_group:
                     await known.ask([other])
-                    by_group[other.first_layer] = await self._kept_parts(other, known)
+                    by_group[other.first_layer] = await self._held_parts(other, known)
                 homes[home] = by_group[other.first_layer]
             try:
                 header, payload = await assemble_from_holders(
-                    kept, layer, homes, self._report_lost, unreadable
+                    held_parts, layer, homes, self._report_lost, unreadable
                 )
             except LostPartsError as error:
                 other = self._group_of(error.layer)
@@ -203,7 +203,7 @@ class Restorer:
                 names = ", ".join(owner for owner in other.owners if owner not in here)
                 raise LayerRestoreError(f"{_where(group)}: {error} (missing: {names})", self._bad) from None
             except CorruptDataError as error:
-                blamed = {one.node for some in (kept, *homes.values()) for one in some}
+                blamed = {one.node for some in (held_parts, *homes.values()) for one in some}
                 raise LayerRestoreError(f"{_where(group)}: {error}", blamed) from None
             await put(layer, header, payload)
 
@@ -213,8 +213,8 @@ class Restorer:
                 return group
         raise LayerRestoreError(f"the snapshot of step {self.restore.step} has no layer {layer}")
 
-    async def _kept_parts(self, group: SnapshotGroup, known: SnapshotHolders) -> list[HeldParts]:
-        kept: list[HeldParts] = []
+    async def _held_parts(self, group: SnapshotGroup, known: SnapshotHolders) -> list[HeldParts]:
+        held_parts: list[HeldParts] = []
         for holder in known.holders_of(group):
             if holder.small is None:
                 continue
@@ -229,10 +229,10 @@ class Restorer:
                 None if part is None else (part, partial(self._range, holder, part))
                 for part in (holder.shard, holder.replica)
             )
-            kept.append(
+            held_parts.append(
                 HeldParts(node=holder.node, small=holder.small, image=image, shard=shard, replica=replica)
             )
-        return kept
+        return held_parts
 
     async def _range(self, holder: ShardHolder, part: SnapshotPart, first: int, size: int) -> Bytes:
         """Read bytes of a part.

@@ -23,7 +23,7 @@ from statemachine.messages.cluster import LayersPersisted, Persist, PersistFaile
 from statemachine.messages.values import Restore, Snapshot, SnapshotGroup, Vote
 from storage.checkpoint import CheckpointStore
 from storage.description import ModelDescription, encode_description
-from storage.layerfile import PIECE_BYTES
+from storage.layerfile import CHUNK_BYTES
 from tests.helpers.kept_snapshots import (
     JOB,
     TOKEN,
@@ -151,7 +151,7 @@ def with_hosts(
     with shared_directory() as root:
         (root / "kept").mkdir()
         hosts = Hosts(root=root, url=str(root / "kept"))
-        hosts.write((PIECE_BYTES * 2,) if large else (700, 33, 5000))
+        hosts.write((CHUNK_BYTES * 2,) if large else (700, 33, 5000))
         asyncio.run(main(hosts))
 
 
