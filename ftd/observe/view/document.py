@@ -124,7 +124,7 @@ class ReportedRecovery:
     nodes: tuple[str, ...]
     detected_how: str | None
     measured_from: Literal["fault", "detection"]
-    """Where ``total_ms`` begins: at the injected fault, or when the coordinator first knew."""
+    """Begin of ``total_ms``: the injected fault, or the moment when the coordinator first knew."""
     at_s: float
     """Time of the detection."""
     detected_ms: float | None
@@ -141,14 +141,14 @@ class ReportedRecovery:
     recomputed_steps: int
     """1 if the step in flight had to be computed again."""
     tier: str
-    """Where state came from: ``live_replica``; ``none`` if nothing had to move; ``replica`` if the owner of
+    """Source of the state: ``live_replica``; ``none`` if nothing had to move; ``replica`` if the owner of
     some optimizer state was lost; after a rollback ``memory``, ``decoded``, ``buddy`` or ``persistent``.
     """
     bytes_moved: int
     method: str
     reason: str
     decision: str | None
-    """What became of the step in flight: ``roll_forward``, ``redo``, ``boundary`` or ``start``."""
+    """Outcome of the step in flight: ``roll_forward``, ``redo``, ``boundary`` or ``start``."""
     generation: int
     generations_tried: int
     """More than 1 if something else changed before the first step was committed."""

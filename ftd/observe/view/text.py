@@ -82,7 +82,7 @@ TIER_WORDS = {
     "buddy": "a snapshot in the nodes' memory, with lost parts from replica peers",
     "persistent": "a persistent checkpoint",
 }
-"""Where state came from, if not only from live replicas."""
+"""Source of the state, if it did not come only from live replicas."""
 
 CAUSE_WORDS = {
     "start": "started",
