@@ -1,4 +1,5 @@
-"""The state of one trainer, and the training step with its commit (design §4).
+"""The state of one trainer, and the training step with its commit
+(``docs/explanation/commit-and-recovery.md``).
 
 A step is COMPUTE, SYNC, VOTE, APPLY. The engine always knows which of three statements is true; a quiesced
 trainer reports it, and a recovery relies on it:
@@ -486,12 +487,11 @@ class Engine:
         step = self.committed_step
         return self._held_out is not None and self._held_out.is_due(step) and self._evaluated < step
 
-    def evaluate(self, stop_wanted: Callable[[], bool]) -> bool:
+    def evaluate(self, stop_requested: Callable[[], bool]) -> bool:
         """Evaluate the committed state on the held-out data set and set ``evaluation``.
 
-        :param stop_wanted: called once for each held-out batch, just before its sum.
-        :returns: whether any rank wants all ranks to stop. There is then no result, unless it was the last
-            batch.
+        :param stop_requested: called once for each held-out batch, just before its sum.
+        :returns: whether any rank requested a stop. There is then no result, unless it was the last batch.
         :raises CommunicationError: aborted, or a peer is lost.
         """
         evaluator, held_out = self._evaluator, self._held_out
@@ -503,7 +503,7 @@ class Engine:
             for batch in range(held_out.batches):
                 totals = evaluator.run(self.committed_step, batch)
                 took_s = time.monotonic() - started
-                own = [stop_wanted(), held_out.length, took_s, *totals.to_list(names)]
+                own = [stop_requested(), held_out.length, took_s, *totals.to_list(names)]
                 stops, length, took_s, *more = self._summed(own)
                 self._check_length(length, held_out)
                 sums = [total + part for total, part in zip(sums, more, strict=True)]
@@ -551,11 +551,11 @@ class Engine:
     # --- the step --------------------------------------------------------------------------------
 
     def step(
-        self, stop_wanted: Callable[[], bool], snap_wanted: Callable[[], bool] = lambda: False
+        self, stop_requested: Callable[[], bool], snapshot_requested: Callable[[], bool] = lambda: False
     ) -> StepResult:
         """Run one step, up to and including its commit.
 
-        :param stop_wanted: called once, just before VOTE, like ``snap_wanted``.
+        :param stop_requested: called once, just before VOTE, like ``snapshot_requested``.
         :raises CommunicationError: aborted, or a peer is lost; ``ready_step`` says how far the step got.
         """
         executor, gradients = self._executor, self._gradients
@@ -571,9 +571,9 @@ class Engine:
         totals = executor.run(self.committed_step + 1, loss_scale / self._nominal_weight)
         gradients.finish(self.monitor)
         self.ready_step = self.committed_step + 1
-        vote, stop, snap = self._hold_vote(totals, loss_scale, stop_wanted(), snap_wanted())
+        vote, stop, snap = self._hold_vote(totals, loss_scale, stop_requested(), snapshot_requested())
         self.monitor.account_bubbles()
-        bubble_s, sums_s = self.monitor.bubble_s, self.monitor.sync_s
+        bubble_s, sync_s = self.monitor.bubble_s, self.monitor.sync_s
         if self.snapshots is not None:
             self.snapshots.finish()
         with self.monitor.trace.span("apply"):
@@ -582,7 +582,7 @@ class Engine:
         step_s = time.monotonic() - started
         self.monitor.trace.add("step", began_s, began_s + step_s, self.committed_step)
         if self.snapshots is not None:
-            self.snapshots.record_step(StepTimes(step_s=step_s, waits_s=bubble_s, sums_s=sums_s))
+            self.snapshots.record_step(StepTimes(step_s=step_s, waits_s=bubble_s, sync_s=sync_s))
         return StepResult(
             vote=vote,
             stop_requested=stop,

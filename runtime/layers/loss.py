@@ -53,21 +53,22 @@ class Loss:
         """
 
     def __call__(
-        self, output: Any, batch: Batch, rows: int, on_host: Batch | None = None
+        self, output: Any, batch: Batch, rows: int, host_batch: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the sum and the weight of the loss of some rows.
 
-        :param on_host: the batch in host memory, where labels are counted without waiting for the device.
+        :param host_batch: the batch in host memory, where labels are counted without waiting for the
+            device.
         """
-        on_host = batch if on_host is None else on_host
+        host_batch = batch if host_batch is None else host_batch
         if self._function is None:
-            return self._model_loss(output, on_host, rows)
+            return self._model_loss(output, host_batch, rows)
         value = self._function(_in_float32(output), batch[1] if self._takes_target else batch)
         if isinstance(value, tuple | list):
             return _pair(value, "the loss")
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TrainingError("the loss must return one number (a scalar tensor) or a pair (sum, weight)")
-        self._check_masks(on_host[1] if self._takes_target else on_host, rows)
+        self._check_masks(host_batch[1] if self._takes_target else host_batch, rows)
         return value.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64)
 
     def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:

@@ -512,16 +512,17 @@ class Model:
             self._check = _no_check
 
     def compute_loss(
-        self, output: Any, batch: Batch, rows: int, on_host: Batch | None = None
+        self, output: Any, batch: Batch, rows: int, host_batch: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (sum, weight) of the loss of these rows; the loss of a global batch is the sum of sums over
         the sum of weights.
 
-        :param on_host: the batch in host memory, where labels are counted without waiting for the device.
+        :param host_batch: the batch in host memory, where labels are counted without waiting for the
+            device.
         :raises TrainingError: the loss cannot be computed, or is a mean that depends on how rows are
             grouped.
         """
-        return self._loss(output, batch, rows, on_host)
+        return self._loss(output, batch, rows, host_batch)
 
     def check_held_out(self, batch: Batch) -> None:
         """Check that the model can run a microbatch of the held-out data set.

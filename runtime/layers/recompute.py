@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from planner.values import Recompute
 
-_KEPT = frozenset(
+_SAVED = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
         "mm",
@@ -83,14 +83,14 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
         yield
 
 
-def _policy(on_kept: Callable[[Tensor], None] | None) -> Callable[..., CheckpointPolicy]:
+def _policy(on_saved: Callable[[Tensor], None] | None) -> Callable[..., CheckpointPolicy]:
     def choose(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        if operation not in _KEPT:
+        if operation not in _SAVED:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if on_kept is not None:
+        if on_saved is not None:
             for output in tree.tree_leaves(context.op_output):
                 if isinstance(output, Tensor):
-                    on_kept(output)
+                    on_saved(output)
         return CheckpointPolicy.MUST_SAVE
 
     return choose

@@ -44,7 +44,7 @@ class StepTimes:
 
     step_s: float
     waits_s: float
-    sums_s: float
+    sync_s: float
 
 
 @dataclass(slots=True)
@@ -128,4 +128,4 @@ class CopySchedule:
         return sum(step.step_s for step in self._steps) / len(self._steps)
 
     def _bubbles_s(self, elapsed: StepTimes) -> float:
-        return elapsed.waits_s - (elapsed.sums_s if self.has_own_link else 0.0)
+        return elapsed.waits_s - (elapsed.sync_s if self.has_own_link else 0.0)

@@ -379,7 +379,7 @@ class SnapshotWriter:
             waiting = monitor.waiting and monitor.waiting_for != "device"
             period = self._schedule.period(waiting=waiting, for_sums=monitor.waiting_for == "sync")
             with self._changed:
-                so_far = StepTimes(step_s=capture.age_s, waits_s=monitor.bubble_s, sums_s=monitor.sync_s)
+                so_far = StepTimes(step_s=capture.age_s, waits_s=monitor.bubble_s, sync_s=monitor.sync_s)
                 if (
                     capture.hurried
                     or capture.taken == len(capture.units)

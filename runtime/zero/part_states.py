@@ -221,18 +221,18 @@ class PartStates:
 
     # --- as bytes --------------------------------------------------------------------------------
 
-    def pack(self, move: PartTransfer) -> tuple[bytes, Tensor]:
+    def pack(self, transfer: PartTransfer) -> tuple[bytes, Tensor]:
         """Return the header and the payload, a copy on the device.
 
         :raises StateError: the state is not held here.
         """
-        header, tensors = self._describe(move)
+        header, tensors = self._describe(transfer)
         payload = torch.zeros(header.size_bytes, dtype=torch.uint8, device=self._model.device)
         for entry, tensor in zip(header.entries, tensors, strict=True):
             _view(payload, entry).copy_(tensor.reshape(-1))
         return msgspec.msgpack.encode(header), payload
 
-    def unpack(self, move: PartTransfer, header: bytes, payload: Tensor) -> None:
+    def unpack(self, transfer: PartTransfer, header: bytes, payload: Tensor) -> None:
         """Write parameters and buffers into the model, and add optimizer state to what has been received.
 
         :raises StateError: it is not what the transfer announced, or does not fit this model; nothing was
@@ -242,16 +242,16 @@ class PartStates:
             decoded = self._decoder.decode(header)
         except msgspec.DecodeError as error:
             raise StateError(f"malformed header: {error}") from error
-        self._check(move, decoded, payload)
-        if move.content == "rest":
-            self._take_rest(move.layer, decoded, payload)
+        self._check(transfer, decoded, payload)
+        if transfer.content == "rest":
+            self._take_rest(transfer.layer, decoded, payload)
             return
         views: dict[str, dict[str, Tensor | Scalar]] = {}
         for entry in decoded.entries:
             view = _view(payload, entry)
             views.setdefault(entry.name, {})[entry.key] = view.view(()) if entry.count is None else view
-        for one in self._slices_of(move):
-            if move.content == "parameters":
+        for one in self._slices_of(transfer):
+            if transfer.content == "parameters":
                 value = views[one.name][""]
                 assert isinstance(value, Tensor)
                 self._optimization.value_of(one).copy_(value)
@@ -262,10 +262,10 @@ class PartStates:
 
     # --- helpers -------------------------------------------------------------------------------------
 
-    def _slices_of(self, move: PartTransfer) -> tuple[ParameterSlice, ...]:
-        return self._shape.vectors[move.vector].slices(move.start, move.end)
+    def _slices_of(self, transfer: PartTransfer) -> tuple[ParameterSlice, ...]:
+        return self._shape.vectors[transfer.vector].slices(transfer.start, transfer.end)
 
-    def _describe(self, move: PartTransfer) -> tuple[PartHeader, list[Tensor]]:
+    def _describe(self, transfer: PartTransfer) -> tuple[PartHeader, list[Tensor]]:
         found: list[tuple[PartEntry, Tensor]] = []
         scalars: dict[str, dict[str, Scalar]] = {}
         end = 0
@@ -285,14 +285,14 @@ class PartStates:
             found.append((entry, tensor))
             end += padded_size(entry.size_bytes)
 
-        if move.content == "rest":
-            for shared in self._model.tensors_of(move.layer):
+        if transfer.content == "rest":
+            for shared in self._model.tensors_of(transfer.layer):
                 if not shared.trainable:
                     whole = ParameterSlice(name=shared.name, start=0, end=shared.value.numel())
                     add(whole, shared.kind, "", shared.value.detach())
         else:
-            for one in self._slices_of(move):
-                if move.content == "parameters":
+            for one in self._slices_of(transfer):
+                if transfer.content == "parameters":
                     add(one, "parameter", "", self._source(one))
                     continue
                 for key, value in _narrowed(self._covering(one), one).items():
@@ -301,10 +301,10 @@ class PartStates:
                     else:
                         scalars.setdefault(one.name, {})[key] = value
         header = PartHeader(
-            layer=move.layer,
+            layer=transfer.layer,
             entries=tuple(entry for entry, _ in found),
             scalars=scalars,
-            schedule=self._optimization.schedule() if move.content == "rest" else None,
+            schedule=self._optimization.schedule() if transfer.content == "rest" else None,
             size_bytes=end,
         )
         return header, [tensor for _, tensor in found]
@@ -375,9 +375,9 @@ class PartStates:
                 target = values[entry.name]
                 target.copy_(_view(payload, entry).view(target.shape))
 
-    def _check(self, move: PartTransfer, header: PartHeader, payload: Tensor) -> None:
-        place = f"layer {move.layer}, {move.content} of elements {move.start}–{move.end}"
-        if (header.format, header.layer) != (PART_FORMAT, move.layer):
+    def _check(self, transfer: PartTransfer, header: PartHeader, payload: Tensor) -> None:
+        place = f"layer {transfer.layer}, {transfer.content} of elements {transfer.start}–{transfer.end}"
+        if (header.format, header.layer) != (PART_FORMAT, transfer.layer):
             raise StateError(f"{place}: received format {header.format} of layer {header.layer}")
         if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.size_bytes:
             raise StateError(
@@ -387,15 +387,17 @@ class PartStates:
         for entry in header.entries:
             _check_entry(place, entry, end)
             end = entry.offset + entry.size_bytes
-        slices = () if move.content == "rest" else self._slices_of(move)
-        if end > header.size_bytes or not self._is_expected(move, header, slices):
+        slices = () if transfer.content == "rest" else self._slices_of(transfer)
+        if end > header.size_bytes or not self._is_expected(transfer, header, slices):
             raise StateError(f"{place}: this model has something else there")
         if not set(header.scalars) <= {one.name for one in slices}:
             raise StateError(f"{place}: optimizer state for {', '.join(sorted(header.scalars))}")
 
-    def _is_expected(self, move: PartTransfer, header: PartHeader, slices: Sequence[ParameterSlice]) -> bool:
+    def _is_expected(
+        self, transfer: PartTransfer, header: PartHeader, slices: Sequence[ParameterSlice]
+    ) -> bool:
         came = [(e.name, e.role, e.key, e.start, e.count, e.dtype) for e in header.entries]
-        if move.content == "optimizer":
+        if transfer.content == "optimizer":
             ranges = {one.name: (one.start, one.end - one.start) for one in slices}
             fitting = (
                 role == "optimizer"
@@ -405,12 +407,12 @@ class PartStates:
                 for name, role, key, start, count, _ in came
             )
             return all(fitting) and len({one[:3] for one in came}) == len(came)
-        if move.content == "parameters":
-            dtype = self._shape.vectors[move.vector].dtype
+        if transfer.content == "parameters":
+            dtype = self._shape.vectors[transfer.vector].dtype
             return came == [(s.name, "parameter", "", s.start, s.end - s.start, dtype) for s in slices]
         return came == [
             (t.name, t.kind, "", 0, t.value.numel(), dtype_name(t.value.dtype))
-            for t in self._model.tensors_of(move.layer)
+            for t in self._model.tensors_of(transfer.layer)
             if not t.trainable
         ]
 

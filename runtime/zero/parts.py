@@ -261,7 +261,7 @@ def plan_transfers(
                             f"no rank has the {_WORDS[what]} of elements {start}–{end} of layer "
                             f"{vector.layer} ({vector.dtype}), which rank {rank} needs"
                         )
-                    move = PartTransfer(
+                    transfer = PartTransfer(
                         source=-1,
                         target=rank,
                         layer=vector.layer,
@@ -270,19 +270,19 @@ def plan_transfers(
                         start=start,
                         end=end,
                     )
-                    wanted.append(((end - start) * size, move, candidates))
+                    wanted.append(((end - start) * size, transfer, candidates))
     wanted += _rest(layers, held)
-    moves = []
+    transfers = []
     # Transfers with a single possible source come first; the others then balance the load, large ones
     # before small ones.
     wanted.sort(
         key=lambda w: (len(w[2]) > 1, -w[0], w[1].vector, w[1].layer, w[1].content, w[1].start, w[1].target)
     )
-    for size, move, candidates in wanted:
+    for size, transfer, candidates in wanted:
         source = min(candidates, key=lambda rank: (load.get(rank, 0), rank))
         load[source] = load.get(source, 0) + max(size, 1)
-        moves.append(replace(move, source=source))
-    return tuple(sorted(moves, key=lambda m: (m.layer, m.vector, m.content, m.start, m.target)))
+        transfers.append(replace(transfer, source=source))
+    return tuple(sorted(transfers, key=lambda m: (m.layer, m.vector, m.content, m.start, m.target)))
 
 
 def _layers_of_ranks(world: WorldData) -> dict[int, set[int]]:
@@ -361,10 +361,10 @@ def _rest(
                 continue
             if not having:
                 raise PartsError(f"no rank has any part of layer {layer}, which rank {rank} needs")
-            move = PartTransfer(
+            transfer = PartTransfer(
                 source=-1, target=rank, layer=layer, content="rest", vector=-1, start=0, end=0
             )
-            wanted.append((0, move, sorted(having)))
+            wanted.append((0, transfer, sorted(having)))
     return wanted
 
 

@@ -155,8 +155,8 @@ class ShardedState:
         with torch.no_grad():
             self._fill(own, complete, digest if resume.step == 0 else None)
             held = initial_holdings(world) if resume.restore else world.held_parts
-            moves = plan_transfers(self.shape, world, held, zero1=self._zero1, replicas=aor)
-            received_bytes = self._exchange(moves, communicator)
+            transfers = plan_transfers(self.shape, world, held, zero1=self._zero1, replicas=aor)
+            received_bytes = self._exchange(transfers, communicator)
             self._own = [
                 self.states.make_part(layer, self._vectors_of(layer, own), part)
                 for layer in own
@@ -328,10 +328,10 @@ class ShardedState:
                     served.setdefault(copied.holder, []).append(own[layer, copied.part])
                 if copied.holder == rank:
                     followed.setdefault(copied.owner, []).append((layer, copied.part))
-        differing, asked = self._compare(communicator, served, followed)
-        if not (differing or asked):
+        differing, requested = self._compare(communicator, served, followed)
+        if not (differing or requested):
             return ()
-        return self._renew(communicator, differing, asked)
+        return self._renew(communicator, differing, requested)
 
     def _compare(
         self,
@@ -357,16 +357,16 @@ class ShardedState:
         answers = self._exchange_bytes(
             communicator, verdicts, {peer: len(parts) for peer, parts in served.items()}
         )
-        asked = [
+        requested = [
             (peer, part)
             for peer, parts in served.items()
             for part, is_bad in zip(parts, answers[peer], strict=True)
             if is_bad
         ]
-        return differing, asked
+        return differing, requested
 
     def _renew(
-        self, communicator: Communicator, differing: dict[_Key, int], asked: list[tuple[int, PartState]]
+        self, communicator: Communicator, differing: dict[_Key, int], requested: list[tuple[int, PartState]]
     ) -> tuple[Divergence, ...]:
         """Replace replicas that differ by new ones from their owners."""
         rank = communicator.rank
@@ -375,11 +375,13 @@ class ShardedState:
         self.states.held = [
             p for p in self.states.held if not (p.replica and (p.layer, p.fractions) in differing)
         ]
-        moves = [m for peer, part in asked for m in self._moves_of(part.layer, part.fractions, rank, peer)]
+        transfers = [
+            m for peer, part in requested for m in self._transfers_of(part.layer, part.fractions, rank, peer)
+        ]
         for (layer, fractions), peer in differing.items():
-            moves += self._moves_of(layer, fractions, peer, rank)
+            transfers += self._transfers_of(layer, fractions, peer, rank)
         with torch.no_grad():
-            self._exchange(moves, communicator)
+            self._exchange(transfers, communicator)
             new = [
                 self.states.make_part(layer, self.shape.vectors_of_layer(layer), fractions, replica=True)
                 for layer, fractions in differing
@@ -404,13 +406,13 @@ class ShardedState:
                 diverged.append(Divergence(layer=part.layer, detail=detail))
         return tuple(diverged)
 
-    def _moves_of(self, layer: int, part: Fractions, source: int, target: int) -> list[PartTransfer]:
+    def _transfers_of(self, layer: int, part: Fractions, source: int, target: int) -> list[PartTransfer]:
         """Return the transfers of the optimizer's state of a part."""
-        moves = []
+        transfers = []
         for number, vector in enumerate(self.shape.vectors):
             start, end = vector.part_range(*part)
             if vector.layer == layer and start < end:
-                moves.append(
+                transfers.append(
                     PartTransfer(
                         source=source,
                         target=target,
@@ -421,7 +423,7 @@ class ShardedState:
                         end=end,
                     )
                 )
-        return moves
+        return transfers
 
     # --- helpers -------------------------------------------------------------------------------------
 
@@ -447,9 +449,9 @@ class ShardedState:
             self._monitor.wait(communicator, pending)
         return {peer: bytes(self._monitor.to_host(tensor).numpy()) for peer, tensor in received.items()}
 
-    def _exchange(self, moves: Sequence[PartTransfer], communicator: Communicator) -> int:
+    def _exchange(self, transfers: Sequence[PartTransfer], communicator: Communicator) -> int:
         exchange = StateExchange(
-            moves,
+            transfers,
             endpoint=PayloadEndpoint(self.states),
             communicator=communicator,
             monitor=self._monitor,

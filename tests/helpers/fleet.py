@@ -149,9 +149,9 @@ class Fleet:
                 engine.call_hook(result.step_s)
         return results
 
-    def evaluate(self, stop_wanted: Callable[[], bool] = lambda: False) -> bool:
+    def evaluate(self, stop_requested: Callable[[], bool] = lambda: False) -> bool:
         """Evaluate the committed state on all ranks; return whether any rank wanted to stop."""
-        stops = self.each(lambda rank, engine: engine.evaluate(stop_wanted))
+        stops = self.each(lambda rank, engine: engine.evaluate(stop_requested))
         result = self.engines[0].evaluation
         assert all(engine.evaluation == result for engine in self.engines), "all ranks know the same"
         assert len(set(stops)) == 1

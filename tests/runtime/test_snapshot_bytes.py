@@ -356,7 +356,7 @@ def test_bubbles_are_used_where_they_suffice(tmp_path: Path) -> None:
     writer = alone.rank.engine.snapshots
     assert writer is not None
     for _ in range(8):
-        writer.record_step(StepTimes(step_s=4.0, waits_s=2.0, sums_s=0.0))
+        writer.record_step(StepTimes(step_s=4.0, waits_s=2.0, sync_s=0.0))
     alone.snap()
     threading.Event().wait(0.1)
     assert alone.rank.reports[-1].step == 1, "no bubble so far"

@@ -302,8 +302,8 @@ def test_shares_are_about_equal() -> None:
     assert split_evenly([5, 5, 5, 5, 5], 1) == [0, 5]
 
 
-def at(step_s: float, waits_s: float, sums_s: float = 0.0) -> StepTimes:
-    return StepTimes(step_s=step_s, waits_s=waits_s, sums_s=sums_s)
+def at(step_s: float, waits_s: float, sync_s: float = 0.0) -> StepTimes:
+    return StepTimes(step_s=step_s, waits_s=waits_s, sync_s=sync_s)
 
 
 def test_computing_is_interrupted_only_for_what_does_not_fit_into_bubbles() -> None:
