@@ -138,15 +138,15 @@ def story(
     from ftd.observe.view.story import chapters, render_story
 
     past = run_async(_past(resolve_cluster(broker, cluster, config)))
-    told = chapters(past, of)
-    if not told and of.isdigit():
+    found = chapters(past, of)
+    if not found and of.isdigit():
         _print_recovery(past, int(of), as_json=as_json)
         return
-    if not told:
+    if not found:
         known = sorted({str(event["node"]) for event in past if event.get("node")})
         raise FtdError(f"no event names a node {of!r} (known nodes: {', '.join(known) or 'none'})")
     if as_json:
-        print_json({"node": of, "chapters": told})
+        print_json({"node": of, "chapters": found})
     else:
         print_rich(render_story(past, of))
 

@@ -152,12 +152,14 @@ def plan(
             protection=protection,
         )
     )
-    _tell(
+    _print_plan(
         request, compare=not as_json if compare is None else compare, check=check, plot=plot, as_json=as_json
     )
 
 
-def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None, as_json: bool) -> None:
+def _print_plan(
+    request: PlanRequest, *, compare: bool, check: bool, plot: Path | None, as_json: bool
+) -> None:
     """Plan, and print the result in every form that was asked for."""
     from planner.describe import describe
 
@@ -201,32 +203,32 @@ def _checked(seen: "Preview") -> "CrossCheck | SolverError":
 
 
 def _as_json(
-    told: "Description",
+    description: "Description",
     planning_s: float,
     other: "Description | None",
     check: "CrossCheck | SolverError | None",
 ) -> dict[str, Any]:
     """Return the result as JSON; ``docs/how-to/planning.md`` explains every field."""
-    policy = told.policy
+    policy = description.policy
     document: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
         "planning_s": planning_s,
         **{key: getattr(policy, key) for key in PlannerOptions.__struct_fields__},
-        "nodes": told.nodes,
+        "nodes": description.nodes,
         "devices_per_node": policy.devices_per_node,
-        "layers": told.layers,
+        "layers": description.layers,
         "tolerate": policy.tolerate,
         "microbatches": policy.microbatches,
         "microbatch_rows": policy.microbatch_rows,
-        "memory_limit_bytes": told.memory_limit_bytes,
+        "memory_limit_bytes": description.memory_limit_bytes,
         "activation_checkpointing": policy.activation_checkpointing,
-        "templates": [_template_json(row) for row in told.templates],
+        "templates": [_template_json(row) for row in description.templates],
         "instantiation": {
-            "iteration_ms": told.iteration_ms,
-            "samples_per_s": told.samples_per_s,
-            "bubble_ratio": told.bubble_ratio,
-            "idle_nodes": told.idle_nodes,
-            "pipelines": [_pipeline_json(row) for row in told.pipelines for _ in range(row.count)],
+            "iteration_ms": description.iteration_ms,
+            "samples_per_s": description.samples_per_s,
+            "bubble_ratio": description.bubble_ratio,
+            "idle_nodes": description.idle_nodes,
+            "pipelines": [_pipeline_json(row) for row in description.pipelines for _ in range(row.count)],
         },
     }
     if other is not None:
@@ -285,18 +287,18 @@ def _check_json(check: "CrossCheck | SolverError") -> dict[str, Any]:
     return {"agrees": check.agrees, **msgspec.to_builtins(check)}
 
 
-def _protection_json(told: "SnapshotProtection") -> dict[str, Any]:
+def _protection_json(protection: "SnapshotProtection") -> dict[str, Any]:
     import msgspec
 
     return {
-        "scheme": told.scheme,
-        "reason": told.reason,
-        "guarantee": told.guarantee,
-        "overhead": told.overhead,
-        "node_bytes": told.node_bytes,
-        "arena_bytes": told.arena_bytes,
-        "arena_peak_bytes": told.arena_peak_bytes,
-        "replicas": msgspec.to_builtins(told.replicas),
-        "buddy": told.buddy,
-        "groups": msgspec.to_builtins(told.groups),
+        "scheme": protection.scheme,
+        "reason": protection.reason,
+        "guarantee": protection.guarantee,
+        "overhead": protection.overhead,
+        "node_bytes": protection.node_bytes,
+        "arena_bytes": protection.arena_bytes,
+        "arena_peak_bytes": protection.arena_peak_bytes,
+        "replicas": msgspec.to_builtins(protection.replicas),
+        "buddy": protection.buddy,
+        "groups": msgspec.to_builtins(protection.groups),
     }

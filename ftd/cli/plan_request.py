@@ -153,14 +153,14 @@ class PlanRequest:
 
     def _explained(self, error: "PlanningError") -> ConfigurationError:
         """Return the planner's error with the names of the command line in place of the planner's settings."""
-        told = str(error)
+        message = str(error)
         for setting, option in _OPTIONS.items():
-            told = told.replace(setting, option)
+            message = message.replace(setting, option)
         if self.options.job is None or self.options.tolerate is not None:
-            told = told.replace("tolerance.failures =", "--tolerate").replace(
+            message = message.replace("tolerance.failures =", "--tolerate").replace(
                 "tolerance.failures to", "--tolerate to"
             )
-        return ConfigurationError(told.replace("profile.layers", "layers"), field=self.name)
+        return ConfigurationError(message.replace("profile.layers", "layers"), field=self.name)
 
 
 _OPTIONS = {
@@ -245,9 +245,9 @@ def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | Non
     from ftd.cli.profiling.layers import measure_profile
     from ftd.observe.view.progress import delayed_progress
 
-    with delayed_progress("measuring layers") as told:
+    with delayed_progress("measuring layers") as on_progress:
         way = options.activation_checkpointing or job.policy.activation_checkpointing
-        return measure_profile(job, told, activation_checkpointing=way)
+        return measure_profile(job, on_progress, activation_checkpointing=way)
 
 
 def _policy_of_job(job: "Job", options: PlanOptions) -> Policy:

@@ -125,7 +125,7 @@ def test_an_expired_timer_can_be_cancelled_before_it_is_processed() -> None:
     assert [event.name for event in machine.events if isinstance(event, TimerFired)] == ["end"]
 
 
-def test_a_bug_in_a_step_or_an_effect_is_counted_and_the_daemon_goes_on() -> None:
+def test_a_bug_in_a_step_or_an_effect_is_counted_and_the_daemon_continues() -> None:
     def bug(_: Any) -> list[Effect]:
         raise RuntimeError("a bug of ours")
 

@@ -207,8 +207,8 @@ def test_a_session_with_a_cluster(
     assert "WAITING" in once and once.startswith("╭"), "the view alone"
     page = tmp_path / "mlp.html"
     run("report", "mlp", "--html", str(page))
-    assert "under way, begun" in page.read_text()
-    assert "under way" in run("report", job_id)
+    assert "running, started" in page.read_text()
+    assert "running" in run("report", job_id)
 
     for command in (
         ["drain", "node-9"],
