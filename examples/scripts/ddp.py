@@ -3,10 +3,10 @@
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \\
     torchrun --nproc-per-node 2 --max-restarts 3 examples/scripts/ddp.py
 
-Without that variable a restarted worker may dial an address of its dead predecessor.
+Without that variable, a restarted worker may connect to the address of its dead predecessor.
 
-On several hosts, each with a keeper (``ftd node --snapshots-only``), ``--protection aec`` lets it go on when
-one of them is lost with its memory: docs/tutorials/snapshotter.md has the commands.
+On several hosts, each with a snapshot agent (``ftd node --snapshots-only``), ``--protection aec`` lets it
+resume when one of them is lost with its memory: docs/tutorials/snapshotter.md has the commands.
 """
 
 import argparse
@@ -25,8 +25,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--name", default="ddp")
     options.add_argument("--steps", type=int, default=200)
-    options.add_argument("--pause-s", type=float, default=0.05, help="in each step, to have time to kill it")
-    options.add_argument("--protection", default="none", help="among hosts with keepers: aec, arc:1, …")
+    options.add_argument(
+        "--pause-s", type=float, default=0.05, help="in each step, which leaves time to kill it"
+    )
+    options.add_argument("--protection", default="none", help="against the loss of hosts: aec, arc:1, …")
     given = options.parse_args()
 
     dist.init_process_group("gloo")
@@ -39,7 +41,7 @@ def main() -> None:
     start = snapshots.restore() or 0  # the newest step that every rank can restore
 
     rank = dist.get_rank()
-    print(f"# rank {rank} is process {os.getpid()} and goes on behind step {start}", flush=True)
+    print(f"# rank {rank} is process {os.getpid()} and resumes after step {start}", flush=True)
     for step in range(start + 1, given.steps + 1):
         points = torch.randn(64, 32)
         loss = nn.functional.mse_loss(model(points), points.sin().sum(dim=1, keepdim=True))

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that goes on where it was killed: one callback. Needs ``pip install 'ftd[hf]'``.
+"""A Hugging Face Trainer that resumes where it was killed, by one callback. Needs ``pip install 'ftd[hf]'``.
 
     python examples/scripts/hf_trainer.py          # kill -9 it, and start it again
 
@@ -21,7 +21,7 @@ from ftd import Snapshotter
 
 
 class SnapshotCallback(TrainerCallback):
-    """Snapshots after each step; ``on_train_begin`` brings the newest one back."""
+    """A callback that saves a snapshot after each step; ``on_train_begin`` restores the newest one."""
 
     def __init__(self, name: str, pause_s: float) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class SnapshotCallback(TrainerCallback):
         state.global_step = self.snapshots.restore() or 0
         loader = its["train_dataloader"]
         loader.skip_batches = state.global_step * args.gradient_accumulation_steps % len(loader)
-        print(f"# goes on behind step {state.global_step}", flush=True)
+        print(f"# resumes after step {state.global_step}", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **its: Any) -> None:
         self.snapshots.snapshot(state.global_step)

@@ -1,4 +1,4 @@
-"""A plain training loop that goes on where it was killed: three lines of it are ftd's.
+"""A plain training loop that resumes where it was killed; three of its lines use ftd.
 
 python examples/scripts/plain_loop.py          # kill -9 it, and start it again
 """
@@ -34,7 +34,7 @@ def main() -> None:
     start = snapshots.restore() or 0
 
     if start:
-        print(f"# goes on behind step {start}, {progress['samples']} samples seen", flush=True)
+        print(f"# resumes after step {start}, {progress['samples']} samples seen", flush=True)
     for step in range(start + 1, given.steps + 1):
         points = torch.randn(64, 32)  # random states are restored, too: the same points as without a kill
         loss = nn.functional.mse_loss(model(points), points.sin().sum(dim=1, keepdim=True))

@@ -1,4 +1,4 @@
-"""What a checkpoint of examples/mlp.toml is worth on points it was not trained on, while training goes on.
+"""Validation of a checkpoint of examples/mlp.toml on held-out points, while training continues.
 
 python examples/scripts/validate.py CHECKPOINTS             # its [checkpoint] url; --step 1000, or the newest
 """
@@ -18,7 +18,7 @@ from mlp import Spirals, build
 
 
 def validate(url: str, step: int | None = None, samples: int = 3000) -> tuple[float, float]:
-    """Mean loss, and the part of the points whose arm it tells."""
+    """Return the mean loss and the accuracy."""
     training = build()
     model = nn.Sequential(*training.layers).to(torch.float64)
     state = {"model": model.state_dict()}

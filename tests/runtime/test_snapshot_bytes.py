@@ -262,7 +262,7 @@ def test_the_snapshot_that_is_complete_everywhere_survives_abandoned_ones(tmp_pa
     alone.snap()
     assert alone.steps() == [1, 2, 3], "2 may be complete everywhere by now"
     alone.snap()
-    assert alone.steps() == [1, 3, 4], "2 was given up: 3 was ordered behind it"
+    assert alone.steps() == [1, 3, 4], "2 was abandoned: 3 was requested after it"
     writer.retain(4)
     assert alone.steps() == [4]
     alone.close()
@@ -285,7 +285,7 @@ def test_a_pinned_snapshot_stays_until_it_is_unpinned(tmp_path: Path) -> None:
     alone.snap()
     assert alone.steps() == [1, 3, 4], "4 may be complete everywhere by now: 5 has no room"
     alone.snap()
-    assert alone.steps() == [1, 3, 6], "4 was given up: 6 was ordered behind it"
+    assert alone.steps() == [1, 3, 6], "4 was abandoned: 6 was requested after it"
     writer.retain(6)
     assert alone.steps() == [6]
     alone.close()

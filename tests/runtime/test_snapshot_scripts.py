@@ -113,7 +113,7 @@ def test_a_killed_plain_loop_continues_with_the_same_losses(
     zygote: Zygote, name: str, tmp_path: Path
 ) -> None:
     lines, whole = killed_and_whole(zygote, "plain_loop.py", name, tmp_path)
-    resumed = [int(m) for m in re.findall(r"goes on behind step (\d+)", "".join(lines))]
+    resumed = [int(m) for m in re.findall(r"resumes after step (\d+)", "".join(lines))]
     # Only the step in whose copy it was killed may be lost.
     assert len(resumed) == 1 and 5 <= resumed[0] <= 9
     assert losses(lines) == whole and len(whole) == 15
@@ -126,7 +126,7 @@ def test_a_killed_hugging_face_trainer_continues_with_the_same_losses(
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install 'ftd[hf]'")
     lines, whole = killed_and_whole(zygote, "hf_trainer.py", name, tmp_path)
-    resumed = [int(m) for m in re.findall(r"goes on behind step (\d+)", "".join(lines))]
+    resumed = [int(m) for m in re.findall(r"resumes after step (\d+)", "".join(lines))]
     assert len(resumed) == 2 and resumed[0] == 0 and resumed[1] >= 5
     found, first = losses(lines), resumed[1] + 1
     # The first loss that the Trainer logs is divided by the number of steps since step 0; it logs four
@@ -158,7 +158,7 @@ def test_torchrun_restarts_ddp_and_all_ranks_continue_after_the_same_step(
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     lines = said.read_text().splitlines(keepends=True)
-    resumed = [int(step) for step in re.findall(r"goes on behind step (\d+)", said.read_text())]
+    resumed = [int(step) for step in re.findall(r"resumes after step (\d+)", said.read_text())]
     assert len(resumed) == 4 and resumed[:2] == [0, 0]
     assert resumed[2] == resumed[3] >= 7
     arguments = ("--name", name, "--steps", 20, "--pause-s", 0)

@@ -352,7 +352,7 @@ def test_too_little_memory_is_reported_at_start_with_both_numbers(
         Script(place, width=65536)
     assert caught.value.needed_bytes > 2 * 65536 * 9 * 4 * 3
     assert caught.value.free_bytes == 1_000_000
-    assert not (place / "job").exists(), "nothing is left behind"
+    assert not (place / "job").exists(), "nothing remains"
     monkeypatch.undo()
     monkeypatch.setattr(runtime.script.rank_arena, "_LOCK_S", 0.2)
     kept = Script(place)  # its lock was given back
@@ -675,9 +675,9 @@ def test_an_earlier_runs_state_is_not_overwritten_before_it_is_restored_or_remov
         again.snapshots.snapshot(1)
     again.snapshots.remove()
     assert not (place / "job").exists()
-    anew = Script(place)
-    anew.run(1, 1)
-    anew.leave()
+    second = Script(place)
+    second.run(1, 1)
+    second.leave()
 
 
 # --- bad use -------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def test_torchrun_on_two_hosts_survives_the_loss_of_one(world: World) -> None:
     finally:
         for agent in agents:
             agent.kill()
-    behind = set(re.findall(r"goes on behind step (\d+)", agents[1].text))
+    behind = set(re.findall(r"resumes after step (\d+)", agents[1].text))
     assert behind and all(int(step) >= 5 for step in behind)
     # Repeated steps have the same losses as before, so each rank has one loss for each step.
     told = lost.losses | agents[0].losses | agents[1].losses
