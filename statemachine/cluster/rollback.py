@@ -47,8 +47,8 @@ def request_check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[i
 
 def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
     """Return the present nodes that hold a part of it, or a copy of one."""
-    kept = held_copies(c, newest, key_of(c, newest), failures=failures)
-    return tuple(sorted({*holders(c, newest, failures=failures), *kept.values()}))
+    copied = held_copies(c, newest, key_of(c, newest), failures=failures)
+    return tuple(sorted({*holders(c, newest, failures=failures), *copied.values()}))
 
 
 def _send_check(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0) -> None:
@@ -95,16 +95,16 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
         if not node.alive and not node.gone and node.lost_after == c.resumed_generation and node.prepared
     ]
     newest = c.snapshots.newest
-    kept = [
+    snapshot_holders = [
         name
         for name in (_holders_of(newest) if newest is not None else ())
         if name not in live and _may_hold(c, name, newest)
     ]
-    if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or kept):
+    if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or snapshot_holders):
         return reason
     then = "the newest checkpoint is searched for" if c.job and c.job.checkpoint.url else "the job fails"
     waited = (
-        f"{reason}; {join_names(live + kept)} may still hold it: waiting for their return for "
+        f"{reason}; {join_names(live + snapshot_holders)} may still hold it: waiting for their return for "
         f"{c.timing.lost_state_s:g} s, then {then}"
     )
     pause(c, waited, needed=None, pause_limited=True)
@@ -130,7 +130,7 @@ def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
         return newest is not None
     key = key_of(c, newest)
     parts = [key] if name in newest.owners else []
-    parts += [copy_of(key, owner) for owner, buddy in newest.replica_peers.items() if buddy == name]
+    parts += [copy_of(key, owner) for owner, peer in newest.replica_peers.items() if peer == name]
     return any(part not in node.snapshots for part in parts)
 
 
@@ -146,19 +146,21 @@ def search_checkpoint(c: Cluster, reason: str) -> bool:
     if c.at < c.checkpoints.retry_at:
         _wait_for_location(c, reason)
         return True
-    spoiled = tuple(sorted(c.checkpoints.corrupt_steps))
+    corrupt_steps = tuple(sorted(c.checkpoints.corrupt_steps))
     c.set_timer(FIND, c.timing.checkpoint_location_s)
-    c.out.append(FindCheckpoint(cause=c.cause, generation=state.generation, job=job, corrupt_steps=spoiled))
+    c.out.append(
+        FindCheckpoint(cause=c.cause, generation=state.generation, job=job, corrupt_steps=corrupt_steps)
+    )
     return True
 
 
 def _note_unreadable(c: Cluster) -> bool:
     """Note that the checkpoint location is unreadable; return whether to try again."""
-    persisting = c.checkpoints
-    if persisting.unreadable_since is None:
-        persisting.unreadable_since = c.at
-    persisting.retry_at = c.at + c.timing.lost_state_s / UNREADABLE_TRIES
-    return c.at - persisting.unreadable_since < c.timing.lost_state_s
+    checkpoints = c.checkpoints
+    if checkpoints.unreadable_since is None:
+        checkpoints.unreadable_since = c.at
+    checkpoints.retry_at = c.at + c.timing.lost_state_s / UNREADABLE_TRIES
+    return c.at - checkpoints.unreadable_since < c.timing.lost_state_s
 
 
 def _wait_for_location(c: Cluster, reason: str) -> None:

@@ -131,7 +131,7 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             if node.released:
                 c.send(node, Release())
         case SnapshotStarted():
-            snapshots.take_snapping(c, node, signal)
+            snapshots.take_started(c, node, signal)
         case SnapshotCompleted():
             snapshots.take_completed(c, node, signal)
         case SnapshotFailed():

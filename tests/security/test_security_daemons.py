@@ -65,7 +65,9 @@ class Deployment:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.daemons: dict[str, Daemon] = {}
-        self.ports = {name: free_port() for name in ("broker", "coordinator", "dashboard", "node", "snapshot agent")}
+        self.ports = {
+            name: free_port() for name in ("broker", "coordinator", "dashboard", "node", "snapshot agent")
+        }
         for file, text in (("secret", SECRET), ("token", TOKEN)):
             path = directory / file
             path.touch(mode=0o600)

@@ -68,8 +68,8 @@ def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ..
 
 def is_whole(c: Cluster, record: Snapshot) -> bool:
     """Return whether every node that held a part of it, or a copy of one, is present and has it."""
-    owners, kept = holders(c, record), held_copies(c, record, key_of(c, record))
-    return len(owners) == len(record.owners) and kept == record.replica_peers
+    owners, copied = holders(c, record), held_copies(c, record, key_of(c, record))
+    return len(owners) == len(record.owners) and copied == record.replica_peers
 
 
 # --- life of a snapshot --------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bo
     return True
 
 
-def take_snapping(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> None:
+def take_started(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> None:
     if not _is_pending(c, node, signal.generation, signal.step):
         c.ignore("an unexpected SnapshotStarted", node.name)
         return
@@ -166,8 +166,8 @@ def record_complete(c: Cluster, pending: PendingSnapshot, signal: SnapshotComple
         node.feed(NodeEvent.COMMITTED)
         node.snapshots = frozenset(held for held in node.snapshots if same_snapshot(held, key))
     _send_retain(c, c.alive(), record)
-    for owner, buddy in record.replica_peers.items():
-        c.nodes[buddy].snapshots |= {copy_of(key, owner)}
+    for owner, peer in record.replica_peers.items():
+        c.nodes[peer].snapshots |= {copy_of(key, owner)}
     alone = [group for group in record.groups if len(group.owners) == 1 and not group.replica_peer]
     c.emit(
         "SnapshotCompleted",
@@ -197,7 +197,7 @@ def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
     if not _is_pending(c, node, signal.generation, signal.step):
         c.ignore("an unexpected SnapshotFailed", node.name)
         return
-    _abandon(c, f"{node.name}: {signal.detail}")
+    _abandon_pending(c, f"{node.name}: {signal.detail}")
 
 
 def overdue(c: Cluster) -> None:
@@ -208,10 +208,10 @@ def overdue(c: Cluster) -> None:
     if pending is None:
         return
     missing = [name for name in c.planned if name not in pending.completed]
-    _abandon(c, f"{', '.join(missing)} did not complete it in time")
+    _abandon_pending(c, f"{', '.join(missing)} did not complete it in time")
 
 
-def _abandon(c: Cluster, why: str) -> None:
+def _abandon_pending(c: Cluster, why: str) -> None:
     """Abandon the pending snapshot. That of the last step is not tried again: the job ends without its
     checkpoint.
     """
