@@ -1,4 +1,4 @@
-"""What can be restored of what is left: by rule, and against the codes themselves."""
+"""Tests of the rule that decides which snapshots can be restored, also compared with the codes themselves."""
 
 from itertools import combinations
 
@@ -18,15 +18,15 @@ def layout(
     )
 
 
-def kept(run: ProtectedRun, step: int, scheme: str, *, shared: int) -> list[HeldRankSnapshot]:
-    """All that the hosts of a run keep of a step, one rank on each."""
+def held_by_hosts(run: ProtectedRun, step: int, scheme: str, *, shared: int) -> list[HeldRankSnapshot]:
+    """Return all that the hosts of a run hold of a step, with one rank on each."""
     ranks, scheme, found = len(run.host_of_rank), scheme if shared else "none", []
     for rank, host in enumerate(run.host_of_rank):
         copy = layout(rank, ranks, shared=shared, scheme=scheme)
         own = layout(rank, ranks, shared=shared, scheme=scheme, owner=host if shared else -1)
         found.append(HeldRankSnapshot(address=run.hosts[host], generation=1, step=step, layout=own))
-        for buddy in run.copy_holders(host):
-            found.append(HeldRankSnapshot(address=buddy, generation=1, step=step, layout=copy, is_copy=True))
+        for holder in run.copy_holders(host):
+            found.append(HeldRankSnapshot(address=holder, generation=1, step=step, layout=copy, is_copy=True))
     return found
 
 
@@ -38,7 +38,7 @@ def test_any_loss_within_the_guarantee_is_survived(scheme: str, hosts: int, shar
     run = ProtectedRun(
         job="j", generation=1, hosts=tuple("abcde"[:hosts]), host_of_rank=tuple(range(hosts)), copies=copies
     )
-    held = kept(run, 7, scheme, shared=shared)
+    held = held_by_hosts(run, 7, scheme, shared=shared)
     for lost in combinations(run.hosts, copies):
         left = [one for one in held if one.address not in lost]
         found, _ = find_restorable(left, hosts)
@@ -69,12 +69,12 @@ def test_a_different_number_of_ranks() -> None:
     found, refused = find_restorable(held, 3)
     assert not found and "it was saved by 2 ranks, and there are 3" in refused[0][1]
     run = ProtectedRun(job="j", generation=1, hosts=("a", "b"), host_of_rank=(0, 1), copies=1)
-    found, _ = find_restorable(kept(run, 1, "aec", shared=10), 3)
+    found, _ = find_restorable(held_by_hosts(run, 1, "aec", shared=10), 3)
     assert [found[0].source_of(rank) for rank in range(3)] == [0, 1, 0]
-    assert find_restorable(kept(run, 1, "aec", shared=10), 1)[0][0].key == (1, 1)
+    assert find_restorable(held_by_hosts(run, 1, "aec", shared=10), 1)[0][0].key == (1, 1)
 
 
-def test_spare_hosts_are_buddies_too() -> None:
+def test_spare_hosts_hold_copies_too() -> None:
     run = ProtectedRun(
         job="j", generation=1, hosts=("a",), host_of_rank=(0, 0), spare_hosts=("x", "y"), copies=2
     )
