@@ -55,53 +55,51 @@ KINDS = (
 )  # fmt: skip
 
 
-class Life:
+class Run:
     """One run of the scenario.
 
     :param meddle: returns what happens to a message of the given kind.
     """
 
-    def __init__(self, directory: Path, meddle: Callable[[str], Fate | None]) -> None:
+    def __init__(self, directory: Path, choose_fate: Callable[[str], Fate | None]) -> None:
         path = directory / "scenario.toml"
         path.write_text(SCENARIO.format(job=EXAMPLES / "chaos-job.toml"))
         scenario = load_scenario(path)
         self.world = ScenarioSimulation(
             scenario, make_scenario_setup(scenario, None, None, path.name), seed=3
         )
-        self.met: dict[str, int] = {}
+        self.seen: dict[str, int] = {}
         self.commits: list[float] = []
         self.ended = ""
-        self._meddle = meddle
+        self._choose_fate = choose_fate
         network = self.world.network
         signal, command = network.signal, network._to_node
-        network.signal = lambda message: self._meddling(signal, message)  # type: ignore[method-assign]
+        network.signal = lambda message: self._pass_on(signal, message)  # type: ignore[method-assign]
         network._to_node = (  # type: ignore[method-assign]
-            lambda sender, link, name, message: self._meddling(command, message, sender, link, name)
+            lambda sender, link, name, message: self._pass_on(command, message, sender, link, name)
         )
-        told = self.world.on_event
+        real_on_event = self.world.on_event
 
         def on_event(effect: EmitEvent) -> None:
             if effect.name == "StepCommitted":
                 self.commits.append(self.world.world.now)
             if effect.name in ("JobFinished", "JobFailed"):
                 self.ended = effect.name
-            told(effect)
+            real_on_event(effect)
 
         self.world.on_event = on_event  # type: ignore[method-assign]
         for coordinator in self.world.coordinators:
             coordinator.on_event = on_event
         self.world.run()
 
-    def _meddling(
-        self, real: Callable[..., None], message: FromNode | ToNode | ToNodes, *others: Any
-    ) -> None:
+    def _pass_on(self, real: Callable[..., None], message: FromNode | ToNode | ToNodes, *others: Any) -> None:
         """Pass a message on, or not, as its fate says.
 
         :param others: the arguments that come before the message.
         """
         kind = kind_of(message)
-        self.met[kind] = self.met.get(kind, 0) + 1
-        match self._meddle(kind):
+        self.seen[kind] = self.seen.get(kind, 0) + 1
+        match self._choose_fate(kind):
             case "lost":
                 return
             case "repeated":
@@ -122,14 +120,14 @@ def kind_of(message: FromNode | ToNode | ToNodes) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Life:
-    life = Life(tmp_path_factory.mktemp("life"), lambda kind: None)
-    assert life.ended == "JobFinished"
-    return life
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("life"), lambda kind: None)
+    assert run.ended == "JobFinished"
+    return run
 
 
-def test_the_run_has_messages_of_every_kind(undisturbed: Life) -> None:
-    assert set(KINDS) <= set(undisturbed.met), set(KINDS) - set(undisturbed.met)
+def test_the_run_has_messages_of_every_kind(undisturbed: Run) -> None:
+    assert set(KINDS) <= set(undisturbed.seen), set(KINDS) - set(undisturbed.seen)
 
 
 class Once:
@@ -137,38 +135,38 @@ class Once:
 
     def __init__(self, kind: str, fate: Fate, number: int) -> None:
         self._kind, self._fate, self._number = kind, fate, number
-        self._met = 0
+        self._seen = 0
 
     def __call__(self, kind: str) -> Fate | None:
         if kind != self._kind:
             return None
-        self._met += 1
-        return self._fate if self._met == self._number else None
+        self._seen += 1
+        return self._fate if self._seen == self._number else None
 
 
-def cost_s(life: Life, undisturbed: Life) -> float:
+def cost_s(run: Run, undisturbed: Run) -> float:
     """Return how much longer the job took, or how much longer the longest time without a commit was, whichever
     is more.
     """
-    longer = life.world.world.now - undisturbed.world.world.now
-    return max(longer, life.longest_gap_s - undisturbed.longest_gap_s)
+    longer = run.world.world.now - undisturbed.world.world.now
+    return max(longer, run.longest_gap_s - undisturbed.longest_gap_s)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lost_duplicated_or_late_message_costs_little(kind: str, undisturbed: Life, tmp_path: Path) -> None:
-    count = undisturbed.met[kind]
+def test_a_lost_duplicated_or_late_message_costs_little(kind: str, undisturbed: Run, tmp_path: Path) -> None:
+    count = undisturbed.seen[kind]
     numbers = sorted({1, count // 2 + 1, count})
     cases: list[tuple[Fate, int]] = [("lost", number) for number in numbers]
     cases += [("repeated", numbers[0]), ("late", numbers[-1])]
     for fate, number in cases:
-        life = Life(tmp_path, Once(kind, fate, number))
-        assert life.ended == "JobFinished", (fate, number, life.world.ended_by)
-        assert cost_s(life, undisturbed) <= COST_S, (fate, number)
+        run = Run(tmp_path, Once(kind, fate, number))
+        assert run.ended == "JobFinished", (fate, number, run.world.ended_by)
+        assert cost_s(run, undisturbed) <= COST_S, (fate, number)
 
 
 def test_lost_messages_are_found_by_acknowledgements(
-    undisturbed: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("statemachine.cluster.signals.take_acknowledgement", lambda c, node, signal: None)
-    life = Life(tmp_path, Once("Resume", "lost", 1))
-    assert cost_s(life, undisturbed) > 10 * COST_S
+    run = Run(tmp_path, Once("Resume", "lost", 1))
+    assert cost_s(run, undisturbed) > 10 * COST_S

@@ -55,7 +55,7 @@ from statemachine.election.machine import ElectionMachine
 from statemachine.messages.cluster import Prepare, Resume, ToNode, ToNodes
 from statemachine.messages.trainer import ShardWritten
 from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, QuiesceMode, Snapshot
-from tests.sim.test_worst_moments import BEHIND_A_SAVE, amid
+from tests.sim.test_worst_moments import RESTORED_BROKER, kill_between_effects
 
 SEEDS = 200
 CHANGING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING)
@@ -159,10 +159,10 @@ def test_a_node_failure_that_counts_as_wrong_code_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trainers, "last_line", lambda detail: "the same")
-    strikes = tuple(
+    triggered = tuple(
         (name, faults.raise_in_trainer, 1) for name in ("StepCommitted", "Quiesced", "TrainerLost")
     )
-    found("counts as the job's", overrides=SeedOverrides(triggered_faults=strikes))
+    found("counts as the job's", overrides=SeedOverrides(triggered_faults=triggered))
 
 
 def published_under_new_ids(stream: EventStream, session: Any, outbox: Any, plan_in_words: Any) -> None:
@@ -204,7 +204,9 @@ def test_events_that_are_decided_after_the_journal_is_written_are_found(
     """A leader that is killed between writing the journal and publishing the events takes them with it."""
     monkeypatch.setattr(EventStream, "add_to_outbox", lambda stream, effects, now: None)
     crashes = tuple(
-        (name, amid, passed) for name in ("GenerationStarted", "Quiesced") for passed in (0, 1, 2)
+        (name, kill_between_effects, passed)
+        for name in ("GenerationStarted", "Quiesced")
+        for passed in (0, 1, 2)
     )
     found("", overrides=SeedOverrides(coordinators=1, triggered_faults=crashes))
 
@@ -215,8 +217,12 @@ def test_a_journal_that_is_never_forced_to_the_disk_is_found(monkeypatch: pytest
 
     monkeypatch.setattr(Journal, "save", save)
     monkeypatch.setattr(Journal, "reserve", lambda self, generation: None)
-    strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
-    found("", overrides=SeedOverrides(coordinators=1, triggered_faults=strikes))
+    triggered = (
+        ("GenerationStarted", power_cut, 1),
+        ("PlanChosen", power_cut, 2),
+        ("Quiesced", power_cut, 2),
+    )
+    found("", overrides=SeedOverrides(coordinators=1, triggered_faults=triggered))
 
 
 def test_a_journal_that_forgets_its_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +232,7 @@ def test_a_journal_that_forgets_its_position_is_found(monkeypatch: pytest.Monkey
         real(self, state, **{**more, "position": None})
 
     monkeypatch.setattr(Journal, "save", save)
-    found("", overrides=BEHIND_A_SAVE)
+    found("", overrides=RESTORED_BROKER)
 
 
 def test_a_follower_that_fails_on_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +259,12 @@ def test_a_journal_that_loses_used_generations_with_its_end_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(leadership, "raise_generation", lambda state, floor: state)
-    strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
-    found("was used twice", overrides=SeedOverrides(coordinators=1, triggered_faults=strikes))
+    triggered = (
+        ("GenerationStarted", power_cut, 1),
+        ("PlanChosen", power_cut, 2),
+        ("Quiesced", power_cut, 2),
+    )
+    found("was used twice", overrides=SeedOverrides(coordinators=1, triggered_faults=triggered))
 
 
 def test_a_journal_that_loses_the_resumed_plan_with_its_end_is_found(
@@ -265,9 +275,9 @@ def test_a_journal_that_loses_the_resumed_plan_with_its_end_is_found(
     """
     monkeypatch.setattr(coordinator, "durability_key", lambda journal: durability_key(journal)[:-1])
     cuts = tuple((commit, faults.cut_node) for commit in range(3, 80, 9))
-    strikes = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
+    triggered = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
     overrides = SeedOverrides(
-        coordinators=1, zero1=False, rare_faults=False, at_commits=cuts, triggered_faults=strikes
+        coordinators=1, zero1=False, rare_faults=False, at_commits=cuts, triggered_faults=triggered
     )
     found("", range(20, SEEDS), overrides)
 
@@ -287,9 +297,9 @@ def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
 
 def test_a_deposed_leader_whose_messages_arrive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimNetwork, "fences", property(lambda _: False, lambda _, value: None), raising=False)
-    blows = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
-    strikes = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(blows))
-    found("generation", overrides=SeedOverrides(coordinators=3, triggered_faults=strikes))
+    leader_faults = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
+    triggered = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(leader_faults))
+    found("generation", overrides=SeedOverrides(coordinators=3, triggered_faults=triggered))
 
 
 def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
@@ -300,9 +310,9 @@ def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
     """
     with monkeypatch.context() as patch:
         patch.setattr(durable, "skip_unseen_generations", lambda journal, incarnation: journal)
-        found("was used twice", overrides=BEHIND_A_SAVE)
+        found("was used twice", overrides=RESTORED_BROKER)
     monkeypatch.setattr(election, "is_outdated", lambda newest, others: False)
-    found("which is connected, has", overrides=BEHIND_A_SAVE)
+    found("which is connected, has", overrides=RESTORED_BROKER)
 
 
 def test_a_lost_build_order_that_is_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +322,7 @@ def test_a_lost_build_order_that_is_not_repeated_is_found(monkeypatch: pytest.Mo
     found("to build", overrides=SeedOverrides(rare_faults=False, triggered_faults=(*lossy, *submitted)))
 
 
-def renewed_and_lost(sim: Simulation) -> None:
+def upgrade_and_lose_power(sim: Simulation) -> None:
     """Upgrade one coordinator, which then leads and writes what the other one cannot read. Then all lose
     power, with the broker, and the leader is away for long.
     """
@@ -359,7 +369,7 @@ def test_a_coordinator_that_leads_from_an_older_journal_is_found(
         return
     monkeypatch.setattr(simulation_run, "HEAL_S", 70.0)
     lost = SeedOverrides(
-        coordinators=2, upgrades=False, triggered_faults=(("StepCommitted", renewed_and_lost, 2),)
+        coordinators=2, upgrades=False, triggered_faults=(("StepCommitted", upgrade_and_lose_power, 2),)
     )
     assert [run_seed(seed, overrides=lost).violation for seed in range(3)] == [None] * 3
 
@@ -422,8 +432,8 @@ def test_a_node_that_obeys_commands_for_others_is_found(
     def addressed(to_all: ToNodes, node: str, incarnation: int) -> ToNode | None:
         if mutant(to_all, node, incarnation) is None:
             return None
-        said = {"command": to_all.command, "cause": to_all.cause}
-        return ToNode(node=node, incarnation=incarnation, **said)
+        fields = {"command": to_all.command, "cause": to_all.cause}
+        return ToNode(node=node, incarnation=incarnation, **fields)
 
     monkeypatch.setattr(ToNodes, "addressed", addressed)
     restarts = tuple(("GenerationStarted", faults.crash_node, passed) for passed in (0, 1))
@@ -643,8 +653,8 @@ def test_ranks_that_go_on_before_an_evaluation_ends_are_found(monkeypatch: pytes
 
 def test_replicas_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def parts(*everything: Any) -> Any:
-        told = real(*everything)
-        return told and {device: tuple(p for p in of if not p.replica) for device, of in told.items()}
+        holdings = real(*everything)
+        return holdings and {device: tuple(p for p in of if not p.replica) for device, of in holdings.items()}
 
     real = recovery.parts_of
     monkeypatch.setattr(recovery, "parts_of", parts)
@@ -715,11 +725,11 @@ def test_endless_rollbacks_to_a_corrupt_checkpoint_are_found(
 
     real = rollback.search_checkpoint
     monkeypatch.setattr(rollback, "search_checkpoint", search)
-    strikes = tuple(
+    triggered = tuple(
         ("CheckpointCompleted", f, 0) for f in (faults.corrupt_checkpoint, faults.lose_all_memory)
     )
     found(
-        "no progress after the healing", overrides=SeedOverrides(checkpoints=True, triggered_faults=strikes)
+        "no progress after the healing", overrides=SeedOverrides(checkpoints=True, triggered_faults=triggered)
     )
 
 
@@ -742,10 +752,10 @@ def test_a_checkpoint_location_that_is_not_tried_again_is_found(monkeypatch: pyt
 
 def test_endless_requests_for_a_corrupt_shard_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "RESTORE_TRIES", 1_000_000)
-    strikes = tuple(("SnapshotCompleted", f, 0) for f in (faults.corrupt_shards, faults.fail_all_trainers))
+    triggered = tuple(("SnapshotCompleted", f, 0) for f in (faults.corrupt_shards, faults.fail_all_trainers))
     found(
         "no progress after the healing",
-        overrides=SeedOverrides(protection="none", zero1=False, triggered_faults=strikes),
+        overrides=SeedOverrides(protection="none", zero1=False, triggered_faults=triggered),
     )
 
 
@@ -754,8 +764,8 @@ def test_a_node_that_does_not_learn_its_repair_sources_is_found(monkeypatch: pyt
     monkeypatch.setattr(
         snapshots, "_parts_of", lambda c, record: structs.replace(real(c, record), sources={})
     )
-    strikes = (("SnapshotCompleted", faults.corrupt_shard, 1),)
+    triggered = (("SnapshotCompleted", faults.corrupt_shard, 1),)
     found(
         "others hold what it takes",
-        overrides=SeedOverrides(protection="aec", zero1=False, triggered_faults=strikes),
+        overrides=SeedOverrides(protection="aec", zero1=False, triggered_faults=triggered),
     )

@@ -75,11 +75,11 @@ def test_an_expectation_fails_where_a_bug_is_planted(tmp_path: Path, monkeypatch
     assert played(path, 0).met
     real = ClusterMachine._dispatch
 
-    def deaf(self: ClusterMachine, event: Any) -> None:
+    def ignoring_last_wills(self: ClusterMachine, event: Any) -> None:
         if not isinstance(event, NodeVanished):
             real(self, event)
 
-    monkeypatch.setattr(ClusterMachine, "_dispatch", deaf)
+    monkeypatch.setattr(ClusterMachine, "_dispatch", ignoring_last_wills)
     found = played(path, 0)
     assert not found.met
     assert [verdict.description for verdict in found.verdicts if not verdict.met] == ["resumed within 1 s"]
@@ -112,13 +112,13 @@ SHORT = {"do": "hang", "node": "node-1", "for_s": 0.2}
 
 def test_unsupported_faults_are_rejected_or_skipped_with_a_report(tmp_path: Path) -> None:
     path, junit = scenario_file(tmp_path, **SHORT), tmp_path / "junit.xml"
-    code, said = ftd("sim", "--scenario", path)
+    code, printed = ftd("sim", "--scenario", path)
     assert code == 2
-    assert "do not wake up again" in said
-    assert "--skip-unsupported" in said
-    code, said = ftd("sim", "--scenario", path, "--skip-unsupported", "--junit", junit)
+    assert "do not wake up again" in printed
+    assert "--skip-unsupported" in printed
+    code, printed = ftd("sim", "--scenario", path, "--skip-unsupported", "--junit", junit)
     assert code == 0
-    assert "left out" in said
+    assert "left out" in printed
     suite = ElementTree.parse(junit).getroot().find("testsuite")
     assert suite is not None
     assert (suite.get("skipped"), "simulated" in str(suite.get("name"))) == ("1", True)
@@ -139,9 +139,9 @@ def test_faults_that_wait_for_a_skipped_fault_are_skipped(tmp_path: Path) -> Non
     with path.open("a") as file:
         file.write('[[fault]]\nid = "next"\nafter_fault = "short"\ndo = "kill"\nnode = "node-0"\n')
         file.write('[[fault]]\nid = "kill"\nat_step = 12\ndo = "kill"\nnode = "node-3"\n')
-    code, said = ftd("sim", "--scenario", path, "--skip-unsupported", "--json")
+    code, printed = ftd("sim", "--scenario", path, "--skip-unsupported", "--json")
     assert code == 0
-    [found] = json.loads(said)
+    [found] = json.loads(printed)
     assert {fault["id"] for fault in found["faults"]} == {"kill"}
     assert [name for name, _ in found["simulated"]["skipped"]] == ["short", "next"]
 
@@ -150,17 +150,17 @@ def test_the_exit_code_says_whether_all_expectations_are_met(tmp_path: Path) -> 
     path = scenario_file(tmp_path, **KILL, expect='{ events = ["NodeLost"] }')
     assert ftd("sim", "--scenario", path, "--seeds", 2)[0] == 0
     path = scenario_file(tmp_path, **KILL, expect='{ no_events = ["NodeLost"] }')
-    code, said = ftd("sim", "--scenario", path)
+    code, printed = ftd("sim", "--scenario", path)
     assert code == 1
-    assert "no NodeLost" in said
+    assert "no NodeLost" in printed
 
 
 def test_a_scenario_without_a_cluster_needs_a_job_and_nodes(tmp_path: Path) -> None:
     path = tmp_path / "bare.toml"
     path.write_text('[[fault]]\nat_step = 10\ndo = "kill"\nnode = "node-2"\n')
-    code, said = ftd("sim", "--scenario", path)
+    code, printed = ftd("sim", "--scenario", path)
     assert code == 2
-    assert "--job and --nodes" in said
+    assert "--job and --nodes" in printed
     assert ftd("sim", "--scenario", path, "--job", EXAMPLES / "mlp.toml", "--nodes", 3)[0] == 0
     assert ftd("sim", "--nodes", 3, "--seed", 1)[0] == 2
 
@@ -173,8 +173,8 @@ def test_a_fault_on_an_unknown_node_is_not_met(tmp_path: Path) -> None:
 
 def test_losses_equal_those_of_the_undisturbed_run() -> None:
     scenario = parse_scenario({"fault": [], "expect": {"same_losses": True}}, "none")
-    setting = make_scenario_setup(scenario, EXAMPLES / "chaos-job.toml", 2, "none")
-    assert play_simulated(scenario, setting, 0)[0].met
+    setup = make_scenario_setup(scenario, EXAMPLES / "chaos-job.toml", 2, "none")
+    assert play_simulated(scenario, setup, 0)[0].met
 
 
 def test_broker_and_coordinator_recover_when_they_are_killed_together() -> None:
@@ -185,9 +185,9 @@ def test_broker_and_coordinator_recover_when_they_are_killed_together() -> None:
     node = {"on_event": "CoordinatorStarted", "occurrence": 2, "do": "kill", "node": "node-1"}
     faults = [first, broker, coordinator, {**node, "expect": {"resumed_within_s": 5}}]
     scenario = parse_scenario({"fault": faults, "limit_s": 20}, "reboot")
-    setting = make_scenario_setup(scenario, EXAMPLES / "chaos-job.toml", 4, "reboot")
+    setup = make_scenario_setup(scenario, EXAMPLES / "chaos-job.toml", 4, "reboot")
     for seed in SEEDS:
-        found = play_simulated(scenario, setting, seed)[0]
+        found = play_simulated(scenario, setup, seed)[0]
         assert found.met, render_text(found)
 
 
@@ -204,7 +204,7 @@ def test_an_irreparable_snapshot_is_replaced_even_if_the_next_one_does_not_fit()
     cluster = {"job": str(EXAMPLES / "chaos-job.toml"), "nodes": 4, "override": override}
     cluster["timing"] = {"scrub_s": 0.5}
     scenario = parse_scenario({"fault": faults, "limit_s": 35, "cluster": cluster}, "beyond repair")
-    setting = make_scenario_setup(scenario, None, None, "beyond repair")
+    setup = make_scenario_setup(scenario, None, None, "beyond repair")
     for seed in SEEDS:
-        found = play_simulated(scenario, setting, seed)[0]
+        found = play_simulated(scenario, setup, seed)[0]
         assert found.met, render_text(found)

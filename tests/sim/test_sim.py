@@ -113,19 +113,19 @@ def test_the_seeds_cover_all_faults_causes_and_tiers() -> None:
 
 
 def test_all_rare_faults_are_injected() -> None:
-    struck: Counter[str] = Counter()
+    injected: Counter[str] = Counter()
     for seed in range(SEEDS):
         simulation = SimulationRun(seed, overrides=SeedOverrides(rare_faults=True))
 
-        def strike(fault: Fault, real: Callable[[Fault], None] = simulation.inject) -> None:
-            struck[fault.__name__] += 1
+        def inject(fault: Fault, real: Callable[[Fault], None] = simulation.inject) -> None:
+            injected[fault.__name__] += 1
             real(fault)
 
-        simulation.inject = strike  # type: ignore[method-assign]
+        simulation.inject = inject  # type: ignore[method-assign]
         simulation.run_to_end()
-        if {fault.__name__ for fault in RARE_FAULTS} <= set(struck):
+        if {fault.__name__ for fault in RARE_FAULTS} <= set(injected):
             return
-    raise AssertionError(f"{SEEDS} seeds did not meet all: {struck}")
+    raise AssertionError(f"{SEEDS} seeds did not meet all: {injected}")
 
 
 def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +187,8 @@ def test_wrong_code_fails_the_job_and_nothing_else_counts_as_wrong_code() -> Non
         simulation = SimulationRun(
             seed, overrides=SeedOverrides(triggered_faults=(("StepCommitted", raise_everywhere, 4),))
         )
-        said: list[str] = []
-        simulation.invariants.on_failure = said.append
+        reasons: list[str] = []
+        simulation.invariants.on_failure = reasons.append
         simulation.run_to_end()
-        failed += any(WRONG_CODE in reason for reason in said)
+        failed += any(WRONG_CODE in reason for reason in reasons)
     assert failed > 5

@@ -14,12 +14,12 @@ SEEDS = 5
 Fault = Callable[[Simulation], None]
 
 
-def amid(sim: Simulation) -> None:
+def kill_between_effects(sim: Simulation) -> None:
     """Kill the leader between two effects of one of its next steps."""
     sim.coordinator.crash_after = sim.world.rng.randrange(12)
 
 
-def lost_with_their_memory(sim: Simulation) -> None:
+def crash_two_hosts(sim: Simulation) -> None:
     """Crash two hosts at once, with their memory."""
     live = [node for node in sim.nodes.values() if node.up]
     for node in sim.world.rng.sample(live, min(2, len(live))):
@@ -27,7 +27,7 @@ def lost_with_their_memory(sim: Simulation) -> None:
         sim.world.call_later(sim.world.between(0.5, 5.0), sim.start_if_down, node)
 
 
-def deposed_and_forgotten(sim: Simulation) -> None:
+def depose_leader_and_clear_broker(sim: Simulation) -> None:
     """Cut the leader off until another one leads, and let the broker forget everything just before the leader
     is back.
     """
@@ -36,7 +36,7 @@ def deposed_and_forgotten(sim: Simulation) -> None:
     sim.world.call_later(for_s + rng.uniform(-0.3, 0.3), sim.network.stop_broker, rng.uniform(0.1, 1.5))
 
 
-def suspended(sim: Simulation) -> None:
+def freeze_everything(sim: Simulation) -> None:
     """Freeze every process for the same time."""
     for_s = sim.world.between(2.0, 9.0)
     for coordinator in sim.coordinators:
@@ -46,47 +46,51 @@ def suspended(sim: Simulation) -> None:
             node.freeze(for_s)
 
 
-def other_protection(sim: Simulation) -> None:
+def switch_protection(sim: Simulation) -> None:
     scheme = sim.world.rng.choice(protections(sharded=sim.policy.zero1))
     sim.coordinator.request_snapshots(protection=scheme)
 
 
-def now(sim: Simulation) -> None:
+def request_snapshot_now(sim: Simulation) -> None:
     sim.coordinator.request_snapshots(now=True)
 
 
-def saved_and_lost(sim: Simulation) -> None:
+def restore_saved_broker(sim: Simulation) -> None:
     """Let the broker save what it retains, and a while later lose power together with the leader."""
     rng, left = sim.world.rng, dict(sim.network.retained)
 
-    def lost() -> None:
+    def stop_and_crash() -> None:
         sim.network.stop_broker(rng.uniform(0.1, 1.5), left)
         leader = sim.coordinator
         leader.crash()
         sim.world.call_later(rng.uniform(4.0, 9.0), leader.restart)
 
-    sim.world.call_later(rng.choice((0.5, 1.5, 3.0)), lost)
+    sim.world.call_later(rng.choice((0.5, 1.5, 3.0)), stop_and_crash)
 
 
-BEHIND_A_SAVE = SeedOverrides(
+RESTORED_BROKER = SeedOverrides(
     coordinators=2,
     rare_faults=False,
     upgrades=False,
     triggered_faults=(
-        ("GenerationStarted", saved_and_lost, 0),
+        ("GenerationStarted", restore_saved_broker, 0),
         ("NodeLost", faults.crash_node, 0),
         ("RecoveryCompleted", faults.crash_node, 0),
-        ("RecoveryCompleted", saved_and_lost, 0),
+        ("RecoveryCompleted", restore_saved_broker, 0),
         ("Quiesced", faults.crash_node, 1),
     ),
 )
 
 MOMENTS: dict[str, SeedOverrides] = {
     "the leader dies between journal and command": SeedOverrides(
-        triggered_faults=(("GenerationStarted", amid, 1), ("Quiesced", amid, 2), ("PlanChosen", amid, 3))
+        triggered_faults=(
+            ("GenerationStarted", kill_between_effects, 1),
+            ("Quiesced", kill_between_effects, 2),
+            ("PlanChosen", kill_between_effects, 3),
+        )
     ),
     "hosts are lost between SnapshotCompleted and RetainSnapshot": SeedOverrides(
-        protection="aec2", zero1=False, triggered_faults=(("SnapshotCompleted", lost_with_their_memory, 1),)
+        protection="aec2", zero1=False, triggered_faults=(("SnapshotCompleted", crash_two_hosts, 1),)
     ),
     "a node joins while a checkpoint is written": SeedOverrides(
         checkpoints=True, triggered_faults=(("CheckpointStarted", faults.add_node, 0),)
@@ -96,19 +100,21 @@ MOMENTS: dict[str, SeedOverrides] = {
         zero1=False,
         triggered_faults=(
             ("SnapshotCompleted", faults.fail_all_trainers, 1),
-            ("RolledBack", other_protection, 0),
-            ("RolledBack", other_protection, 0),
+            ("RolledBack", switch_protection, 0),
+            ("RolledBack", switch_protection, 0),
         ),
     ),
     "a standby takes over while a checkpoint is committed": SeedOverrides(
-        checkpoints=True, coordinators=2, triggered_faults=(("CheckpointStarted", amid, 0),) * 3
+        checkpoints=True,
+        coordinators=2,
+        triggered_faults=(("CheckpointStarted", kill_between_effects, 0),) * 3,
     ),
     "a deposed leader and a broker that forgot everything": SeedOverrides(
-        coordinators=2, triggered_faults=(("RecoveryCompleted", deposed_and_forgotten, 0),)
+        coordinators=2, triggered_faults=(("RecoveryCompleted", depose_leader_and_clear_broker, 0),)
     ),
     "hosts lose power, and their last wills come late": SeedOverrides(power_losses=True, churn=True),
     "everything is suspended": SeedOverrides(
-        triggered_faults=(("SnapshotCompleted", suspended, 0), ("Quiesced", suspended, 2))
+        triggered_faults=(("SnapshotCompleted", freeze_everything, 0), ("Quiesced", freeze_everything, 2))
     ),
     "a daemon is killed, and its memory kept, while rolling back": SeedOverrides(
         protection="aec",
@@ -136,14 +142,14 @@ MOMENTS: dict[str, SeedOverrides] = {
         at_commits=tuple((commit, faults.cut_node) for commit in range(3, 80, 9)),
         triggered_faults=tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3)),
     ),
-    "a broker comes back with what it once saved, and the leader is away": BEHIND_A_SAVE,
+    "a broker comes back with what it once saved, and the leader is away": RESTORED_BROKER,
     "the leader dies when a user asks for a snapshot": SeedOverrides(
         protection="aec+arc:1",
         zero1=False,
         triggered_faults=(
-            ("RecoveryCompleted", now, 0),
-            ("SnapshotCompleted", now, 0),
-            ("SnapshotCompleted", amid, 0),
+            ("RecoveryCompleted", request_snapshot_now, 0),
+            ("SnapshotCompleted", request_snapshot_now, 0),
+            ("SnapshotCompleted", kill_between_effects, 0),
         ),
     ),
 }

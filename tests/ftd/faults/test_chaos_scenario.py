@@ -166,7 +166,7 @@ def test_expectations_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "expected_words"),
     [
         ({"expect": {"resumed_within": 5}}, "did you mean 'resumed_within_s'"),
         ({"expect": {"lost_steps_max": -1}}, "expect.lost_steps_max: -1 is negative"),
@@ -182,10 +182,10 @@ def test_expectations_are_understood() -> None:
         ({"cluster": {"job": "j", "nodes": 1, "timing": {"silence": 1}}}, "did you mean 'silence_s'"),
     ],
 )
-def test_a_wrong_scenario_table_is_rejected(table: dict[str, Any], said: str) -> None:
+def test_a_wrong_scenario_table_is_rejected(table: dict[str, Any], expected_words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_scenario({"fault": [], **table}, "s.toml")
-    assert said in str(caught.value)
+    assert expected_words in str(caught.value)
     assert str(caught.value).startswith("s.toml: ")
 
 
@@ -204,32 +204,32 @@ def test_roles_become_nodes() -> None:
     layout = read_layout(state)
     assert layout.pipelines[1] == (StageNodes(first_layer=0, end_layer=6, nodes=("a",)),)
 
-    def struck(seed: int = 0, **target: Any) -> tuple[str, ...]:
+    def resolve(seed: int = 0, **target: Any) -> tuple[str, ...]:
         return resolve_targets(one(at_step=1, do="kill", **target), layout, seed)
 
-    assert struck(role="rank 0") == ("b",)
-    assert struck(role="last stage") == ("c",)
-    assert struck(role="first stage of pipeline 1") == ("a",)
-    assert struck(role="pipeline 0") == ("b", "c")
-    assert struck(role="owner of layer 3") == ("c",)
-    assert struck(role="owners of layer 3") == ("c", "a")
-    assert struck(role="spare") == ("d",)
-    assert struck(role="coordinator") == ()
-    assert struck(nodes=["x", "y"]) == ("x", "y")
-    drawn = {struck(seed, random=2) for seed in range(20)}
+    assert resolve(role="rank 0") == ("b",)
+    assert resolve(role="last stage") == ("c",)
+    assert resolve(role="first stage of pipeline 1") == ("a",)
+    assert resolve(role="pipeline 0") == ("b", "c")
+    assert resolve(role="owner of layer 3") == ("c",)
+    assert resolve(role="owners of layer 3") == ("c", "a")
+    assert resolve(role="spare") == ("d",)
+    assert resolve(role="coordinator") == ()
+    assert resolve(nodes=["x", "y"]) == ("x", "y")
+    drawn = {resolve(seed, random=2) for seed in range(20)}
     assert len(drawn) > 3
     assert all(set(two) < set("abcd") for two in drawn)
-    assert struck(3, random=2) == struck(3, random=2)
+    assert resolve(3, random=2) == resolve(3, random=2)
     with pytest.raises(PeerError, match="no node is pipeline 4 now"):
-        struck(role="pipeline 4")
+        resolve(role="pipeline 4")
     with pytest.raises(PeerError, match="4 are up"):
-        struck(random=5)
+        resolve(random=5)
     with pytest.raises(PeerError, match="no node is rank 0 now"):
         resolve_targets(one(at_step=1, do="kill", role="rank 0"), ClusterLayout(pipelines=(), alive=()), 0)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected_words"),
     [
         ({"do": "kill", "node": "a"}, "exactly one of at_step, after_s, on_event, in_phase, after_fault"),
         ({"at_step": 1, "after_s": 1, "do": "kill", "node": "a"}, "at_step and after_s"),
@@ -284,10 +284,10 @@ def test_roles_become_nodes() -> None:
         ({"at_step": 1, "do": "start", "node": "a", "restart_after_s": 1}, "restart_after_s has no effect"),
     ],
 )
-def test_a_wrong_fault_is_named_with_the_remedy(fields: dict[str, Any], said: str) -> None:
+def test_a_wrong_fault_is_named_with_the_remedy(fields: dict[str, Any], expected_words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_scenario({"fault": [{"at_step": 5, "do": "term", "node": "a"}, fields]}, "s.toml")
-    assert said in str(caught.value)
+    assert expected_words in str(caught.value)
     assert "s.toml: fault 2" in str(caught.value)
 
 
@@ -331,28 +331,28 @@ def test_each_fault_is_triggered_once() -> None:
         {"in_phase": "snapshotting", "id": "mid", "do": "kill", "node": "g"},
         {"after_fault": "mid", "do": "kill", "node": "h"},
     ]
-    cues = FaultTriggers(parse_scenario({"fault": faults}, "s.toml"))
+    triggers = FaultTriggers(parse_scenario({"fault": faults}, "s.toml"))
 
     def nodes(due: list[Fault]) -> list[str]:
         return [node for fault in due for node in names(fault)]
 
-    assert nodes(cues.on_event(event("StepCommitted", step=9))) == []
-    assert nodes(cues.on_event(event("StepCommitted", step=12))) == ["a", "b"]
-    assert nodes(cues.on_event(event("StepCommitted", step=13))) == []
-    assert nodes(cues.on_event(event("NodeLost", 1.0))) == ["c"]
-    assert nodes(cues.on_event(event("NodeLost", 1.0))) == []  # MQTT delivered it twice.
-    assert nodes(cues.on_event(event("NodeLost", 2.0))) == ["d"]
-    assert cues.next_delay_s == 3
-    assert nodes(cues.on_time(2.9)) == []
-    assert nodes(cues.on_time(3.0)) == ["e"]
-    assert cues.next_delay_s is None
-    assert nodes(cues.on_event(event("Quiesced", 3.0))) == []
-    assert nodes(cues.on_event(event("Quiesced", 4.0))) == ["f"]
-    assert nodes(cues.on_node("a", "HEALTHY")) == []
-    mid = cues.on_node("a", "SNAP")
+    assert nodes(triggers.on_event(event("StepCommitted", step=9))) == []
+    assert nodes(triggers.on_event(event("StepCommitted", step=12))) == ["a", "b"]
+    assert nodes(triggers.on_event(event("StepCommitted", step=13))) == []
+    assert nodes(triggers.on_event(event("NodeLost", 1.0))) == ["c"]
+    assert nodes(triggers.on_event(event("NodeLost", 1.0))) == []  # MQTT delivered it twice.
+    assert nodes(triggers.on_event(event("NodeLost", 2.0))) == ["d"]
+    assert triggers.next_delay_s == 3
+    assert nodes(triggers.on_time(2.9)) == []
+    assert nodes(triggers.on_time(3.0)) == ["e"]
+    assert triggers.next_delay_s is None
+    assert nodes(triggers.on_event(event("Quiesced", 3.0))) == []
+    assert nodes(triggers.on_event(event("Quiesced", 4.0))) == ["f"]
+    assert nodes(triggers.on_node("a", "HEALTHY")) == []
+    mid = triggers.on_node("a", "SNAP")
     assert nodes(mid) == ["g"]
-    assert nodes(cues.on_injected(mid[0])) == ["h"]
-    assert cues.waiting == ()
+    assert nodes(triggers.on_injected(mid[0])) == ["h"]
+    assert triggers.waiting == ()
 
 
 def test_the_scheduler_injects_due_faults_and_survives_failures() -> None:
@@ -377,11 +377,11 @@ def test_the_scheduler_injects_due_faults_and_survives_failures() -> None:
             {"after_s": 0.01, "do": "kill", "node": "later"},
             {"at_step": 99, "do": "kill", "node": "never"},
         ]
-        conductor = FaultScheduler(
+        scheduler = FaultScheduler(
             parse_scenario({"fault": faults}, "s.toml"), inject=inject, on_failure=on_failure
         )
-        conductor.start()
-        assert [names(f) for f in conductor.on_event(event("StepCommitted", step=1))] == [
+        scheduler.start()
+        assert [names(f) for f in scheduler.on_event(event("StepCommitted", step=1))] == [
             ("gone",),
             ("odd",),
             ("there",),
@@ -389,9 +389,9 @@ def test_the_scheduler_injects_due_faults_and_survives_failures() -> None:
         async with asyncio.timeout(60):
             while "later" not in injected:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        await conductor.finish()
-        assert [names(fault) for fault in conductor.waiting] == [("never",)]
-        await conductor.cancel()
+        await scheduler.finish()
+        assert [names(fault) for fault in scheduler.waiting] == [("never",)]
+        await scheduler.cancel()
 
     asyncio.run(main())
     assert sorted(injected) == ["gone", "later", "odd", "there"]

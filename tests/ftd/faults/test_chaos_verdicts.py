@@ -40,7 +40,7 @@ def step(number: int, loss: float = 1.0) -> Json:
 
 
 def recovery(generation: int, cause: str = "node_lost", **fields: Any) -> Json:
-    told = {
+    document = {
         "generation": generation,
         "cause": cause,
         "tier": "live_replica",
@@ -48,24 +48,24 @@ def recovery(generation: int, cause: str = "node_lost", **fields: Any) -> Json:
         "recomputed_steps": 0,
         **fields,
     }
-    return event("RecoveryCompleted", details={"recovery": told})
+    return event("RecoveryCompleted", details={"recovery": document})
 
 
 def started(generation: int) -> Json:
     return event("GenerationStarted", generation=generation)
 
 
-def record(*events: tuple[float, Json], of: Scenario, struck_at_s: float = 1.0) -> ScenarioRecord:
+def record(*events: tuple[float, Json], of: Scenario, injected_at_s: float = 1.0) -> ScenarioRecord:
     """Return a record in which generation 1 trains and all faults are injected at one moment."""
     found = ScenarioRecord(state={"phase": "RUNNING", "generation": 1, "nodes": {"a": {"state": "OFFLINE"}}})
     for at_s, one in ((0.0, started(1)), (0.1, recovery(1, "start")), *events):
-        if at_s >= struck_at_s and not found.injected:
+        if at_s >= injected_at_s and not found.injected:
             for fault in of.faults:
-                found.on_injected(fault, struck_at_s)
+                found.on_injected(fault, injected_at_s)
         found.on_event(one, at_s)
     if not found.injected:
         for fault in of.faults:
-            found.on_injected(fault, struck_at_s)
+            found.on_injected(fault, injected_at_s)
     return found
 
 
@@ -158,11 +158,11 @@ def test_duplicated_events_count_once() -> None:
     assert seen.commits == 1
 
 
-def play(played: Scenario, events: list[Json], *, refuse: str = "") -> ScenarioResult:
+def play(played: Scenario, events: list[Json], *, reject: str = "") -> ScenarioResult:
     """Play a scenario with a real clock, one event after another; the cluster's phase is RUNNING."""
 
     async def inject(fault: Fault) -> tuple[str, ...]:
-        if fault.id == refuse:
+        if fault.id == reject:
             raise RequestRejected("chaos is off on a")
         return ("a",)
 
@@ -197,9 +197,9 @@ def test_a_scenario_ends_as_soon_as_an_expectation_has_failed() -> None:
     played = play(hopeless, [step(3), event("NodeLost", node="b")])
     assert not played.met
     assert played.ended_by == "an expectation that cannot be met any more"
-    refused = play(hopeless, [step(3)], refuse="kill")
-    assert refused.ended_by == "a fault that could not be injected"
-    assert "✗ kill: at step 3: kill a: chaos is off on a" in render_text(refused)
+    rejected = play(hopeless, [step(3)], reject="kill")
+    assert rejected.ended_by == "a fault that could not be injected"
+    assert "✗ kill: at step 3: kill a: chaos is off on a" in render_text(rejected)
     late = play(scenario(KILL, limit_s=0.2), [step(1)])
     assert late.ended_by == "the time limit of 0.2 s"
     assert "it was never due" in render_text(late)
@@ -215,18 +215,18 @@ def test_the_json_and_junit_reports_agree() -> None:
     failure: Any = suites[0][1].find("failure")
     assert failure.get("message") == "b died of [31m<&>"
     assert "TrainerLost b died of" in str(suites[0].findtext("system-out"))
-    [told] = json.loads(encode_documents([bad]))
-    assert (told["scenario"], told["purpose"], told["met"]) == ("s", "To see.", False)
-    assert [one["met"] for one in told["expectations"]] == [True, False]
-    assert told["faults"][0]["nodes"] == ["a"]
-    assert "TrainerLost" in [one["event"] for one in told["events"]]
+    [document] = json.loads(encode_documents([bad]))
+    assert (document["scenario"], document["purpose"], document["met"]) == ("s", "To see.", False)
+    assert [one["met"] for one in document["expectations"]] == [True, False]
+    assert document["faults"][0]["nodes"] == ["a"]
+    assert "TrainerLost" in [one["event"] for one in document["events"]]
 
 
 CLUSTER = '[cluster]\njob = "job.toml"\nnodes = 3\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "said"),
+    ("text", "arguments", "expected_words"),
     [
         ("fault = []\n", ["--local"], "has no [cluster]"),
         (CLUSTER + '[[fault]]\nat_step=1\ndo="cut"\nnode="node-0"\n', ["--local"], "network = true"),
@@ -239,11 +239,11 @@ CLUSTER = '[cluster]\njob = "job.toml"\nnodes = 3\n'
     ],
 )
 def test_an_impossible_scenario_is_rejected_before_anything_happens(
-    tmp_path: Path, text: str, arguments: list[str], said: str
+    tmp_path: Path, text: str, arguments: list[str], expected_words: str
 ) -> None:
     path = tmp_path / "s.toml"
     path.write_text(text if "fault" in text else f"fault = []\n{text}")
     done = CliRunner().invoke(app, ["chaos", "run", str(path), *arguments])
     assert isinstance(done.exception, FtdError)
     assert done.exception.exit_code == 2
-    assert said in str(done.exception)
+    assert expected_words in str(done.exception)

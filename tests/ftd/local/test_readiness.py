@@ -16,19 +16,19 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_a_message_that_arrives_with_the_timeout_counts(tmp_path: Path) -> None:
-    async def scene(*, news: bool) -> None:
+    async def wait_for_ready(*, message: bool) -> None:
         driver = LocalDriver(ClusterOptions(), ["a"])
         driver.cluster = LocalCluster(tmp_path, ClusterOptions())
         waiting = asyncio.create_task(driver.ready(limit_s=0.0))
         await asyncio.sleep(0)
-        if news:
+        if message:
             driver.run.on_event({"event": "TrainerStarted", "node": "a", "details": {"device": 0}})
             driver.run.on_state({"nodes": {"a": {"state": "HEALTHY"}}})
         await waiting
 
-    asyncio.run(scene(news=True))
+    asyncio.run(wait_for_ready(message=True))
     with pytest.raises(PeerError, match="a was not ready within 0 s"):
-        asyncio.run(scene(news=False))
+        asyncio.run(wait_for_ready(message=False))
 
 
 def test_a_restarted_node_is_not_ready_before_all_its_trainers_are_up() -> None:

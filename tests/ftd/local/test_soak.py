@@ -117,11 +117,11 @@ def test_a_committed_step_goes_back_only_with_a_published_rollback() -> None:
 
 
 def test_a_state_that_goes_back_needs_a_rollback_nearby() -> None:
-    for told, expected in ((False, ["step"]), (True, [])):
+    for published, expected in ((False, ["step"]), (True, [])):
         seen = make_monitor()
         seen.on_state(state(9), 1.0)
         seen.on_state(state(4), 2.0)
-        if told:
+        if published:
             seen.on_event(event("RolledBack", from_step=9, to_step=4, undone_steps=5), 2.5)
         seen.on_time(3.0)
         seen.on_time(6.0)
@@ -317,17 +317,17 @@ def test_goodput_compares_new_steps_with_the_undisturbed_pace() -> None:
 
 
 def test_the_report_lists_faults_recoveries_and_the_command_to_repeat() -> None:
-    said = "\n".join(render_lines(found()))
+    text = "\n".join(render_lines(found()))
     assert (
         "faults: kill 1, kill_broker 1 (1 could not be injected, 2 waited too long for nodes to recover)"
-        in said
+        in text
     )
-    assert "recovered from node_lost: 2 times, median 400 ms, worst 500 ms" in said
-    assert "every rule held" in said
-    said = "\n".join(render_lines(found(passed=False)))
-    assert "VIOLATION at 13.0 s (loss): step 5" in said
-    assert "ftd chaos soak --seed 4 job.toml" in said
-    assert "/tmp/somewhere" in said
+    assert "recovered from node_lost: 2 times, median 400 ms, worst 500 ms" in text
+    assert "every rule held" in text
+    text = "\n".join(render_lines(found(passed=False)))
+    assert "VIOLATION at 13.0 s (loss): step 5" in text
+    assert "ftd chaos soak --seed 4 job.toml" in text
+    assert "/tmp/somewhere" in text
 
 
 def test_the_written_report_contains_goodput() -> None:

@@ -104,14 +104,14 @@ def test_unexpected_errors_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "said"),
+    ("phase", "expected_words"),
     [
         ("PAUSED", "it pauses: 12 nodes are needed (it was given 2 nodes; give more with --nodes)"),
         ("RUNNING", "its end (it is at step 0 of 9; give fewer --steps, or more --minutes)"),
     ],
 )
 def test_an_undisturbed_run_that_does_not_end_raises_the_reason(
-    phase: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str, expected_words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PAUSED_S", 0.0)
     monkeypatch.setattr(module, "_LEAST_UNDISTURBED_S", 0.3)
@@ -132,4 +132,4 @@ def test_an_undisturbed_run_that_does_not_end_raises_the_reason(
 
     with pytest.raises(FtdError) as caught:
         asyncio.run(soak._undisturbed())
-    assert said in str(caught.value)
+    assert expected_words in str(caught.value)
