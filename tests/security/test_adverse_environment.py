@@ -120,7 +120,7 @@ def port(tmp_path: Path) -> Iterator[int]:
         (["node"], 'secret_file = "."\n', 0o600, "secret_file: .*(cannot be read|by everybody).*"),
         (["node", "--snapshots-only"], 'secret_file = "secret"\n', 0o604, "secret_file: .*chmod 600"),
         (["node"], "", 0o600, 'secret: .*add secret_file = "secret"'),
-        (["node"], 'secret = "open"\n', 0o600, "secret: .*ftd.toml can be read .*chmod 600"),
+        (["node"], 'secret = "open"\n', 0o600, "secret: .*can read or change .*ftd.toml .*chmod 600"),
         (["coordinator"], f'{USER}password_file = "secret"\n', 0o644, "password_file: .*chmod 600"),
         (["coordinator"], f'{USER}password = "p"\n', 0o600, "broker.password: .*chmod 600"),
     ],
@@ -368,9 +368,9 @@ def test_wrong_clocks_older_nodes_and_other_secrets(
         address = ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=port), cluster="lab")
         async with ClusterClient(address) as client:
             assert await HelloNode(port, "host-a", facts).says_hello() is None
-            other = HelloNode(port, "host-b", replace(facts, mark=secret_fingerprint("wrong")))
+            other = HelloNode(port, "host-b", replace(facts, secret_fingerprint=secret_fingerprint("wrong")))
             other = await other.says_hello(answer_s=PATIENCE_S)
-            assert isinstance(other, Reject) and "secret is not that of host-a" in other.reason
+            assert isinstance(other, Reject) and "secret differs from that of host-a" in other.reason
             old = await HelloNode(port, "host-c", facts).says_hello(without="protocol", answer_s=PATIENCE_S)
             assert isinstance(old, Reject) and "install the same version of ftd" in old.reason
             assert await HelloNode(port, "host-d", facts).says_hello() is None
