@@ -194,7 +194,7 @@ def test_streams_differ_from_tensor_to_tensor_and_are_the_same_every_time() -> N
 MEMORY = """
 import torch
 from torch import nn
-from runtime.deferred import DeferredModule, Recorder, Recording, UntrackedWriteError
+from runtime.deferred import DeferredModule, ModelRecorder, Recording, UntrackedWriteError
 
 def peak_mib():
     lines = open("/proc/self/status").read().splitlines()
@@ -204,11 +204,11 @@ torch.set_num_threads(1)
 nn.Linear(10, 10)(torch.zeros(1, 10))
 before = peak_mib()
 recording = Recording()
-with Recorder(recording):
+with ModelRecorder(recording):
     made = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))
 module = DeferredModule(made, recording)
 for number in range(24):
-    with module.present([made[number]], torch.device("cpu"), exact=True):
+    with module.materialised([made[number]], torch.device("cpu"), exact=True):
         made[number](torch.zeros(1, 2048))
 print(peak_mib() - before)
 """
