@@ -112,7 +112,7 @@ class LocalRun:
         self._console = console
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
-        self._begun = False
+        self._started = False
         self._scheduler: FaultScheduler | None = None
         self._paused_at: float | None = None
         self._stuck = ""
@@ -145,7 +145,7 @@ class LocalRun:
                 ):
                     await self._run_job()
         except (asyncio.CancelledError, PeerError):
-            if self._begun:
+            if self._started:
                 self._conclude()
             raise
         return self._conclude()
@@ -189,10 +189,10 @@ class LocalRun:
     def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
         if self._view is not None:
             self._view.on_event(event)
-        if self._begun and self._scheduler is not None:
+        if self._started and self._scheduler is not None:
             self._scheduler.on_event(event)
         elif isinstance(fact, RecoveryCompletedFact) and self._scheduler is not None:
-            self._begun = True  # The start has completed: the first step is committed.
+            self._started = True  # The start has completed: the first step is committed.
             self._scheduler.start()
         if isinstance(fact, JobEndedFact):
             self._end(fact.event)
@@ -242,7 +242,7 @@ class LocalRun:
                 run.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
 
     def _on_node(self, node: str, state: str) -> None:
-        if self._begun and self._scheduler is not None:
+        if self._started and self._scheduler is not None:
             self._scheduler.on_node(node, state)
 
     def _on_state(self, state: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ class ScenarioCluster:
         nodes = [f"node-{index}" for index in range(setup.nodes)]
         self._driver = LocalDriver(options, nodes, resources=resources, logs=logs)
         self._player: ScenarioPlayer | None = None
-        self._begun = asyncio.Event()
+        self._started = asyncio.Event()
         self._ended = asyncio.Event()
         self._baselines: dict[bytes, dict[int, float]] = {}
 
@@ -206,12 +206,12 @@ class ScenarioCluster:
         :raises PeerError: training does not begin.
         :raises RequestRejected: the job cannot run.
         """
-        self._begun.clear()
+        self._started.clear()
         self._ended.clear()
         await self._driver.submit(job)
         try:
             async with asyncio.timeout(START_S):
-                await self._begun.wait()
+                await self._started.wait()
         except TimeoutError:
             waiting = self._driver.state.get("waiting_for")
             raise PeerError(f"the job did not begin within {START_S:g} s; it waits for {waiting}") from None
@@ -246,7 +246,7 @@ class ScenarioCluster:
         if self._player is not None:
             self._player.on_event(event)
         if isinstance(fact, RecoveryCompletedFact):  # The first recovery is the start: a step is committed.
-            self._begun.set()
+            self._started.set()
         elif isinstance(fact, JobEndedFact):
             self._ended.set()
 

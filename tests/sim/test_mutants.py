@@ -536,9 +536,8 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
 
     real = agent_commands.prepare
     monkeypatch.setattr(agent_commands, "prepare", prepare)
-    monkeypatch.setattr(
-        signals, "take_acknowledgement", lambda c, node, signal: None
-    )  # Otherwise it would be repaired.
+    # Otherwise it would be repaired.
+    monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
     found("no progress after the healing", overrides=SeedOverrides(duplicates=0.1))
 
 
@@ -595,7 +594,7 @@ def test_snapshot_copies_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPa
         (machine, "remove_absent", lambda c: None, "is gone for good, but is listed"),
         (recovery, "remove_unknown", lambda c, name: None, "is gone for good, but its state is retained"),
     ],
-    ids=["whoever is gone", "nobody", "nothing at the broker"],
+    ids=["nodes it needs", "none", "none at the broker"],
 )
 def test_a_coordinator_that_removes_nodes_it_needs_or_none_is_found(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mutant: Callable[..., Any], expected: str

@@ -35,15 +35,15 @@ async def play_remotely(
     state: dict[str, Any] = {}
     player: ScenarioPlayer | None = None
 
-    def on_state(said: dict[str, Any]) -> None:
+    def on_state(update: dict[str, Any]) -> None:
         state.clear()
-        state.update(said)
+        state.update(update)
         if player is not None:
-            player.on_state(said)
+            player.on_state(update)
 
-    def on_node(node: str, said: str) -> None:
+    def on_node(node: str, node_state: str) -> None:
         if player is not None:
-            player.on_node(node, said)
+            player.on_node(node, node_state)
 
     async with ClusterClient(address, listen=True, on_state=on_state, on_node=on_node) as client:
         await client.state(STATE_S)

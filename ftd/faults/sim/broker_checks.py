@@ -98,9 +98,8 @@ class BrokerChecks:
         if me.unreadable is not None and me.unreadable.position > position and not me.reads(me.unreadable):
             oracle.violated(f"{what}, but saw {me.unreadable.position}, a journal that it cannot read")
         if position >= oracle.replicated:
-            if (
-                view.lineage > oracle.lineage
-            ):  # A rollback that is on its disk only: the broker was out of reach.
+            if view.lineage > oracle.lineage:
+                # A rollback that is on its disk only: the broker was out of reach.
                 oracle.on_journal(view)
             return
         what += f", and {oracle.replicated} was at the broker"
@@ -148,7 +147,6 @@ class BrokerChecks:
         oracle.newest, oracle.lineage, oracle.groups.trained = view.snapshot, view.lineage, None
         oracle.writing = view.writing
         oracle.published_events.on_journals_lost()
-        oracle.next_to_publish = (
-            0  # Published steps may be published again, as the leader learns of them again.
-        )
+        # Published steps may be published again, as the leader learns of them again.
+        oracle.next_to_publish = 0
         oracle.journal_tail_lost = True

@@ -115,8 +115,8 @@ class SimCheckpointStore:
         self.checkpoints[step] = StoredCheckpoint(attempt=effect.attempt, vote=effect.vote, layers=draft)
         old = sorted((s for s in self.checkpoints if s <= step), reverse=True)[effect.job.checkpoint.keep :]
         pruned = tuple(sorted([*old, *(s for s in self.checkpoints if s > step)]))
-        for doomed in pruned:
-            del self.checkpoints[doomed]
+        for removed in pruned:
+            del self.checkpoints[removed]
         return pruned
 
     def abandon(self, effect: AbandonCheckpoint) -> None:

@@ -66,9 +66,8 @@ class SimCheckpoints:
     def _abandon(self, effect: AbandonCheckpoint) -> None:
         store = self._store
         if store.hangs_for_s:
-            self._loop.call_later(
-                store.hangs_for_s + 0.1, self._abandon, effect
-            )  # After the commit that hangs.
+            # After the commit that hangs.
+            self._loop.call_later(store.hangs_for_s + 0.1, self._abandon, effect)
         else:
             store.abandon(effect)
 

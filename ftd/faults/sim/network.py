@@ -2,15 +2,14 @@
 
 It does what MQTT does with QoS 1 and clean sessions:
 
-- Messages of one sender to one receiver keep their order. Messages of different senders do not, nor do the
-  coordinator's
-  messages to one node and those to all.
+- Messages of one sender to one receiver keep their order. Messages of different senders do not, nor do
+  the coordinator's messages to one node and those to all.
 - A message may arrive twice, the second time at any later moment (which is harsher than real brokers).
 - Messages under way when a connection breaks may be lost.
 - An abnormal end of a connection publishes the last will.
 - A client id that connects again ends the earlier connection.
-- A restarted broker has forgotten everything, or comes back with what it once saved, and publishes no
-  wills.
+- A restarted broker has forgotten everything, or comes back with what it once saved, and publishes
+  no wills.
 
 Payloads are those of production. A node is a client with one connection; a coordinator's process has one
 per session.

@@ -135,9 +135,8 @@ class SimSession:
             return
         if topic == JOURNAL:
             self._saw(payload)
-        with contextlib.suppress(
-            JournalError
-        ):  # One bad message must not cost the connection; in production it is logged.
+        # One bad message must not cost the connection; in production it is logged.
+        with contextlib.suppress(JournalError):
             self._on_message(topic, payload, retained)
 
     def _acknowledge(self, connection: SimConnection, there: Callable[[], None]) -> None:

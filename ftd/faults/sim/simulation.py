@@ -133,9 +133,8 @@ class Simulation(SimCluster):
         )
         self.checkpoint = CheckpointPolicy()
         wants_checkpoints = seed % 3 == 0 if overrides.checkpoints is None else overrides.checkpoints
-        if (
-            self.snapshot.every_steps and wants_checkpoints
-        ):  # The other seeds stay as they are without checkpoints.
+        # The other seeds stay as they are without checkpoints.
+        if self.snapshot.every_steps and wants_checkpoints:
             self.checkpoint = CheckpointPolicy(
                 url="/checkpoints",
                 every_steps=world.rng.choice((1, 2, 4)),

@@ -319,7 +319,11 @@ class SimTrainer:
             return
         self.phase = "vote"
         self.ready = self.committed + 1
-        self.gradients = (self.group.generation, self.group.owned[self.rank], self.group.kept[self.rank])
+        self.gradients = (
+            self.group.generation,
+            self.group.owned[self.rank],
+            self.group.kept_parts[self.rank],
+        )
         snap, self.snap_flag = self.snap_flag, False
         self.group.arrived(self, self.flag is not None, snap)
 
@@ -359,7 +363,7 @@ class SimTrainer:
 
     def _apply(self, group: "SimGroup") -> None:
         # The first commit of a generation also drops what was kept in case of another failure.
-        self._update(group.generation, group.owned[self.rank], group.kept[self.rank])
+        self._update(group.generation, group.owned[self.rank], group.kept_parts[self.rank])
         self.ready = self.evaluation = None
         self.phase = "compute"
         self.groups.commits(self, group)
@@ -468,12 +472,12 @@ class SimGroup:
         owned = owned_layers(resume.plan)
         self.owned = [owned[device] for device in devices]
         self.sharded = is_sharded(resume)
-        self.kept = [kept_parts(resume, device) if self.sharded else frozenset() for device in devices]
+        self.kept_parts = [kept_parts(resume, device) if self.sharded else frozenset() for device in devices]
         self.size = len(devices)
         expected = expected_ms(oracle.profile, oracle.policy, resume.plan.pipelines)
         self.expected_ms = [expected[device] for device in devices]
         self.members: dict[int, SimTrainer] = {}
-        self.gone = False
+        self.incomplete = False
         """Whether a member has left, so that nothing that needs all ranks happens any more."""
         self.broken = False
         """Whether a connection broke for good, so that nothing at all happens any more."""
@@ -505,12 +509,12 @@ class SimGroup:
         if trainer.rank in self.members:
             raise InvariantViolation(f"rank {trainer.rank} joined generation {self.generation} twice")
         self.members[trainer.rank] = trainer
-        if len(self.members) == self.size and not self.gone:
+        if len(self.members) == self.size and not self.incomplete:
             self.world.call_later(self.world.between(0.005, 0.05), self._form)
 
     def left(self, trainer: SimTrainer) -> None:
         """Remove a member that stopped, died or was told to leave. Its vote may or may not have been sent."""
-        self.gone = True
+        self.incomplete = True
         if self.members.get(trainer.rank) is trainer:
             del self.members[trainer.rank]
         if trainer.rank in self.votes and self.world.chance(0.5):
@@ -522,7 +526,7 @@ class SimGroup:
         """Break a connection, as TCP does after too long a cut. At least one rank notices some time later."""
         if self.broken:
             return
-        self.broken = self.gone = True
+        self.broken = self.incomplete = True
         members = list(self.members.values())
         sure = self.world.rng.choice(members) if members else None
         for member in members:
@@ -541,7 +545,7 @@ class SimGroup:
         )
 
     def _form(self) -> None:
-        if self.gone:
+        if self.incomplete:
             return
         if not self._connected():
             self.world.call_later(0.5, self._form)
@@ -580,7 +584,7 @@ class SimGroup:
             return
         if self.sharded:
             target.layers[layer] = version = self.groups.moves_parts(self, layer, sources)
-            here = [part for part in self.kept[target.rank] if part.layer == layer]
+            here = [part for part in self.kept_parts[target.rank] if part.layer == layer]
             target.parts |= dict.fromkeys(here, version)
         else:
             self.groups.moves(self, layer, sources[0])
@@ -755,7 +759,7 @@ class SimGroups:
 
     def starts(self, group: SimGroup, member: SimTrainer) -> None:
         """Check that a rank that begins to compute holds every layer it owns at the resume step."""
-        for part in group.kept[member.rank]:
+        for part in group.kept_parts[member.rank]:
             version = member.parts.get(part)
             if version is None or self.oracle.versions.step[version] != group.resume.step:
                 self.oracle.violated(f"rank {member.rank} starts without {part} of step {group.resume.step}")
@@ -784,7 +788,7 @@ class SimGroups:
             self.oracle.violated(
                 f"step {trainer.committed} was committed again by generation {group.generation}, differently"
             )
-        if set(trainer.parts) != set(group.kept[trainer.rank]):
+        if set(trainer.parts) != set(group.kept_parts[trainer.rank]):
             self.oracle.violated(f"rank {trainer.rank} committed without all of its parts")
         if not group.sharded:
             self.gathered(trainer, group)

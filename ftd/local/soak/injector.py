@@ -312,4 +312,4 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         output = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
         return output.decode(errors="replace").strip()[:200]
-    return "gone meanwhile"
+    return "already ended"

@@ -279,10 +279,10 @@ class Soak:
 
     async def _submit(self) -> None:
         job = _private(self._job, self._driver.disk, self._submitted)
-        begun = await self._driver.submit(job, timeout_s=ANSWER_S)
+        job_id = await self._driver.submit(job, timeout_s=ANSWER_S)
         self._submitted += 1
         self._refused_since = None
-        self.monitor.begin_round(begun, self.now_s)
+        self.monitor.begin_round(job_id, self.now_s)
 
     def _on_rejected(self, why: str) -> None:
         """Handle a rejected submission. If only the answer to the last one was lost, the job is running; any

@@ -279,7 +279,7 @@ def found(passed: bool = True) -> SoakReport:
     faults = tuple(
         FaultRecord(number=n, at_s=at, fault=fault, node="node-1", for_s=2.0, factor=1.0, problem=refused)
         for n, (at, fault, refused) in enumerate(
-            [(11.0, "kill", ""), (20.0, "flip", "nothing is kept there"), (29.0, "kill_broker", "")], 1
+            [(11.0, "kill", ""), (20.0, "flip", "nothing is held there"), (29.0, "kill_broker", "")], 1
         )
     )
     commits = [(t / 10, 1) for t in range(600) if not 11.0 <= t / 10 < 12.0]
