@@ -213,7 +213,7 @@ def test_a_rejected_rendezvous_is_a_lost_peer(server: ServerThread) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_dies_or_hangs_holds_nobody_up(server: ServerThread, number: int) -> None:
+def test_a_peer_that_dies_or_hangs_does_not_block_the_others(server: ServerThread, number: int) -> None:
     """Rank 2 is a process. Ranks 0 and 1 reduce with it; the abort frees a rank that gloo does not notify."""
     peer = subprocess.Popen(
         [sys.executable, "-m", "tests.helpers.peer", str(server.port), "1", "2", "3"],

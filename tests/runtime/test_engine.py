@@ -123,7 +123,7 @@ def moves(layers: Sequence[int], source: int, target: int) -> list[p.TransferDat
     return [p.TransferData(layer=layer, source=source, target=target) for layer in layers]
 
 
-def test_kills_and_joins_leave_the_losses_as_they_are(cluster: Cluster) -> None:
+def test_kills_and_joins_do_not_change_the_losses(cluster: Cluster) -> None:
     """There are two kills and two joins in 24 steps, anywhere within a step."""
     steps = 24
     job = data(steps=steps)
@@ -226,7 +226,7 @@ def test_a_neighbour_hints_at_a_dead_peer_and_survives(cluster: Cluster) -> None
     finish(trainers)
 
 
-def test_state_moves_between_all_at_once(cluster: Cluster) -> None:
+def test_state_moves_between_all_ranks_at_once(cluster: Cluster) -> None:
     """Every rank is a source and a target: two pipelines swap their halves, and the reported holdings are
     right.
     """
@@ -254,7 +254,7 @@ def test_state_moves_between_all_at_once(cluster: Cluster) -> None:
     finish(trainers)
 
 
-def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
+def test_idle_trainers_and_superseded_instructions(cluster: Cluster) -> None:
     job = data(steps=1000)
     trainers = start(cluster, 2, job)
     busy, idle = trainers

@@ -68,7 +68,7 @@ def ranks_of(pipelines: tuple[p.WorldPipeline, ...]) -> int:
 
 @pytest.mark.parametrize("pipelines", [THREE_AND_ONE, TWO_AND_TWO, SPLIT_ROWS, SHARDED_ROWS, ALONE])
 @pytest.mark.parametrize("batches", [0, 2])
-def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
+def test_evaluations_do_not_depend_on_the_layout_and_do_not_change_training(
     tmp_path: Path, pipelines: tuple[p.WorldPipeline, ...], batches: int
 ) -> None:
     within = pipelines[0].stages[0].within

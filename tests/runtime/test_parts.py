@@ -181,7 +181,7 @@ def test_every_needed_element_has_one_source_that_holds_it(
 
 @settings(max_examples=100)
 @given(shapes(), worlds())
-def test_gather_ranges_cover_each_bucket_once_and_are_the_parts(
+def test_gather_ranges_cover_each_bucket_once_and_match_the_parts(
     described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, sizes = described
@@ -209,7 +209,7 @@ def test_gather_ranges_cover_each_bucket_once_and_are_the_parts(
 
 @settings(max_examples=100)
 @given(shapes(), worlds())
-def test_cell_gather_ranges_cover_each_cell_once_and_are_the_parts(
+def test_cell_gather_ranges_cover_each_cell_once_and_match_the_parts(
     described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, _ = described

@@ -16,7 +16,7 @@ from tests.helpers.runtime_support import data_for, training_of
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_a_joiner_trains_on_to_the_last_bit(precision: str) -> None:
+def test_a_joiner_continues_training_exactly(precision: str) -> None:
     old, new = Trainer(precision), Trainer(precision)
     for step in (1, 2, 3):
         old.step(step)
