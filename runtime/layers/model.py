@@ -409,7 +409,7 @@ class Model:
         freed afterwards.
 
         A layer that was not held gets values that resemble its initial ones
-        (``DeferredModule.fill_alike``).
+        (``DeferredModule.fill_placeholders``).
         """
         if layer in self._held:
             yield
