@@ -1,1 +1,1 @@
-"""What stages and pipelines of them take: time under 1F1B, and memory."""
+"""Time under 1F1B and memory of stages and of the pipelines that consist of them."""

@@ -1,19 +1,19 @@
-"""Step times of many pipelines for any number of microbatches at once: what the search over instantiations
-asks, a hundred templates at a time.
+"""Step times of many pipelines for any number of microbatches at once, for the search over instantiations,
+which needs a hundred templates at a time.
 
-The schedule of 1F1B goes in waves (planner/stages/makespan.py): stage s does its m-th forward in wave 2m + s
-and its i-th backward in wave 2i + 2S − 1 − s, and waits only for what it and one neighbour did last.
-Pipelines are aligned at their last stages, so a wave is the same operation for all of them. Three facts do
-the rest:
+The schedule of 1F1B goes in waves (planner/stages/makespan.py): stage s does its m-th forward in wave 2m +
+s and its i-th backward in wave 2i + 2S − 1 − s, and waits only for the last operations of itself and one
+neighbour. Pipelines are aligned at their last stages, so a wave is the same operation for all of them.
+Three facts do the rest:
 
-* *Drain.* m ≥ S microbatches differ from more of them only behind wave 2m − 1. From there to the end the time
-  is max over stages of (time of the stage in that wave + the longest way to the end), and these ways are the
-  same for every m ≥ S. So one simulation answers all m.
-* *Period.* If after p rounds every stage is later by the same g, it is so for ever: a round maps the times
+* *Drain.* m ≥ S microbatches differ from more of them only after wave 2m − 1. From there to the end the
+  time is max over stages of (time of the stage in that wave + the longest path to the end), and these paths
+  are the same for every m ≥ S. So one simulation answers all m.
+* *Period.* If after p rounds every stage is later by the same g, it is so forever: a round maps the times
   of the stages by maxima and sums, so it commutes with adding a constant. Times then repeat with period p.
 * *Rounding.* Such a map never increases the largest difference between two inputs. So if the stages are
-  later by g ± ε, after k periods they are by k·g ± k·ε: with ε ≤ ``PERIODIC``·g that is a relative error of
-  ``PERIODIC`` at most.
+  later by g ± ε, after k periods they are later by k·g ± k·ε: with ε ≤ ``PERIODIC``·g that is a relative
+  error of ``PERIODIC`` at most.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,15 +23,15 @@ import numpy as np
 from planner.stages.makespan import PERIODIC, Floats, Ints
 
 Stages = tuple[Sequence[float], Sequence[float], Sequence[float]]
-"""Forward and backward of each stage, and the link from each to the next, in milliseconds."""
+"""Forward and backward times of each stage, and the time of the link from each to the next, in milliseconds."""
 
 ROUNDS = 64
-"""Simulated at a time."""
+"""Number of rounds simulated at a time."""
 NEVER = 1 << 40
 
 
 class Clocks:
-    """Pipelines 0 … C − 1, their times simulated as far as anybody asked."""
+    """Step times of the pipelines 0 … C − 1, simulated only as far as calls have needed."""
 
     def __init__(self, pipelines: Sequence[Stages]) -> None:
         self._pipelines = pipelines
@@ -40,15 +40,17 @@ class Clocks:
         self._simulation = _Simulation(pipelines, self._depth)
         count = len(pipelines)
         self._table: Floats = np.full((count, 4 * ROUNDS), np.nan)
-        """Makespans by pipeline and number of microbatches."""
+        """Makespans in milliseconds, by pipeline and number of microbatches."""
         self._known: Ints = np.zeros(count, dtype=np.int64)
-        """Microbatches up to which ``_table`` is filled; below ``stages`` only where ``_short``."""
+        """Number of microbatches up to which ``_table`` is filled; entries below ``stages`` are filled only
+        where ``_short``.
+        """
         self._period: Ints = np.full(count, NEVER)
         self._growth_ms: Floats = np.zeros(count)
         self._short = np.zeros(count, dtype=np.bool_)
 
     def times_ms(self, pipelines: Ints, microbatches: Ints) -> Floats:
-        """Makespans, element by element; ``microbatches`` ≥ 1."""
+        """Return the makespans, element by element; ``microbatches`` ≥ 1."""
         deep = pipelines[microbatches < self.stages[pipelines]]
         for pipeline in np.unique(deep[~self._short[deep]]):
             self._fill_short(int(pipeline))
@@ -57,7 +59,9 @@ class Clocks:
         return self._look_up(pipelines, microbatches)
 
     def most(self, limits_ms: Floats, batch: int) -> Ints:
-        """The most microbatches, at most ``batch``, that each pipeline does in its limit; 0 if none."""
+        """Return the most microbatches, at most ``batch``, that each pipeline finishes within its limit; 0 if
+        none.
+        """
         everyone = np.arange(len(limits_ms))
         while True:
             ends = np.minimum(self._known, batch)
@@ -89,7 +93,7 @@ class Clocks:
             low, high = np.where(asked & done, middle, low), np.where(asked & ~done, middle, high)
 
     def _near(self, limits_ms: Floats, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Narrower, as the times grow by about the same for each microbatch."""
+        """Narrow the range between ``low`` and ``high``, as times grow by about the same for each microbatch."""
         everyone, known = np.arange(len(limits_ms)), np.maximum(self._known, 1)
         cyclic = (self._period != NEVER) & (self._growth_ms > 0)
         each = self._period[cyclic] / self._growth_ms[cyclic]
@@ -110,7 +114,7 @@ class Clocks:
         return times
 
     def _extend(self) -> None:
-        """Another ``ROUNDS`` rounds of the pipelines that have no period yet."""
+        """Simulate another ``ROUNDS`` rounds of the pipelines that have no period yet."""
         simulation = self._simulation
         first = simulation.wave
         spans, found = simulation.run(2 * ROUNDS)
@@ -119,7 +123,8 @@ class Clocks:
             more = max(width, 2 * self._table.shape[1]) - self._table.shape[1]
             self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=np.nan)
         for column, pipeline in enumerate(simulation.active):
-            # After wave 2m − 1, counted from the pipeline's own first, stands the time of m microbatches.
+            # After wave 2m − 1, counted from the pipeline's own first, the span is the time of m
+            # microbatches.
             offset = self._depth - int(self.stages[pipeline])
             skipped = (first + 1 - offset) % 2
             microbatches = (first + skipped + 1 - offset) // 2
@@ -135,18 +140,21 @@ class Clocks:
         simulation.drop(found)
 
     def _fill_short(self, pipeline: int) -> None:
-        """Fewer microbatches than stages, 1 … S − 1 side by side: their drain begins while they fill."""
+        """Fill in the times of 1 … S − 1 microbatches, all in parallel: with fewer microbatches than stages
+        the drain begins during the warm-up.
+        """
         self._short[pipeline] = True
         forward_ms, backward_ms, link_ms = (np.array(times)[:, None] for times in self._pipelines[pipeline])
         stages = len(forward_ms)
-        # Row s + 1 is stage s; whoever waits for a stage that is not there does not wait.
+        # Row s + 1 is stage s; an operation does not wait for a stage that does not exist.
         free = np.full((stages + 2, stages - 1), -np.inf)
         free[1:-1] = 0.0
         link = np.zeros((stages + 1, 1))
         link[1:-1] = link_ms
         forwards_end = np.arange(stages)[:, None] + 2 * np.arange(1, stages)
         for wave in range(4 * stages - 4):
-            # B(0, m − 1), the last of all, is in wave 2m + 2S − 3: what ended before is not gone on with.
+            # B(0, m − 1), the last of all, is in wave 2m + 2S − 3: columns that have ended are no longer
+            # simulated.
             ending, odd = divmod(wave + 3 - 2 * stages, 2)
             going = slice(max(ending - 1, 0), None)
             ahead = slice(wave % 2, min(wave + 1, stages), 2)
@@ -170,7 +178,7 @@ class Clocks:
 class _Simulation:
     """The waves of several pipelines, aligned at the last stage; rows are stages, columns pipelines.
 
-    Rows before a pipeline's first stage stay at 0 and are cut off by a link that nothing ever crosses.
+    Rows before a pipeline's first stage stay at 0; a link of −∞, for which nothing waits, separates them.
     """
 
     def __init__(self, pipelines: Sequence[Stages], depth: int) -> None:
@@ -193,10 +201,10 @@ class _Simulation:
         self._seen_wave = 0
 
     def _ways_to_end(self, pipelines: Sequence[Stages]) -> Floats:
-        """From each stage's time in wave 2m − 1, the longest way to the end, backwards from there.
+        """Return the longest path to the end from each stage's time in wave 2m − 1, computed backwards.
 
-        In step j behind that wave, stages with s ≡ j (mod 2) do backwards; the others do forwards while
-        j ≤ s. Aligned at the first stage here, where the end is.
+        In step j after that wave, stages with s ≡ j (mod 2) do backwards; the others do forwards while j ≤
+        s. The stages are aligned at the first one here, where the end is.
         """
         depth, count = self._forward.shape
         forward, backward, link = np.zeros((3, depth, count))
@@ -225,8 +233,11 @@ class _Simulation:
         return aligned
 
     def run(self, waves: int) -> tuple[Floats, dict[int, tuple[int, int, float]]]:
-        """So many waves more. The step's time if the drain begins behind each of them, shape (waves, active);
-        and the columns found periodic: in which wave, with how many rounds, by how much they grow.
+        """Simulate ``waves`` more waves.
+
+        :returns: the step's time if the drain begins after each of them, shape (waves, active); and the
+            columns found to be periodic, with the wave, the number of rounds of the period, and its growth
+            in milliseconds.
         """
         depth, free = self._depth, self._free
         spans = np.empty((waves, len(self.active)))
@@ -252,7 +263,9 @@ class _Simulation:
         return spans, found
 
     def _compare(self, found: dict[int, tuple[int, int, float]]) -> None:
-        """With the times seen last, which are taken anew in rounds 1, 2, 4, 8, … (Brent's cycle finding)."""
+        """Compare with the remembered times, which are replaced in rounds 1, 2, 4, 8, … (Brent's cycle
+        finding).
+        """
         rounds = self.wave // 2 - self._depth
         if rounds:
             later = self._free[1:-1] - self._seen
@@ -265,7 +278,7 @@ class _Simulation:
             self._seen, self._seen_wave = self._free[1:-1].copy(), self.wave
 
     def drop(self, columns: Collection[int]) -> None:
-        """Go on without these."""
+        """Remove these columns from the simulation."""
         if not columns:
             return
         kept = [column for column in range(len(self.active)) if column not in columns]

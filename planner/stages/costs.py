@@ -1,4 +1,4 @@
-"""What every possible stage and pipeline of one model costs, from its profile."""
+"""Costs of every possible stage and pipeline of one model, computed from its profile."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,42 +26,47 @@ from planner.values import (
 )
 
 MOST_DEVICES = 256
-"""Of a node: tables grow with them, and a typing error should not fill the memory."""
+"""Limit of a node's devices: the tables grow with their number, and a typing error should not fill the memory."""
 
 
 class StageCosts:
-    """Tables over stages [u, v) on d devices of a node: index ``[d, u, v]``, or ``[k, d, u, v]`` where
-    ``modes[k]`` is how the stage recomputes and what its devices hold; infinite where v ≤ u, and where no stage can
-    have d devices. A stage of one device is the same as replicas, as shards and as tensor-parallel.
+    """Tables over the stages [u, v) on d devices of a node.
 
-    A layer on d devices takes what was measured, or else the time of the fullest device when the rows of a
-    microbatch are split: ⌈rows / d⌉ / rows of one device's time. Recomputation makes the backward pass longer,
-    shards make both passes longer (``layers.shard_ms``), and ``layers.tensor_ms`` says what tensor parallelism takes.
+    An index is ``[d, u, v]``, or ``[k, d, u, v]`` where ``modes[k]`` says how the stage recomputes and what
+    its devices hold. Entries are infinite where v ≤ u and where no stage can have d devices. A stage of one
+    device is the same as replicas, as shards and as tensor-parallel.
 
-    With ``auto`` a stage takes the mode that fits whose forward and backward pass together are quickest, which
-    depends on its layers, its devices and the number of stages after it. Among ways to recompute no other choice
-    makes a step quicker: forward passes are the same, a step is never quicker where a pass takes longer, and a
-    stage's memory depends on its own mode alone. (The paper's objective may fall where an earlier stage becomes the
-    slowest; nothing is recomputed for that.) Between recomputation and shards the rule is what is optimised under:
-    shards make the forward pass longer, too, which a schedule may hide less well.
+    A layer on d devices takes the measured time. Where none was measured, it takes the time of the fullest
+    device when the rows of a microbatch are split: ⌈rows / d⌉ / rows of one device's time. Recomputation
+    makes the backward pass longer, shards make both passes longer (``layers.shard_ms``), and
+    ``layers.tensor_ms`` models tensor parallelism.
+
+    With ``auto`` a stage takes the mode with the least sum of forward and backward time among those that
+    fit, which depends on its layers, its devices and the number of stages after it. Among ways to recompute
+    no other choice makes a step quicker: forward passes are the same, a step is never quicker where a pass
+    takes longer, and a stage's memory depends on its own mode alone. (The paper's objective may fall where
+    an earlier stage becomes the slowest; nothing is recomputed for that.) Between recomputation and shards
+    the sum is only the criterion that is optimised: shards also make the forward pass longer, which a
+    schedule may hide less well.
     """
 
     def __init__(self, profile: ModelProfile, policy: Policy) -> None:
-        """:raises InfeasibleError: an entry of the profile or the policy makes no sense."""
+        """:raises InfeasibleError: an entry of the profile or the policy is invalid."""
         check_profile(profile)
         check_policy(policy)
         self.profile, self.policy = profile, policy
         self.layers = len(profile.layers)
         self.devices_per_node = policy.devices_per_node
         self.stage_devices = _stage_devices(profile, policy)
-        """How many devices a stage can have, ascending."""
+        """Numbers of devices that a stage can have, ascending."""
         self.max_devices = self.stage_devices[-1]
         _check_within(profile, policy, self.max_devices)
         self._tensor_devices = {d for d in self.stage_devices if explain_no_tensor_split(profile, d) is None}
         self.memory = MemoryModel(profile, policy)
         self.modes = _modes(profile, policy, self.memory, self.stage_devices)
-        """What a stage can have; the first is the quickest where it fits, and of equally quick ones the first is
-        taken."""
+        """Modes that a stage can have. The first is the quickest where it fits; of equally quick modes the
+        first is taken.
+        """
         self._mode_numbers = {mode: number for number, mode in enumerate(self.modes)}
         first = self.modes[0].within
         alone = tuple(number for number, mode in enumerate(self.modes) if mode.within == first)
@@ -88,18 +93,20 @@ class StageCosts:
         outputs = [layer.output_bytes * self._scale for layer in profile.layers]
         crossing = [profile.link.time_ms(size) for size in outputs]
         self.link_ms: Floats = np.array([0.0, *crossing[:-1], 0.0])
-        """Time from a stage that ends before layer v to the one that begins there; 0 at both ends."""
+        """Time from a stage that ends before layer v to the stage that begins there; 0 at both ends of the
+        model.
+        """
         gradients = [layer.gradient_bytes for layer in profile.layers]
         self._gradients_before = [0, *accumulate(gradients)]
 
     def can_start(self, position: int, devices: int) -> bool:
-        """Whether a stage of ``devices`` devices can begin at device ``position`` of a node."""
+        """Return whether a stage of ``devices`` devices can begin at device ``position`` of a node."""
         aligned = self.policy.split == "any" or position % devices == 0
         return aligned and position + devices <= self.devices_per_node
 
     @cached_property
     def node_splits(self) -> tuple[tuple[int, ...], ...]:
-        """All ways to split a node's devices, in order, into stages; up to 2^(M − 1) of them."""
+        """All ways to split a node's devices, in order, into stages: up to 2^(M − 1) for M devices."""
         splits: list[list[tuple[int, ...]]] = [[()]]
         for end in range(1, self.devices_per_node + 1):
             splits.append([(*front, d) for d in self._sizes_ending_at(end) for front in splits[end - d]])
@@ -107,7 +114,7 @@ class StageCosts:
 
     @cached_property
     def split_counts(self) -> dict[int, int]:
-        """How many ``node_splits`` there are of each number of stages, ascending; counted, not listed."""
+        """Number of ``node_splits`` for each number of stages, ascending; counted without listing the splits."""
         counts: list[dict[int, int]] = [{0: 1}]
         for end in range(1, self.devices_per_node + 1):
             here: dict[int, int] = {}
@@ -122,23 +129,23 @@ class StageCosts:
 
     @property
     def fewest_stages(self) -> int:
-        """Of a node all of whose devices are used."""
+        """Fewest stages of a node all of whose devices are used."""
         return min(self.split_counts)
 
     @property
     def most_nodes(self) -> int:
-        """Nodes that one pipeline can fill: each stage needs a layer."""
+        """Most nodes that one pipeline can fill, as each stage needs a layer."""
         return self.layers // self.fewest_stages
 
     def fits(self, devices: int, stages_after: int) -> NDArray[np.bool_]:
-        """Return which stages fit into a device's memory in some way, shape (L + 1, L + 1)."""
+        """Return which stages fit into a device's memory in at least one mode, shape (L + 1, L + 1)."""
         fitting = self.mode_fits(0, devices, stages_after)
         for mode in range(1, len(self.modes)):
             fitting = fitting | self.mode_fits(mode, devices, stages_after)
         return fitting
 
     def mode_fits(self, mode: int, devices: int, stages_after: int) -> NDArray[np.bool_]:
-        """Return which stages fit that work as ``modes[mode]`` says, shape (L + 1, L + 1)."""
+        """Return which stages fit into a device's memory in ``modes[mode]``, shape (L + 1, L + 1)."""
         limit = self.memory.limit_bytes
         possible = self._is_possible(self.modes[mode], devices)
         if limit is None or not possible:
@@ -151,9 +158,9 @@ class StageCosts:
         return known
 
     def quickest_modes(self, devices: int, stages_after: int) -> Ints:
-        """Return for each stage the number in ``modes`` of the quickest one that fits, shape (L + 1, L + 1).
+        """Return for each stage the number in ``modes`` of the quickest mode that fits, shape (L + 1, L + 1).
 
-        -1 where none fits.
+        The number is -1 where no mode fits.
         """
         key = devices, in_flight(stages_after, self.policy.microbatches)
         known = self._quickest.get(key)
@@ -174,13 +181,15 @@ class StageCosts:
         return times
 
     def modes_of(self, devices: int) -> tuple[int, ...]:
-        """Return the numbers of the modes that a stage of so many devices can have, and that differ for it."""
+        """Return the numbers of the modes that a stage of ``devices`` devices can have, without those that are
+        the same for it.
+        """
         return tuple(
             number for number in self._modes_of[devices > 1] if self._is_possible(self.modes[number], devices)
         )
 
     def _is_possible(self, mode: Mode, devices: int) -> bool:
-        """Return whether a stage of so many devices can work so."""
+        """Return whether a stage of ``devices`` devices can work in ``mode``."""
         if devices == 1:
             return True
         if mode.within == "tensor":
@@ -189,7 +198,9 @@ class StageCosts:
         return devices <= self.policy.microbatch_rows if sizes is None else devices in sizes
 
     def mode(self, first_layer: int, end_layer: int, devices: int, stages_after: int) -> Mode:
-        """Return how a stage works: in the quickest mode that fits, or if none does, in the smallest."""
+        """Return the mode of a stage: the quickest that fits or, if none fits, the one that needs least
+        memory.
+        """
         number = 0
         if len(self.modes) > 1:
             number = int(self.quickest_modes(devices, stages_after)[first_layer, end_layer])
@@ -204,7 +215,7 @@ class StageCosts:
         return Mode(recompute, within if devices > 1 else "replicate")
 
     def stages(self, cuts: Sequence[int], devices: Sequence[int]) -> tuple[StageTemplate, ...]:
-        """Return the stages between ``cuts`` (from 0 to L) on these numbers of devices."""
+        """Return the stages between ``cuts`` (from 0 to L), where stage i has ``devices[i]`` devices."""
         used = [0, *accumulate(devices)]
         last = len(devices) - 1
         stages = []
@@ -223,7 +234,7 @@ class StageCosts:
         return tuple(stages)
 
     def spans(self, stages: Iterable[StageTemplate]) -> list[tuple[int, int, int, int]]:
-        """Return each stage's place in the tables."""
+        """Return each stage's index into the tables."""
         return [
             (
                 self._mode_numbers[Mode(s.recompute, s.within if s.devices > 1 else self.modes[0].within)],
@@ -238,7 +249,7 @@ class StageCosts:
         return [float(self.time_ms[span]) for span in self.spans(stages)]
 
     def pipeline_ms(self, stages: tuple[StageTemplate, ...]) -> tuple[list[float], list[float], list[float]]:
-        """Forward and backward of each stage, and the link from each to the next."""
+        """Return forward and backward times of each stage, and the time of the link from each to the next."""
         spans = self.spans(stages)
         return (
             [float(self.forward_ms[span]) for span in spans],
@@ -253,10 +264,10 @@ class StageCosts:
         return paper_objective_ms(self.stage_times_ms(stages))
 
     def sync_ms(self, stages: tuple[StageTemplate, ...], pipelines: int) -> float:
-        """All-reduce of the gradients among their owners, as a ring, where nothing of it is hidden.
+        """Return the time of a ring all-reduce of the gradients among their owners, without any overlap.
 
-        Stages reduce side by side, so the slowest counts. How other pipelines cut the model is not known
-        here; each is taken to have as many owners of a layer as this one.
+        Stages reduce in parallel, so the slowest counts. How other pipelines cut the model is not known
+        here; each is assumed to have as many owners of a layer as this one.
         """
         slowest_ms = 0.0
         for in_pipeline, size_bytes in self.gradient_bytes(stages).items():
@@ -266,14 +277,17 @@ class StageCosts:
         return slowest_ms
 
     def step_cost(self, stages: tuple[StageTemplate, ...], pipelines: int) -> Callable[[int], float]:
-        """Return the milliseconds of a step by the number of microbatches, for one of so many pipelines: its makespan
-        and the all-reduce of the gradients."""
+        """Return a function from a number of microbatches to the milliseconds of a step of one of
+        ``pipelines`` pipelines: its makespan and the all-reduce of the gradients.
+        """
         clock, sync_ms = self.clock(stages), self.sync_ms(stages, pipelines)
         return lambda microbatches: clock.makespan_ms(microbatches) + sync_ms
 
     def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, float]:
-        """Return the bytes of gradients that each device of the heaviest stage reduces, by the owners of the same
-        elements in a pipeline: all devices of a stage of replicas, one of a stage of shards."""
+        """Return the bytes of gradients that each device of the heaviest stage reduces, by the number of
+        owners of the same elements in one pipeline: all devices of a stage of replicas, one device of a
+        stage of shards.
+        """
         heaviest: dict[int, float] = {}
         for stage in stages:
             size_bytes = self._gradients_before[stage.end_layer] - self._gradients_before[stage.first_layer]
@@ -286,14 +300,15 @@ class StageCosts:
 def _sum_ranges(table: Floats, times_ms: list[float]) -> None:
     """Write the sum of ``times_ms[u:v]`` to ``table[u, v]``, for all u < v."""
     for first in range(len(times_ms)):
-        # Summed afresh from each start: equal layers give equal stages to the last bit.
+        # Each start is summed separately, so that equal layers give stages with equal times to the last
+        # bit.
         table[first, first + 1 :] = np.cumsum(times_ms[first:])
 
 
 def _layer_ms(
     profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, mode: Mode
 ) -> tuple[float, float]:
-    """Return forward and backward of one microbatch of one layer, what its devices exchange included."""
+    """Return forward and backward time of one microbatch of one layer, including what its devices exchange."""
     if mode.within == "tensor":
         return tensor_ms(profile, policy, layer, devices, mode.recompute)
     forward_ms, backward_ms = layer_ms(profile, policy, layer, devices, mode.recompute)
@@ -306,9 +321,9 @@ def _layer_ms(
 def _modes(
     profile: ModelProfile, policy: Policy, memory: MemoryModel, stage_devices: Sequence[int]
 ) -> tuple[Mode, ...]:
-    """Return what a stage's mode is chosen among, the quickest first where that is known.
+    """Return the modes among which a stage's mode is chosen, the quickest first where that is known.
 
-    :raises InfeasibleError: ``selective`` is asked for, and the profile does not say what it takes.
+    :raises InfeasibleError: ``selective`` is requested, and the profile has no measurement of it.
     """
     recomputes = _recomputes(profile, policy, memory.limit_bytes)
     several = [devices for devices in stage_devices if devices > 1]
@@ -319,10 +334,10 @@ def _modes(
         layers, limit = len(profile.layers), memory.limit_bytes
         largest = [memory.stage_bytes(0, layers, devices, layers - 1, recomputes[0]) for devices in several]
         tight = limit is not None and max(largest) > limit
-        # Shards are never quicker, so they are for stages that may not fit otherwise.
+        # Shards are never quicker, so they are only for stages that may not fit otherwise.
         if tight and profile.shard_problem is None:
             withins = (*withins, "shard")
-        # Neither is tensor parallelism where rows can be split evenly.
+        # Tensor parallelism is not quicker either where rows can be split evenly.
         uneven = any(policy.microbatch_rows % devices for devices in several)
         if (tight or uneven) and any(
             explain_no_tensor_split(profile, devices) is None for devices in several
@@ -332,7 +347,10 @@ def _modes(
 
 
 def _recomputes(profile: ModelProfile, policy: Policy, limit_bytes: int | None) -> tuple[Recompute, ...]:
-    """:raises InfeasibleError: ``selective`` is asked for, and the profile does not say what it takes."""
+    """Return the ways to recompute that the policy permits.
+
+    :raises InfeasibleError: ``selective`` is requested, and the profile has no measurement of it.
+    """
     wanted = policy.activation_checkpointing
     missing = [number for number, layer in enumerate(profile.layers) if layer.selective is None]
     if wanted == "auto":
@@ -348,8 +366,10 @@ def _recomputes(profile: ModelProfile, policy: Policy, limit_bytes: int | None) 
 
 
 def _check_within(profile: ModelProfile, policy: Policy, most: int) -> None:
-    """:param most: devices of the largest stage.
-    :raises InfeasibleError: ``shard`` is asked for, and no stage can.
+    """Check that a stage can have shards if the policy requires them.
+
+    :param most: devices of the largest stage.
+    :raises InfeasibleError: ``shard`` is requested, and no stage can have shards.
     """
     if policy.within_node != "shard" or policy.devices_per_node == 1:
         return
@@ -368,7 +388,10 @@ def _check_within(profile: ModelProfile, policy: Policy, most: int) -> None:
 
 
 def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
-    """:raises InfeasibleError: a node of so many devices cannot be split into such stages."""
+    """Return the numbers of devices that a stage can have, ascending.
+
+    :raises InfeasibleError: the devices of a node cannot be split into such stages.
+    """
     most = policy.devices_per_node
     measured = profile.stage_devices
     tensor = [d for d in range(1, most + 1) if d == 1 or explain_no_tensor_split(profile, d) is None]
@@ -416,7 +439,7 @@ def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
 
 
 def _reachable(sizes: tuple[int, ...], most: int) -> set[int]:
-    """Numbers of devices up to ``most`` that are sums of ``sizes``."""
+    """Return the numbers of devices up to ``most`` that are sums of ``sizes``."""
     reachable = {0}
     for end in range(1, most + 1):
         if any(end - d in reachable for d in sizes):
@@ -430,7 +453,10 @@ def _powers_around(number: int) -> str:
 
 
 def check_profile(profile: ModelProfile) -> None:
-    """:raises InfeasibleError: naming the entry that makes no sense."""
+    """Check that the profile's entries are in their ranges.
+
+    :raises InfeasibleError: an entry is not; the message names it.
+    """
     if not profile.layers:
         raise InfeasibleError("the profile has no layers: a model needs at least one")
     for number, layer in enumerate(profile.layers):
@@ -477,13 +503,16 @@ def _check_amount(name: str, value: float) -> None:
 
 
 def _check_least(name: str, value: int, least: int) -> None:
-    # Written so that NaN is refused as well.
+    # Written so that NaN is rejected as well.
     if not value >= least:
         raise InfeasibleError(f"{name} is {value}; it must be ≥ {least}")
 
 
 def check_policy(policy: Policy) -> None:
-    """:raises InfeasibleError: naming the setting that makes no sense."""
+    """Check that the policy's settings are in their ranges.
+
+    :raises InfeasibleError: a setting is not; the message names it.
+    """
     least = {"devices_per_node": 1, "tolerate": 0, "global_batch": 1, "microbatch_rows": 1}
     for name, minimum in least.items():
         _check_least(f"policy.{name}", getattr(policy, name), minimum)

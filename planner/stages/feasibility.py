@@ -1,6 +1,6 @@
-"""Whether stages fit into memory: on how few nodes, and where they do not, which stage is too large.
+"""Whether stages fit into memory: on how few nodes, and which stage is too large where they do not.
 
-Times do not matter here, only bytes, and with them the number of stages behind each stage (``memory``).
+Times do not matter here, only bytes and the number of stages after each stage (``memory``).
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class FullestStage:
 
 
 def sizes_allowed(costs: StageCosts) -> list[int]:
-    """How many of ``stage_devices`` a stage can have that is the first of a pipeline's last g devices.
+    """Return how many of ``stage_devices`` are possible for the first stage of a pipeline's last g devices.
 
-    Index g modulo the devices of a node. Smaller stages can start wherever larger ones can, so the sizes
-    allowed are the first ones.
+    The index is g modulo the devices of a node. Smaller stages can start wherever larger ones can, so the
+    sizes allowed are the first ones.
     """
     nodes_devices = costs.devices_per_node
     positions = [-g % nodes_devices for g in range(nodes_devices)]
@@ -38,11 +38,11 @@ def sizes_allowed(costs: StageCosts) -> list[int]:
 
 
 def memory_ends(costs: StageCosts, nodes: int) -> Ints:
-    """Return the last end of a stage from layer u that fits, ``u`` if none; for pipelines of up to ``nodes``
-    nodes.
+    """Return the last end of a stage from layer u that fits, ``u`` if none fits, for pipelines of up to
+    ``nodes`` nodes.
 
-    Shape (rows, sizes of a stage, modes, L + 1). Row r has r stages after it; the last row that
-    or more, so there are as many rows as make a difference.
+    The shape is (rows, sizes of a stage, modes, L + 1). Row r is for r stages after it, the last row for
+    that many or more; there are only as many rows as differ.
     """
     starts = np.arange(costs.layers + 1)
     sizes, modes = costs.stage_devices, range(len(costs.modes))
@@ -52,7 +52,7 @@ def memory_ends(costs: StageCosts, nodes: int) -> Ints:
     depths = min(nodes * costs.devices_per_node, costs.layers, costs.policy.microbatches)
     ends: Ints = np.array(
         [
-            # A longer stage needs no less memory, so the ends that fit are a run.
+            # A longer stage needs no less memory, so the ends that fit are consecutive.
             [
                 [starts + (costs.mode_fits(mode, d, depth) & longer).sum(axis=1) for mode in modes]
                 for d in sizes
@@ -65,19 +65,20 @@ def memory_ends(costs: StageCosts, nodes: int) -> Ints:
 
 
 def fewest_nodes(costs: StageCosts) -> int | None:
-    """Nodes of the smallest pipeline that fits into memory, ``None`` if not even the largest does."""
+    """Return the nodes of the smallest pipeline that fits into memory, ``None`` if not even the largest does."""
     if costs.memory.limit_bytes is None or not costs.most_nodes:
         return 1 if costs.most_nodes else None
     ends = memory_ends(costs, costs.most_nodes).max(axis=2)
     rows, starts = np.arange(len(ends))[:, None], np.arange(costs.layers + 1)
     if (ends[0, :, :-1].max(axis=0) == starts[:-1]).any():
-        return None  # a layer that fits nowhere, and there are quicker ways to see that
+        return None  # Some layer fits nowhere.
     allowed = sizes_allowed(costs)
     nothing = np.zeros((len(ends), costs.layers + 1), dtype=np.bool_)
     nothing[0, -1] = True
     reached: dict[int, Ints] = {0: nothing.cumsum(axis=1)}
     for g in range(1, costs.most_nodes * costs.devices_per_node + 1):
-        # Where layers [u, L) fit on the last g devices; summed up, a window has one if its ends differ.
+        # Where layers [u, L) fit on the last g devices. In prefix sums, a window has a place if its ends
+        # differ.
         here = np.zeros_like(nothing)
         for index, d in enumerate(costs.stage_devices[: allowed[g % len(allowed)]]):
             sums = reached[g - d]
@@ -92,7 +93,8 @@ def fewest_nodes(costs: StageCosts) -> int | None:
 
 
 def find_fullest_stage(costs: StageCosts, nodes: int) -> FullestStage:
-    """Of all numbers of stages on ``nodes`` nodes, the cut whose fullest stage needs fewest bytes.
+    """Return the fullest stage of the cut whose fullest stage needs fewest bytes, over all numbers of stages
+    on ``nodes`` nodes.
 
     Stages are spread evenly over the nodes: each has as many devices as the node with most stages allows.
     """
@@ -107,7 +109,7 @@ def find_fullest_stage(costs: StageCosts, nodes: int) -> FullestStage:
 
 
 def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[FullestStage]:
-    """The fullest stage of the emptiest cut into each number of stages, all on so many devices."""
+    """Return the fullest stage of the best cut into each number of stages, where each has ``devices`` devices."""
     never = np.iinfo(np.int64).max
     starts = np.arange(costs.layers + 1)
     longer = starts[None, :] > starts[:, None]
@@ -126,7 +128,7 @@ def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fulles
 
 
 def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> FullestStage:
-    """The fullest of the stages that begin at layer 0 and end where ``choices[stages behind][u]`` says."""
+    """Return the fullest of the stages that begin at layer 0 and end at ``choices[stages after][u]``."""
     stages: list[FullestStage] = []
     first = 0
     for after in reversed(range(len(choices))):

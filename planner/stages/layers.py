@@ -1,4 +1,7 @@
-"""What single layers take by the profile. Without numpy: the coordinator's event loop asks this, too."""
+"""Times and sizes of single layers by the profile.
+
+This module does without numpy, because the coordinator's event loop uses it, too.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,23 +10,23 @@ from planner.values import Device, LayerProfile, ModelProfile, PipelinePlacement
 
 
 class Mode(NamedTuple):
-    """What the planner can choose for a stage of given layers and devices."""
+    """Choice of the planner for a stage of given layers and devices."""
 
     recompute: Recompute
     within: Within
 
 
 def rows_on_one(devices: int, rows: int) -> int:
-    """Rows of a microbatch on the fullest of a stage's devices."""
+    """Return the rows of a microbatch on the fullest of a stage's devices."""
     return -(-rows // devices)
 
 
 def layer_ms(
     profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, recompute: Recompute = "none"
 ) -> tuple[float, float]:
-    """Forward and backward of one microbatch of one layer on so many devices.
+    """Return forward and backward time of one microbatch of one layer on ``devices`` devices.
 
-    All that recomputation takes counts as backward, and it grows with the number of devices as forward does.
+    All time of recomputation counts as backward, and it scales with the number of devices as forward does.
     """
     measured = next((split for split in layer.split if split.devices == devices), None)
     if measured is None:
@@ -44,14 +47,14 @@ def layer_ms(
 def divided_bytes(layer: LayerProfile) -> int:
     """Return the bytes of the layer's parameters that shards divide: the trainable ones.
 
-    Frozen parameters and buffers are whole on each device. A profile does not name them: they are what the
-    parameters have more than the gradients.
+    Frozen parameters and buffers are whole on each device. A profile does not list them: they are the
+    excess of the parameters over the gradients.
     """
     return min(layer.parameter_bytes, layer.gradient_bytes)
 
 
 def explain_no_tensor_split(profile: ModelProfile, devices: int = 1) -> str | None:
-    """Return why so many devices cannot compute parts of this model's layers, in words; ``None``: they can."""
+    """Return why ``devices`` devices cannot compute parts of this model's layers, or ``None`` if they can."""
     if profile.shard_problem is not None:
         return profile.shard_problem
     if profile.tensor_problem is not None:
@@ -67,13 +70,13 @@ def explain_no_tensor_split(profile: ModelProfile, devices: int = 1) -> str | No
 def tensor_ms(
     profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, recompute: Recompute = "none"
 ) -> tuple[float, float]:
-    """Return forward and backward of one microbatch of one layer that ``devices`` devices compute in parts, and what
-    they exchange, which is computed and not measured.
+    """Return forward and backward time of one microbatch of one layer that ``devices`` devices compute in
+    parts. Their communication is included; its time is computed and not measured.
 
-    Each device takes all rows. A layer of which something is divided is taken to need ``devices``-th of its time; the
-    others need all of it on each device. An all-reduce is two times ``devices`` − 1 hops of a ring. Parameters that are
-    not divided are gathered in both passes. The weights of rowwise modules are copied, and their gradients brought
-    back, once for a step, of which each of its microbatches is taken to bear an equal part.
+    Each device takes all rows. A layer with divided modules is assumed to need 1 / ``devices`` of its time;
+    other layers need all of it on each device. An all-reduce is two times ``devices`` − 1 hops of a ring.
+    Parameters that are not divided are gathered in both passes. The weights of rowwise modules are copied,
+    and their gradients returned, once for a step; each of its microbatches is charged an equal part.
     """
     forward_ms, backward_ms = layer_ms(profile, policy, layer, 1, recompute)
     if devices == 1:
@@ -98,11 +101,12 @@ def tensor_ms(
 
 
 def shard_ms(profile: ModelProfile, layer: LayerProfile, devices: int) -> tuple[float, float]:
-    """Return what one microbatch of one layer takes longer on shards than on replicas, forward and backward.
+    """Return how much longer forward and backward of one microbatch of one layer take on shards than on
+    replicas.
 
-    Each pass gathers the layer's parameters, and the backward pass reduces and scatters its gradients: each time
-    ``devices`` − 1 hops of a ring, with one device's share of the bytes. The gathering is taken to hide behind
-    nothing. This is computed, not measured.
+    Each pass gathers the layer's parameters, and the backward pass reduces and scatters its gradients: each
+    time ``devices`` − 1 hops of a ring, with one device's share of the bytes. Computation is assumed to
+    hide none of the gathering. The times are computed, not measured.
     """
     if devices == 1 or not layer.gradient_bytes:
         return 0.0, 0.0
@@ -115,9 +119,10 @@ def shard_ms(profile: ModelProfile, layer: LayerProfile, devices: int) -> tuple[
 def expected_ms(
     profile: ModelProfile, policy: Policy, placements: Iterable[PipelinePlacement]
 ) -> dict[Device, float]:
-    """How long each device computes on one microbatch, forward and backward, if all nodes have speed 1.
+    """Return how long each device computes on one microbatch, forward and backward, if all nodes have speed 1.
 
-    What shards gather and reduce, and what tensor parallelism exchanges, is communication, and does not count.
+    Time in which shards gather and reduce, or tensor parallelism exchanges, is communication and does not
+    count.
     """
     expected: dict[Device, float] = {}
     for placement in placements:

@@ -1,8 +1,8 @@
-"""How long one step of a pipeline takes: the true 1F1B recurrence, its bounds, and the paper's formula.
+"""Time of one step of a pipeline: the true 1F1B recurrence, its bounds, and the paper's formula.
 
-Stage s of S runs w_ms = S − 1 − s forwards ahead (warm-up), then one forward and one backward alternating,
-then the w_ms backwards that are left. F(s, m) needs F(s−1, m) to have crossed the link, B(s, m) needs
-B(s+1, m); a link delays and occupies no stage. All times are milliseconds.
+Stage s of S runs w = S − 1 − s forwards ahead (warm-up), then one forward and one backward alternating,
+then the w remaining backwards. F(s, m) needs F(s−1, m) to have crossed the link, B(s, m) needs B(s+1, m); a
+link delays and occupies no stage. All times are milliseconds.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 ROUNDING = 1e-12
-"""Two sums of the same terms in another order differ by less, relatively."""
+"""Relative difference below which two sums of the same terms in another order are equal."""
 
 
 EXACT_MICROBATCHES = 256
-"""Rounds that are simulated whether or not they repeat themselves: their times are true to the last bit."""
+"""Rounds that are simulated whether or not they repeat themselves: their times are exact to the last bit."""
 
 PERIODIC = 1e-11
 
@@ -26,20 +26,21 @@ PERIODIC = 1e-11
 class PipelineClock:
     """Step times of one pipeline for any number of microbatches.
 
-    Forwards, and all backwards but the last w_ms of a stage, finish at the same time however many
-    microbatches follow. So the schedule is extended as far as it was asked for, once, and a question costs
-    only its tail: S²/2 operations.
+    Forwards, and all backwards but the last w of a stage, finish at the same time however many microbatches
+    follow. Therefore the schedule is extended only once, as far as needed, and each call computes only the
+    drain at its end: S²/2 operations.
 
-    Far on, the schedule repeats itself: a round maps the times at which stages finish by maxima and sums, so
-    it commutes with adding a constant, and once all stages finish later by the same than some rounds before,
-    they do so for ever. Such a map never increases the largest difference between two inputs either; so where
-    the stages are later by g to a relative ``PERIODIC``, all that follows is g per period to as much.
+    After many rounds the schedule repeats itself: a round maps the times at which stages finish by maxima
+    and sums, so it commutes with adding a constant. Once all stages finish later by the same time than some
+    rounds before, they do so forever. Such a map never increases the largest difference between two inputs
+    either; where the stages are later by g up to a relative ``PERIODIC``, every later period takes g with
+    the same relative error.
     """
 
     def __init__(
         self, forward_ms: Sequence[float], backward_ms: Sequence[float], link_ms: Sequence[float]
     ) -> None:
-        """``link_ms[s]`` is the time from stage s to s + 1 (or back) of one microbatch; S − 1 of them."""
+        """:param link_ms: S − 1 times of one microbatch; ``link_ms[s]`` is from stage s to s + 1, or back."""
         self._forward_ms = [float(each) for each in forward_ms]
         self._backward_ms = [float(each) for each in backward_ms]
         self._link_ms = [float(each) for each in link_ms]
@@ -52,7 +53,7 @@ class PipelineClock:
         """Rounds after which all stages finish later by the same time, and that time."""
 
     def makespan_ms(self, microbatches: int) -> float:
-        """From the first forward to the last backward of ``microbatches`` ≥ 1 microbatches."""
+        """Return the time from the first forward to the last backward of ``microbatches`` ≥ 1 microbatches."""
         known = self._known.get(microbatches)
         if known is None:
             while len(self._forwarded[0]) < microbatches and self._period is None:
@@ -69,7 +70,7 @@ class PipelineClock:
         return known
 
     def _look_for_period(self) -> None:
-        """Compare with what was seen last, which is taken anew after 1, 2, 4, 8, … rounds (Brent)."""
+        """Compare with the remembered round, which is replaced after 1, 2, 4, 8, … rounds (Brent)."""
         stages, rounds = len(self._forward_ms), len(self._forwarded[0])
         since = rounds - max(stages, EXACT_MICROBATCHES)
         if since < 0:
@@ -83,7 +84,7 @@ class PipelineClock:
             self._seen, self._seen_since = now, since
 
     def _next_round(self) -> None:
-        """The m-th forward of every stage and, before it, the backward that precedes it there."""
+        """Add the m-th forward of every stage and the backward that precedes it there."""
         stages = len(self._forward_ms)
         m = len(self._forwarded[0])
         for stage in range(stages):
@@ -106,7 +107,7 @@ class PipelineClock:
                 arrived = done + self._link_ms[stage]
 
     def _drain(self, microbatches: int) -> float:
-        """Finish the backwards behind the last forward; when the first stage is done, so is everybody."""
+        """Finish the backwards after the last forward; the first stage is the last to finish."""
         stages = len(self._forward_ms)
         below: list[float] = []
         below_first = free = 0.0
@@ -126,16 +127,16 @@ class PipelineClock:
 
 
 def makespans(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microbatches: int) -> Floats:
-    """``PipelineClock.makespan_ms`` of C pipelines of S stages at once, to the last bit.
+    """Return ``PipelineClock.makespan_ms`` of C pipelines of S stages at once, to the last bit.
 
-    Shapes (C, S), (C, S) and (C, S − 1); the answer has shape (C,).
+    The arguments have shapes (C, S), (C, S) and (C, S − 1), the result (C,).
 
-    In waves: F(s, m) is done in wave 2m + s and B(s, i) in wave 2i + 2S − 1 − s. Then a wave has at most one
-    operation of each stage, and all that it waits for are the operations that this stage and its neighbour
-    did last: the forwards of every other stage and the backwards of those between.
+    The schedule is computed in waves: F(s, m) is done in wave 2m + s and B(s, i) in wave 2i + 2S − 1 − s. A
+    wave has at most one operation of each stage, and it waits only for the last operations of this stage
+    and its neighbour: the forwards of every other stage and the backwards of those between.
     """
     count, stages = forward_ms.shape
-    # Row s + 1 is stage s; whoever waits for a stage that is not there does not wait.
+    # Row s + 1 is stage s; an operation does not wait for a stage that does not exist.
     free = np.full((stages + 2, count), -np.inf)
     free[1:-1] = 0.0
     forward, backward = forward_ms.T.copy(), backward_ms.T.copy()
@@ -156,12 +157,13 @@ def makespans(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microbat
 
 
 def path_bounds(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microbatches: int) -> Floats:
-    """A lower bound on each of ``makespans``: the longest of some paths through the schedule's graph.
+    """Return a lower bound on each of ``makespans``: the longest of some paths through the schedule's graph.
 
-    For a stage k with a stages behind it: down with the first microbatch to the last stage and back to k,
-    N − a times through k, and down and back once more. This is the paper's T1 + T2 + T3 (Eq. 1–3) with k in
-    the place of k*, and it is a path while a ≤ N − 2. Besides: one round trip and all N forwards and N
-    backwards of k, but the min(a, N − 1) forwards (or as many backwards) that others hide.
+    For a stage k with a stages after it, one path goes down with the first microbatch to the last stage and
+    back to k, N − a times through k, and down and back once more. This is the paper's T1 + T2 + T3 (Eq.
+    1–3) with k in the place of k*, and it is a path while a ≤ N − 2. The other path is one round trip and
+    all N forwards and N backwards of k, without the min(a, N − 1) forwards (or as many backwards) that
+    others hide.
     """
     count, stages = forward_ms.shape
     times = forward_ms + backward_ms
@@ -179,7 +181,7 @@ def path_bounds(forward_ms: Floats, backward_ms: Floats, link_ms: Floats, microb
 
 
 def paper_objective_ms(times_ms: Sequence[float]) -> float:
-    """Oobleck Eq. 1–4 with N_b = 4S: T1 + T2 + T3, where k* is the rightmost slowest stage, from 0."""
+    """Return T1 + T2 + T3 of Oobleck Eq. 1–4 with N_b = 4S, where k* is the rightmost slowest stage, from 0."""
     stages = len(times_ms)
     slowest_ms = max(times_ms)
     k = max(index for index, time_ms in enumerate(times_ms) if time_ms == slowest_ms)

@@ -1,17 +1,17 @@
-"""How many bytes a stage takes on one device under 1F1B.
+"""Bytes that a stage takes on one device under 1F1B.
 
-The devices of a stage split each microbatch by rows, so activations shrink with their number. As replicas
-every device holds the parameters, gradients and optimizer state of all the stage's layers. As shards each of k
-devices holds a k-th of them, and besides what is gathered of one layer at a time: twice the parameters and once
-the gradients of the largest. Frozen parameters and buffers are whole on every device. Devices that are
-tensor-parallel hold a k-th, too, and columns of some weights with their gradients; what is gathered are the
-parameters that are not divided; and each has the activations of all rows, of which a part is divided.
-A stage with a stages after it keeps the activations of at most a + 1 microbatches alive (its warm-up runs
-a forwards ahead of the first backward), and never more than there are.
+The devices of a stage split each microbatch by rows, so activations shrink with their number. As replicas,
+every device holds the parameters, gradients and optimizer state of all the stage's layers. As shards, each
+of k devices holds a k-th of them and the buffers of the layer that is gathered at the time: twice the
+parameters and once the gradients of the largest. Frozen parameters and buffers are whole on every device.
+Tensor-parallel devices hold a k-th, too, and columns of some weights with their gradients; they gather the
+parameters that are not divided; and each has the activations of all rows, a part of which is divided. A
+stage with a stages after it keeps the activations of at most a + 1 microbatches alive (its warm-up runs a
+forwards ahead of the first backward), and never more than there are.
 
-With ZeRO-1 the owners of a layer, one in each pipeline, share out its optimizer state. A plan has f + 1
-pipelines or more (``templates.costs_for``), so a device is reckoned to keep one part of f + 1, of its shard where
-it has one.
+With ZeRO-1 the owners of a layer, one in each pipeline, divide its optimizer state among them. A plan has f
++ 1 pipelines or more (``templates.costs_for``), so a device is assumed to keep one part of f + 1, of its
+shard where it has one.
 """
 
 from dataclasses import dataclass
@@ -33,15 +33,15 @@ def in_flight(stages_after: int, microbatches: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What a stage takes on each of its devices, in bytes."""
+    """Memory of a stage on each of its devices, in bytes."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
-    """Of all microbatches in flight, and of what is computed again at a time."""
+    """Activations of all microbatches in flight, and of the layers that are recomputed at a time."""
     gathered: int
-    """Parameters and gradients of the largest layer, while shards are together; 0 for replicas."""
+    """Parameters and gradients of the largest layer while its shards are gathered; 0 for replicas."""
 
     @property
     def total(self) -> int:
@@ -51,12 +51,13 @@ class StageMemory:
 class MemoryModel:
     """Bytes per device of any stage [u, v) of one model, under each way to recompute, as replicas or shards.
 
-    A pipeline's share of the batch is not known when its template is made, so the microbatches in flight are
-    bounded by all microbatches of a step: a lone last pipeline really runs them all.
+    A pipeline's share of the batch is not known when its template is made, so the microbatches in flight
+    are bounded by all microbatches of a step: a single remaining pipeline runs all of them.
 
     With recomputation only a part of each layer's activations stays alive between forward and backward: its
-    *input* (``full``), or that and the outputs of its matrix products and attention (``selective``). The rest
-    is computed again layer by layer, so of one layer, the largest, everything is alive at a time.
+    *input* (``full``), or that and the outputs of its matrix products and attention (``selective``). The
+    rest is computed again layer by layer, so all activations are alive for one layer at a time, at most the
+    largest.
     """
 
     def __init__(self, profile: ModelProfile, policy: Policy) -> None:
@@ -69,12 +70,12 @@ class MemoryModel:
         )
         """Memory of one device, or ``None`` for no limit."""
         self._owners = policy.tolerate + 1 if policy.zero1 else 1
-        """Pipelines that share out the optimizer's state."""
+        """Number of pipelines that divide the optimizer's state among them."""
         self._states: dict[tuple[int, Within], Sizes] = {}
         self._activations: dict[tuple[Recompute, int, bool], tuple[Sizes, Sizes]] = {}
 
     def _state(self, devices: int, within: Within) -> Sizes:
-        """Return the bytes on each device of parameters, gradients, optimizer state and what is gathered."""
+        """Return the bytes on each device of parameters, gradients, optimizer state and gathering buffers."""
         parts, within = (1, "replicate") if within == "replicate" or devices == 1 else (devices, within)
         known = self._states.get((parts, within))
         if known is None:
@@ -87,9 +88,10 @@ class MemoryModel:
         return known
 
     def _kept_and_working(self, recompute: Recompute, devices: int, within: Within) -> tuple[Sizes, Sizes]:
-        """Return what stays alive for each microbatch in flight, and what is computed again at a time.
+        """Return the activations that stay alive for each microbatch in flight, and those that are recomputed
+        at a time.
 
-        Both are bytes on the fullest of ``devices`` devices times the rows that were measured.
+        Both are bytes on the fullest of ``devices`` devices, multiplied by the number of measured rows.
         """
         tensor = within == "tensor" and devices > 1
         known = self._activations.get((recompute, devices, tensor))
@@ -123,7 +125,9 @@ class MemoryModel:
         return _range_sums(self._scaled(sizes, devices, tensor))
 
     def _scaled(self, sizes: list[int], devices: int, tensor: bool) -> list[int]:
-        """Return the sizes of layers on the fullest of ``devices`` devices, times the rows that were measured."""
+        """Return the sizes of layers on the fullest of ``devices`` devices, multiplied by the number of
+        measured rows.
+        """
         if tensor:
             return [
                 -(-size * _tensor_bytes(layer, devices) * self._rows // max(layer.activation_bytes, 1))
@@ -169,7 +173,7 @@ class MemoryModel:
         recompute: Recompute,
         within: Within = "replicate",
     ) -> StageMemory:
-        """Return what the bytes of ``stage_bytes`` are for."""
+        """Return the bytes of ``stage_bytes`` by their purpose."""
         layers = self._layers[first_layer:end_layer]
         total = self.stage_bytes(first_layer, end_layer, devices, stages_after, recompute, within)
         parts = 1 if within == "replicate" else devices
@@ -204,10 +208,10 @@ class MemoryModel:
 
 
 def _state_bytes(layer: LayerProfile, parts: int, owners: int, within: Within) -> tuple[int, int, int]:
-    """Return the layer's parameters, gradients and optimizer state in bytes on one device.
+    """Return the bytes of the layer's parameters, gradients and optimizer state on one device.
 
-    :param parts: devices that hold a part of it each, 1 for replicas.
-    :param owners: pipelines that share out the optimizer's state.
+    :param parts: devices among which they are divided, 1 for replicas.
+    :param owners: pipelines that divide the optimizer's state among them.
     """
     divided = divided_bytes(layer)
     columns = (
@@ -221,10 +225,10 @@ def _state_bytes(layer: LayerProfile, parts: int, owners: int, within: Within) -
 
 
 def _gathered_bytes(layer: LayerProfile, within: Within) -> int:
-    """Return what is alive at most while a layer no larger than this one is computed on parts of it: its parameters,
-    those of the layer that is gathered next, and its gradients before they are scattered.
+    """Return the most bytes that gathering needs while a layer no larger than this one is computed on parts:
+    its parameters, those of the layer that is gathered next, and its gradients before they are scattered.
 
-    Under tensor parallelism that is of what is not divided; or the weights of which columns are copied.
+    Under tensor parallelism only what is not divided counts, or the weights whose columns are copied.
     """
     if within != "tensor" or layer.tensor is None:
         return 2 * divided_bytes(layer) + layer.gradient_bytes
@@ -233,23 +237,28 @@ def _gathered_bytes(layer: LayerProfile, within: Within) -> int:
 
 
 def _tensor_bytes(layer: LayerProfile, devices: int) -> int:
-    """Return what autograd keeps on each of ``devices`` devices that compute parts of the layer on all rows."""
+    """Return the bytes that autograd keeps on each of ``devices`` devices that compute parts of the layer on
+    all rows.
+    """
     split = min(layer.activation_bytes, 0 if layer.tensor is None else layer.tensor.activation_bytes)
     return layer.activation_bytes - split - (-split // devices)
 
 
 def _part_bytes(layer: LayerProfile, devices: int) -> int | None:
-    """Return what autograd was measured to keep on the fullest of ``devices`` devices."""
+    """Return the bytes that autograd was measured to keep on the fullest of ``devices`` devices, ``None`` if
+    not measured.
+    """
     if not layer.activation_bytes:
         return None
     return next((split.activation_bytes for split in layer.split if split.devices == devices), None)
 
 
 def _again_bytes(layer: LayerProfile, input_bytes: int) -> int:
-    """Return what a layer has for its backward pass beside what it kept, once that is computed again.
+    """Return the bytes of activations that a layer recomputes for its backward pass, in addition to those it
+    kept.
 
-    What it keeps under ``full`` are its inputs and what it computes outside of what is recomputed. An input
-    may be among what autograd keeps, or not.
+    Under ``full`` it keeps its inputs and what it computes outside of the recomputed part. An input may be
+    among what autograd keeps, or not.
     """
     if layer.full is None:
         return layer.activation_bytes
@@ -258,14 +267,14 @@ def _again_bytes(layer: LayerProfile, input_bytes: int) -> int:
 
 
 def _range_sums(values: list[int]) -> Sizes:
-    """Sum of values[u:v] at [u, v]."""
+    """Return the sum of values[u:v] at [u, v]."""
     prefix = np.concatenate(([0], np.cumsum(np.array(values, dtype=np.int64))))
     sums: Sizes = prefix[None, :] - prefix[:, None]
     return sums
 
 
 def _range_maxima(values: list[int]) -> Sizes:
-    """Largest of values[u:v] at [u, v]; 0 where v ≤ u."""
+    """Return the largest of values[u:v] at [u, v]; 0 where v ≤ u."""
     maxima = np.zeros((len(values) + 1, len(values) + 1), dtype=np.int64)
     for first in range(len(values)):
         maxima[first, first + 1 :] = np.maximum.accumulate(np.array(values[first:], dtype=np.int64))
