@@ -127,9 +127,9 @@ class Timing:
     straggler_replan_s: float = 15.0
     """Time between two searches for a better plan because of speeds alone."""
     straggler_gain: float = 0.05
-    """Such a plan must save at least this share of a step …"""
+    """Share of a step that such a plan must save at least."""
     straggler_cost_s: float = 1.0
-    """… and this many seconds in all remaining steps, which is the cost of a stop at a boundary."""
+    """Cost of a stop at a boundary: such a plan must save more than this in all remaining steps."""
 
     # --- node agent ---
     hello_retry_s: float = 1.0
@@ -156,7 +156,7 @@ class Timing:
     does not count, up to ``idle_heartbeat_s``.
     """
     reading_s: float = 60.0
-    """… but for this long while it reads samples: a file server that stalls must not end all trainers at once,
+    """The same limit while a trainer reads samples: a file server that stalls must not end all trainers at once,
     and the state with them.
     """
     idle_heartbeat_s: float = 10.0
