@@ -9,7 +9,7 @@ from typing import Literal
 
 from planner.values import ModelProfile, Plan
 from statemachine.messages.cluster import FromNode
-from statemachine.messages.values import Checkpoint, Job, ProtectionChoice, SkippedCheckpoint
+from statemachine.messages.values import CheckpointRecord, Job, ProtectionChoice, SkippedCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class SubmitRequested(Event):
     job: Job
     profile: ModelProfile | None = None
     """Profile of the job's layers, if the user supplied one; ``None``: a node measures them."""
-    start_checkpoint: Checkpoint | None = None
+    start_checkpoint: CheckpointRecord | None = None
     """The newest checkpoint of a job of this name at its checkpoint location, from which this job continues."""
 
 
@@ -209,7 +209,7 @@ class CheckpointFound(Event):
     """Answer to ``FindCheckpoint``."""
 
     generation: int
-    checkpoint: Checkpoint | None
+    checkpoint: CheckpointRecord | None
     skipped: tuple[SkippedCheckpoint, ...]
     reason: str
     """For people: why there is none."""

@@ -30,7 +30,7 @@ from statemachine.events import (
     ExportCompleted,
     ExportFailed,
 )
-from statemachine.messages.values import Checkpoint, Job, SkippedCheckpoint, Vote
+from statemachine.messages.values import CheckpointRecord, Job, SkippedCheckpoint, Vote
 from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.errors import StorageError
 from storage.layerstate import fingerprint_of
@@ -79,7 +79,7 @@ class CheckpointService:
 
     # --- before a job is submitted ---------------------------------------------------------------
 
-    def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+    def find_initial(self, job: Job, then: Callable[[CheckpointRecord | None, str], None]) -> None:
         """Call ``then`` with the checkpoint that the job begins from, and with the reason why it may not
         begin, or ``""``.
         """
@@ -234,7 +234,7 @@ def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
 
 def find_newest_checkpoint(
     job: Job, corrupt_steps: tuple[int, ...] = ()
-) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
+) -> tuple[CheckpointRecord | None, tuple[SkippedCheckpoint, ...]]:
     """Return the newest usable checkpoint, and the newer ones that were skipped.
 
     :raises StorageError: the location cannot be read.
@@ -271,8 +271,8 @@ def _vote(manifest: CheckpointManifest) -> Vote:
     return msgspec.convert(manifest.vote, Vote)
 
 
-def _checkpoint(manifest: CheckpointManifest) -> Checkpoint:
-    return Checkpoint(
+def _checkpoint(manifest: CheckpointManifest) -> CheckpointRecord:
+    return CheckpointRecord(
         step=manifest.step,
         vote=_vote(manifest),
         layers=len(manifest.layers),
@@ -280,7 +280,7 @@ def _checkpoint(manifest: CheckpointManifest) -> Checkpoint:
     )
 
 
-def find_initial_checkpoint(job: Job) -> Checkpoint | None:
+def find_initial_checkpoint(job: Job) -> CheckpointRecord | None:
     """Return the checkpoint that a submitted job begins from, and create the directory if necessary.
 
     :raises ConfigurationError: the location cannot be used, or holds checkpoints that the job would mix

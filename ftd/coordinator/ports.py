@@ -27,7 +27,7 @@ from statemachine.effects import (
     PlanAhead,
 )
 from statemachine.events import Event
-from statemachine.messages.values import Checkpoint, Job
+from statemachine.messages.values import CheckpointRecord, Job
 
 Feed = Callable[[Event], None]
 """Takes an event for the cluster machine."""
@@ -141,7 +141,7 @@ class CheckpointOperations(Protocol):
     def find(self, effect: FindCheckpoint) -> None:
         """Feed CheckpointFound."""
 
-    def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+    def find_initial(self, job: Job, then: Callable[[CheckpointRecord | None, str], None]) -> None:
         """Call ``then`` with the checkpoint that the job begins from, and with the reason why it may not
         begin, or ``""``.
         """

@@ -36,7 +36,7 @@ from ftd.transport.wire.public import (
 from ftd.transport.wire.topics import Topics
 from planner.values import ModelProfile
 from statemachine.events import DrainRequested, SnapshotRequested, StopRequested, SubmitRequested
-from statemachine.messages.values import Checkpoint, Job
+from statemachine.messages.values import CheckpointRecord, Job
 
 _log = structlog.get_logger("ftd.requests")
 
@@ -157,7 +157,7 @@ class RequestHandler:
         one.
         """
 
-        def submit(begin: Checkpoint | None, refusal: str) -> None:
+        def submit(begin: CheckpointRecord | None, refusal: str) -> None:
             if refusal:
                 self.answer(request, accepted=False, detail=refusal)
                 return

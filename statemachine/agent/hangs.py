@@ -11,11 +11,11 @@ for at most ``idle_heartbeat_s``: a group does not wait longer for a trainer who
 from statistics import median
 
 from statemachine.agent.events import TrainerStarved
-from statemachine.agent.state import HANG_CHECK, Agent, Trainer, TrainerPhase
+from statemachine.agent.state import HANG_CHECK, Agent, TrainerPhase, TrainerRecord
 from statemachine.messages.trainer import TrainerHeartbeat
 
 
-def take_heartbeat(a: Agent, trainer: Trainer, heartbeat: TrainerHeartbeat) -> None:
+def take_heartbeat(a: Agent, trainer: TrainerRecord, heartbeat: TrainerHeartbeat) -> None:
     trainer.heartbeat_at = a.at
     trainer.starved_s = 0.0
     trainer.reading = heartbeat.reading
@@ -25,7 +25,7 @@ def take_heartbeat(a: Agent, trainer: Trainer, heartbeat: TrainerHeartbeat) -> N
         trainer.progress = heartbeat.progress
 
 
-def add_starved_time(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
+def add_starved_time(a: Agent, trainer: TrainerRecord, event: TrainerStarved) -> None:
     """Leave the time in which the trainer could not run out of account."""
     excused_s = max(0.0, min(event.for_s, a.timing.idle_heartbeat_s - trainer.starved_s))
     trainer.starved_s += excused_s
@@ -33,7 +33,7 @@ def add_starved_time(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
     trainer.progress_at = min(a.at, trainer.progress_at + excused_s)
 
 
-def find_hang(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
+def find_hang(a: Agent, late_s: float) -> tuple[TrainerRecord, str] | None:
     """Check all trainers, periodically; return the first one that hangs, with the reason."""
     if all(trainer.phase is TrainerPhase.DOWN for trainer in a.trainers):
         return None
@@ -49,7 +49,7 @@ def find_hang(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
     return None
 
 
-def _hang_reason(a: Agent, trainer: Trainer) -> str | None:
+def _hang_reason(a: Agent, trainer: TrainerRecord) -> str | None:
     """Return why the trainer counts as hung, with the limit that it exceeds, or ``None``."""
     timing = a.timing
     silent_s, still_s = a.at - trainer.heartbeat_at, a.at - trainer.progress_at

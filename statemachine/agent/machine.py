@@ -46,8 +46,8 @@ from statemachine.agent.state import (
     RESTART,
     STEPPED,
     Agent,
-    Trainer,
     TrainerPhase,
+    TrainerRecord,
 )
 from statemachine.effects import Effect
 from statemachine.events import BrokerConnected, BrokerDisconnected, TimerFired
@@ -188,7 +188,7 @@ class AgentMachine:
         a.at, a.cause, a.connected = old.at, old.cause, old.connected
         a.ended_pids, a.snapshots = old.ended_pids, old.snapshots
         a.incarnation, a.facts = event.incarnation, event.facts
-        a.trainers = [Trainer(device=device) for device in range(event.facts.devices)]
+        a.trainers = [TrainerRecord(device=device) for device in range(event.facts.devices)]
         a.active = True
         a.start_trainers()
         if a.connected:
@@ -263,7 +263,7 @@ class AgentMachine:
         a = self._a
         return a.resume is not None and generation == a.resume.generation == a.generation
 
-    def _trainer_prepared(self, report: Prepared, trainer: Trainer) -> None:
+    def _trainer_prepared(self, report: Prepared, trainer: TrainerRecord) -> None:
         a = self._a
         if a.job is None or report.job_id != a.job.job_id or trainer.phase is not TrainerPhase.PREPARING:
             return
@@ -308,7 +308,7 @@ class AgentMachine:
             return
         self._restart_trainers(trainer, event.cause_of_failure, event.detail)
 
-    def _restart_trainers(self, trainer: Trainer, cause: FailureCause, detail: str) -> None:
+    def _restart_trainers(self, trainer: TrainerRecord, cause: FailureCause, detail: str) -> None:
         """Start over with new trainers on all devices, since one trainer failed."""
         a = self._a
         device = trainer.device

@@ -81,7 +81,7 @@ IN_GROUP = frozenset({_P.RESUMING, _P.TRAINING, _P.DONE})
 
 
 @dataclass(slots=True, kw_only=True)
-class Trainer:
+class TrainerRecord:
     device: int
     phase: TrainerPhase = TrainerPhase.DOWN
     pid: int | None = None
@@ -136,7 +136,7 @@ class Agent:
     timing: Timing
     incarnation: int = 0
     facts: NodeFacts = field(default_factory=lambda: NodeFacts(devices=0, host="", rendezvous_port=0))
-    trainers: list[Trainer] = field(default_factory=list)
+    trainers: list[TrainerRecord] = field(default_factory=list)
     connected: bool = False
     active: bool = False
     """Whether the agent is between AgentStarted and a fence or the exit."""

@@ -51,7 +51,7 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
-from statemachine.messages.values import Checkpoint, ClusterPhase, Job, Snapshot
+from statemachine.messages.values import CheckpointRecord, ClusterPhase, Job, Snapshot
 from statemachine.timing import Timing
 
 ClusterEvent = (
@@ -94,7 +94,7 @@ class ClusterMachine:
     ) -> tuple["ClusterMachine", list[Effect]]:
         """Continue from what ``durable_state()`` last returned; the next event is ``BrokerConnected``.
 
-        :raises durable.JournalError: the journal is corrupt or of another version.
+        :raises durable.InvalidJournalError: the journal is corrupt or of another version.
         """
         machine = cls(timing)
         c = machine._c = durable.read(timing, durable_state, at)
@@ -191,7 +191,7 @@ class ClusterMachine:
         return self._c.snapshots.newest
 
     @property
-    def checkpoint(self) -> Checkpoint | None:
+    def checkpoint(self) -> CheckpointRecord | None:
         """Return the job's newest persistent checkpoint, as far as this coordinator knows."""
         return self._c.checkpoints.newest
 

@@ -13,7 +13,7 @@ from planner.values import Device, PipelinePlacement, Situation
 from statemachine.cluster.rules import Decision, Resumption
 from statemachine.events import RestoreChecked
 from statemachine.messages.common import Finished, Resumed
-from statemachine.messages.values import Checkpoint, ClusterPhase, DeviceReport, QuiesceMode
+from statemachine.messages.values import CheckpointRecord, ClusterPhase, DeviceReport, QuiesceMode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Planning:
     """Nodes whose parts of the snapshot the restore counts on."""
     restore_check: RestoreChecked | None = None
     """Set once the snapshot can be restored; the plan is then for its step."""
-    checkpoint: Checkpoint | None = None
+    checkpoint: CheckpointRecord | None = None
     """The checkpoint from which the plan continues instead of a snapshot."""
 
 

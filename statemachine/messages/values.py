@@ -395,7 +395,7 @@ class Restore(Struct, frozen=True, kw_only=True):
     """Name of the job that wrote it."""
 
 
-class Checkpoint(Struct, frozen=True, kw_only=True):
+class CheckpointRecord(Struct, frozen=True, kw_only=True):
     """A complete persistent checkpoint of the state after the commit of ``step``."""
 
     step: int

@@ -27,8 +27,8 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import Finished, Prepared
 from statemachine.messages.values import (
-    Checkpoint,
     CheckpointPolicy,
+    CheckpointRecord,
     Job,
     LayerFile,
     Snapshot,
@@ -84,7 +84,7 @@ def on_disk(layers: tuple[int, ...]) -> tuple[LayerFile, ...]:
 class Writing(Coordination):
     """Four nodes in two pipelines of two stages; a snapshot is written as a checkpoint every fourth step."""
 
-    def begin(self, steps: int = 40, begin: Checkpoint | None = None, **policy: Any) -> None:
+    def begin(self, steps: int = 40, begin: CheckpointRecord | None = None, **policy: Any) -> None:
         self.feed(BrokerConnected)
         for number, name in enumerate(NODES):
             self.hello(name, 100 + number)

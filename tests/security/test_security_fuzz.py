@@ -345,7 +345,7 @@ def test_a_corrupted_journal_is_rejected_in_a_sentence(tmp_path: Path) -> None:
 
     for rng in seeded(SEED, 400 * EFFORT):
         wrong = msgspec.msgpack.encode(twisted(rng, msgspec.msgpack.decode(state)))
-        survives(restore, wrong, (durable.JournalError,))
+        survives(restore, wrong, (durable.InvalidJournalError,))
 
     journal = Journal(tmp_path)
     journal.save(state, forced=True)

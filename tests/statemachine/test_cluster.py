@@ -11,7 +11,7 @@ from msgspec import structs
 
 from ftd.coordinator.speculative_planning import expected_situation
 from planner.values import Device
-from statemachine.cluster.durable.durable import SCHEMA, JournalError
+from statemachine.cluster.durable.durable import SCHEMA, InvalidJournalError
 from statemachine.cluster.durable.outbox import is_journaled
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.membership import device_mismatch
@@ -1035,10 +1035,10 @@ def test_a_fresh_coordinator_never_goes_below_a_generation_that_a_node_obeyed() 
 
 
 def test_a_journal_of_another_program_is_rejected() -> None:
-    with pytest.raises(JournalError, match="cannot be read"):
+    with pytest.raises(InvalidJournalError, match="cannot be read"):
         ClusterMachine.restore(Timing(), {"schema": SCHEMA}, 0.0, "test")
     journal = running().machine.durable_state() | {"schema": 99}
-    with pytest.raises(JournalError, match="schema 99"):
+    with pytest.raises(InvalidJournalError, match="schema 99"):
         ClusterMachine.restore(Timing(), journal, 0.0, "test")
 
 
@@ -1049,7 +1049,7 @@ def test_a_journal_without_the_parts_of_its_phase_is_rejected(missing: str) -> N
     s.feed(NodeVanished, node="node-3", incarnation=103)
     journal = s.machine.durable_state()
     assert journal["phase"] == "QUIESCING"
-    with pytest.raises(JournalError, match=r"cannot be read: it has no .* in phase QUIESCING"):
+    with pytest.raises(InvalidJournalError, match=r"cannot be read: it has no .* in phase QUIESCING"):
         ClusterMachine.restore(Timing(), journal | {missing: None}, 0.0, "test")
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statemachine.cluster.durable.durable import SCHEMA, JournalError, read
+from statemachine.cluster.durable.durable import SCHEMA, InvalidJournalError, read
 from statemachine.cluster.durable.records import columns, rows
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
@@ -112,7 +112,7 @@ def test_parts_that_are_as_they_were_are_the_same_objects() -> None:
 def test_columns_that_do_not_fit_are_rejected(name: str, wrong: Any) -> None:
     s = Coordination()
     s.running()
-    with pytest.raises(JournalError, match="cannot be read"):
+    with pytest.raises(InvalidJournalError, match="cannot be read"):
         read(Timing(), s.machine.durable_state() | {name: wrong}, 0.0)
 
 

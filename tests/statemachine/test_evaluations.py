@@ -13,7 +13,7 @@ from statemachine.effects import EmitEvent
 from statemachine.events import NodeVanished, SubmitRequested, TemplatesReady
 from statemachine.messages.cluster import Heartbeat, RequestSteps, Resume, Stepped
 from statemachine.messages.common import Finished
-from statemachine.messages.values import Checkpoint, ClusterPhase, CommittedStep, Evaluation
+from statemachine.messages.values import CheckpointRecord, ClusterPhase, CommittedStep, Evaluation
 from statemachine.timing import Timing
 from tests.helpers.transcripts import Coordination, committed, job, report, vote
 
@@ -194,7 +194,10 @@ def test_the_last_evaluation_waits_for_steps_that_were_missed() -> None:
 def test_a_job_that_begins_from_a_checkpoint_does_not_evaluate_it() -> None:
     s = Coordination()
     s.feed(
-        SubmitRequested, request="r", job=job(), start_checkpoint=Checkpoint(step=6, vote=vote(6), layers=4)
+        SubmitRequested,
+        request="r",
+        job=job(),
+        start_checkpoint=CheckpointRecord(step=6, vote=vote(6), layers=4),
     )
     assert s.machine.durable_state()["evaluated"] == 6
 

@@ -50,7 +50,7 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
-    Checkpoint,
+    CheckpointRecord,
     SkippedCheckpoint,
     Snapshot,
 )
@@ -58,7 +58,7 @@ from statemachine.timing import Timing
 from tests.helpers.transcripts import LAYERS, PROFILE, Script, committed, facts, job, report, vote
 from tests.helpers.writing import GROUPS, NODES, Writing, all_done, gone, on_disk, persist_order, writing_job
 
-CHECKPOINT = Checkpoint(step=7, vote=vote(7), layers=LAYERS, size_bytes=100)
+CHECKPOINT = CheckpointRecord(step=7, vote=vote(7), layers=LAYERS, size_bytes=100)
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_a_snapshot_far_enough_after_the_last_checkpoint_is_written_and_committe
     assert not s.events("CheckpointCompleted")
     s.feed(CheckpointCommitted, attempt=commit.attempt, step=5, pruned=(1,))
     assert s.events("CheckpointCompleted")[0].details["pruned"] == [1]
-    assert s.machine.checkpoint == Checkpoint(step=5, vote=vote(5), layers=4, size_bytes=40)
+    assert s.machine.checkpoint == CheckpointRecord(step=5, vote=vote(5), layers=4, size_bytes=40)
     assert not s.snapshot(8) or not s.orders()
     s.snapshot(10)
     assert len(s.orders()) == 4
@@ -251,7 +251,7 @@ def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:
     s.feed(RestoreChecked, generation=generation, possible=False, reason="nobody has a part")
     asked: FindCheckpoint = s.one(FindCheckpoint)
     skipped = (SkippedCheckpoint(step=None, reason="step-000000000009 is skipped: a file is missing"),)
-    found = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
+    found = CheckpointRecord(step=5, vote=vote(5), layers=LAYERS)
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=found, skipped=skipped, reason="")
     assert "a file is missing" in s.events("CheckpointSkipped")[0].reason
     s.plan()
@@ -295,7 +295,7 @@ def test_a_checkpoint_that_does_not_fit_the_job_is_rejected() -> None:
     s = Writing()
     s.begin(begin=CHECKPOINT)
     s.plan_or_not()
-    other = Checkpoint(step=7, vote=vote(7), layers=9)
+    other = CheckpointRecord(step=7, vote=vote(7), layers=9)
     s.feed(CheckpointFound, generation=1, checkpoint=other, skipped=(), reason="")
     assert "checkpoint.url: /checkpoints holds a model of 9 layers" in s.events("JobFailed")[0].reason
 
@@ -333,7 +333,7 @@ def test_a_found_checkpoint_counts_once_and_only_for_its_generation() -> None:
     s = Writing()
     asked = looking(s)
     assert s.due["find"] == pytest.approx(s.now + Timing().checkpoint_location_s)
-    found = {"checkpoint": Checkpoint(step=5, vote=vote(5), layers=LAYERS), "skipped": (), "reason": ""}
+    found = {"checkpoint": CheckpointRecord(step=5, vote=vote(5), layers=LAYERS), "skipped": (), "reason": ""}
     s.feed(CheckpointFound, generation=asked.generation - 1, **found)
     assert s.events("MessageIgnored") and not s.all(ComputePlan) and "find" in s.due
     s.feed(CheckpointFound, generation=asked.generation, **found)
@@ -365,7 +365,7 @@ def test_an_unreadable_checkpoint_location_is_read_again_after_a_tenth_of_the_ti
     s.plan_or_not()
     s.feed(RestoreChecked, generation=s.machine.generation, possible=False, reason="nobody has a part")
     asked = s.one(FindCheckpoint)
-    found = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
+    found = CheckpointRecord(step=5, vote=vote(5), layers=LAYERS)
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=found, skipped=(), reason="")
     s.plan()
     for name in NODES:

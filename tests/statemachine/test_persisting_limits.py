@@ -14,7 +14,7 @@ from statemachine.events import CheckpointCommitted, CheckpointFound, RestoreChe
 from statemachine.messages import trainer
 from statemachine.messages.cluster import RestoreFailed, RetainSnapshot, TakeSnapshot
 from statemachine.messages.common import Finished, Resumed
-from statemachine.messages.values import Checkpoint, ClusterPhase, Restore
+from statemachine.messages.values import CheckpointRecord, ClusterPhase, Restore
 from statemachine.timing import Timing
 from tests.helpers.agent_machine import Daemon
 from tests.helpers.transcripts import LAYERS, report, vote
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_an_abandoned_commit_is_skipped_once_its_steps_are_undon
 
 # --- an unreadable checkpoint location ---------------------------------------------------------------
 
-CHECKPOINT_5 = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
+CHECKPOINT_5 = CheckpointRecord(step=5, vote=vote(5), layers=LAYERS)
 
 
 def asked_nodes(s: Writing) -> None:

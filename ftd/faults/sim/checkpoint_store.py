@@ -6,7 +6,7 @@ from ftd.faults.sim.oracle import Oracle
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, EmitEvent, FindCheckpoint
 from statemachine.events import CheckpointFound
 from statemachine.messages.cluster import Persist
-from statemachine.messages.values import Checkpoint, LayerFile, Restore, SkippedCheckpoint, Vote
+from statemachine.messages.values import CheckpointRecord, LayerFile, Restore, SkippedCheckpoint, Vote
 
 CALM_S = 46.0
 """A job that ends after this time has had ``finish_s`` since the healing to write its last checkpoint."""
@@ -23,8 +23,8 @@ class StoredCheckpoint:
     corrupt: bool = False
     """Whether it is corrupt, which every reader notices."""
 
-    def as_value(self, step: int) -> Checkpoint:
-        return Checkpoint(step=step, vote=self.vote, layers=len(self.layers))
+    def as_value(self, step: int) -> CheckpointRecord:
+        return CheckpointRecord(step=step, vote=self.vote, layers=len(self.layers))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class SimCheckpointStore:
     def abandon(self, effect: AbandonCheckpoint) -> None:
         self.drafts.pop((effect.step, effect.attempt), None)
 
-    def newest(self, corrupt_steps: tuple[int, ...] = ()) -> Checkpoint | None:
+    def newest(self, corrupt_steps: tuple[int, ...] = ()) -> CheckpointRecord | None:
         steps = [step for step in self.checkpoints if step not in corrupt_steps]
         return self.checkpoints[max(steps)].as_value(max(steps)) if steps else None
 
@@ -155,7 +155,7 @@ class SimCheckpointStore:
 
     # --- what must hold --------------------------------------------------------------------------
 
-    def check_rollback(self, checkpoint: Checkpoint) -> None:
+    def check_rollback(self, checkpoint: CheckpointRecord) -> None:
         """Check the checkpoint of a rollback: it was committed, and it is the state of the published step. Its
         corruption may not have been noticed yet.
         """

@@ -15,7 +15,7 @@ from statemachine.events import (
     ExportCompleted,
     ExportFailed,
 )
-from statemachine.messages.values import Checkpoint, Job
+from statemachine.messages.values import CheckpointRecord, Job
 
 EXPORT_S = 0.5
 """The duration of an export."""
@@ -41,7 +41,7 @@ class SimCheckpoints:
     def find(self, effect: FindCheckpoint) -> None:
         self._loop.call_later(self._world.between(0.001, 0.2), self._find, effect)
 
-    def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+    def find_initial(self, job: Job, then: Callable[[CheckpointRecord | None, str], None]) -> None:
         """Answer with the newest checkpoint. Simulated users choose where to start themselves."""
         self._loop.call_soon(then, self._store.newest(), "")
 

@@ -26,7 +26,7 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader, Peer
 from statemachine.events import DrainRequested, Event, SnapshotRequested, StopRequested, SubmitRequested
-from statemachine.messages.values import Checkpoint, Job
+from statemachine.messages.values import CheckpointRecord, Job
 
 STATE_PERIOD_S = 1.0
 """The shortest time between two publications of the cluster's state, which only standbys read here."""
@@ -195,7 +195,7 @@ class SimCoordinator:
         if process is not None and self.leading:
             self.loop.enter(lambda: process.feed(make(at=process.driver.now(), cause="user", **fields)))
 
-    def submit(self, job: Job, begin: Checkpoint | None) -> None:
+    def submit(self, job: Job, begin: CheckpointRecord | None) -> None:
         self._ask(SubmitRequested, request=job.job_id, job=job, start_checkpoint=begin)
 
     def drain(self, node: str) -> None:

@@ -21,7 +21,7 @@ from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
 from statemachine.messages.cluster import Command, Resume, RetainSnapshot
 from statemachine.messages.common import Quiesce
-from statemachine.messages.values import Checkpoint, Job
+from statemachine.messages.values import CheckpointRecord, Job
 
 WRONG_CODE = "ValueError: the code is wrong"
 """The output of a trainer whose job code raises."""
@@ -57,7 +57,7 @@ class Invariants(Oracle):
         self.replicated_by = ""
         """The coordinator that published it."""
 
-    def new_job(self, begin: Checkpoint | None, job: Job | None) -> None:
+    def new_job(self, begin: CheckpointRecord | None, job: Job | None) -> None:
         """:param begin: the checkpoint that the job starts from."""
         self.evaluations.new_job(begin.step if begin is not None else 0, job.steps if job is not None else 0)
         self.published = {begin.step: int(begin.vote.loss)} if begin is not None else {}

@@ -47,7 +47,7 @@ OLDEST = 3
 """Oldest schema that ``read`` accepts."""
 
 
-class JournalError(ValueError):
+class InvalidJournalError(ValueError):
     """The journal is corrupt, or belongs to another program or version."""
 
 
@@ -289,15 +289,15 @@ def skip_unseen_generations(durable: dict[str, Any], incarnation: int) -> dict[s
 def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     """Return the cluster as the journal left it; every node counts as just heard.
 
-    :raises JournalError: the journal does not fit this program.
+    :raises InvalidJournalError: the journal does not fit this program.
     """
     schema = durable.get("schema") if isinstance(durable, dict) else None
     if isinstance(schema, int) and (problem := incompatibility(schema, PROTOCOL)):
-        raise JournalError(problem)
+        raise InvalidJournalError(problem)
     try:
         journal = msgspec.convert(assemble(durable), JournalState)
     except ValueError as error:
-        raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
+        raise InvalidJournalError(f"the coordinator's journal cannot be read: {error}") from error
     c = Cluster(
         timing=timing,
         generation=journal.generation,
@@ -383,7 +383,7 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
     """Return the state of the phase. Reports are not stored: a generation that was not resumed must begin
     again.
 
-    :raises JournalError: a part that belongs to the phase is missing.
+    :raises InvalidJournalError: a part that belongs to the phase is missing.
     """
     phase, past = journal.phase, journal.attempt
     if phase is ClusterPhase.WAITING:
@@ -391,7 +391,9 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
     if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED):
         return Ended(phase=phase, outcome=journal.outcome)
     if past is None:
-        raise JournalError(f"the coordinator's journal cannot be read: it has no generation in phase {phase}")
+        raise InvalidJournalError(
+            f"the coordinator's journal cannot be read: it has no generation in phase {phase}"
+        )
     expected = dict.fromkeys(past.expected)
     if phase is ClusterPhase.PAUSED:
         return Paused(
@@ -419,7 +421,9 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
         if recovery is not None:
             return Resuming(recovery=recovery, **group)
     if recovery is None:
-        raise JournalError(f"the coordinator's journal cannot be read: it has no recovery in phase {phase}")
+        raise InvalidJournalError(
+            f"the coordinator's journal cannot be read: it has no recovery in phase {phase}"
+        )
     return Quiescing(
         generation=past.generation, recovery=recovery, mode=past.mode, began_at=at, expected=expected
     )

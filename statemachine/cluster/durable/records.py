@@ -11,7 +11,7 @@ import msgspec
 
 from planner.values import Device, PipelinePlacement, Plan, StatePart
 from statemachine.messages.values import (
-    Checkpoint,
+    CheckpointRecord,
     ClusterPhase,
     CommittedStep,
     HeldPart,
@@ -86,7 +86,7 @@ class ExposureRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistingRecord:
-    newest: Checkpoint | None = None
+    newest: CheckpointRecord | None = None
     tried: int = 0
     done: bool = False
     corrupt_steps: tuple[int, ...] = ()

@@ -38,7 +38,7 @@ from statemachine.messages.cluster import (
     PersistFailed,
     RetainSnapshot,
 )
-from statemachine.messages.values import Checkpoint, Job, Snapshot
+from statemachine.messages.values import CheckpointRecord, Job, Snapshot
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:
@@ -237,7 +237,7 @@ def take_committed(c: Cluster, event: CheckpointCommitted) -> None:
         c.ignore("an abandoned checkpoint that is complete nevertheless")
         return
     record, files = writing.record, [file for files in writing.files.values() for file in files]
-    checkpoints.newest = Checkpoint(
+    checkpoints.newest = CheckpointRecord(
         step=record.step,
         vote=record.vote,
         layers=len(files),
@@ -349,7 +349,7 @@ def abandon_at_end(c: Cluster) -> None:
     abandon(c, "the job is over")
 
 
-def discard_after(c: Cluster, checkpoint: Checkpoint) -> None:
+def discard_after(c: Cluster, checkpoint: CheckpointRecord) -> None:
     """Discard what was written or tried after this checkpoint, to which all trainers return."""
     checkpoints = c.checkpoints
     abandon(c, f"all trainers go back to step {checkpoint.step}")

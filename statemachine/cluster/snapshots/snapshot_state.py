@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from planner.intervals import SnapshotCost
 from statemachine.messages.cluster import SnapshotCompleted
-from statemachine.messages.values import Checkpoint, LayerFile, Snapshot
+from statemachine.messages.values import CheckpointRecord, LayerFile, Snapshot
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class CheckpointWrite:
 class JobCheckpoints:
     """The job's persistent checkpoints, for ``persisting`` and ``rollback``."""
 
-    newest: Checkpoint | None = None
+    newest: CheckpointRecord | None = None
     """The last one that was committed, or that the job continued from."""
     writing: CheckpointWrite | None = None
     last_tried_step: int = 0
