@@ -63,7 +63,7 @@ def resolve_data(
             source in ("text", "instructions") or _collate_of(table, model.task) != "auto"
         ):
             raise IncompleteError(
-                "this data needs a tokenizer, and the model's directory has none",
+                "this data needs a tokenizer, and the model comes without one",
                 field=f"{where}.tokenizer",
                 remedy='write tokenizer = "DIRECTORY", or tokenizer = "bytes" for one token per byte',
             )
