@@ -1,4 +1,4 @@
-"""The injection of faults over MQTT: nodes are requests to inject them into themselves."""
+"""The injection of faults over MQTT: nodes are asked to inject them into themselves."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -55,7 +55,7 @@ class SimArena:
     """The order by which the daemon currently writes a part of a checkpoint from this memory."""
 
     def begin(self, device: int, key: HeldSnapshot) -> None:
-        """Free a slot: everything that is not retained goes, except the newest snapshot."""
+        """Free a slot: drop everything that is not retained, except the newest snapshot."""
         here, retained_step, pinned = (
             self.slots.get(device, []),
             self.retained.get(device, 0),

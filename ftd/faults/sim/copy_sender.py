@@ -50,7 +50,7 @@ class SimCopySender:
         ids: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
         if not reached or not node.arena.is_intact(key) or world.chance(node.step_timing.no_room_probability):
             failure = SnapshotFailed(
-                generation=effect.generation, step=effect.step, detail="the peer cannot take it"
+                generation=effect.generation, step=effect.step, detail="the replica peer cannot take it"
             )
             node.feed(SnapshotCopyFailed(at=world.now, cause=effect.cause, failure=failure))
             return

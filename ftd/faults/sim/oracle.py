@@ -100,7 +100,7 @@ class Oracle:
         counted = {group.protection for group in record.groups}
         if counted != {written}:
             self.violated(
-                f"the snapshot of step {record.step} is protections by {written}, but counts as {sorted(counted)}"
+                f"the snapshot of step {record.step} is protected by {written}, but counts as {sorted(counted)}"
             )
         for owner, peer in record.replica_peers.items():
             if peer not in self.writers.get(copy_of(self.key_of(record), owner), set()):

@@ -35,7 +35,7 @@ NODES_START_S = 120.0
 _TICK_S = 0.1
 _GRACE_S = 30.0
 _MOST_VIOLATIONS = 20
-"""A soak stops after this many violations, since more would report_line nothing new."""
+"""A soak stops after this many violations, since more would say nothing new."""
 _LEAST_UNDISTURBED_S = 120.0
 _PAUSED_S = 5.0
 """A job that pauses for this long although nothing disturbs it will not go on."""
