@@ -155,8 +155,8 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
         (lambda header: b"\x80", "malformed"),
         (edited(lambda h: h.update(format=2)), "header of layer 1 is of format 2"),
         (edited(lambda h: h.update(surprise=2)), "malformed"),
-        (edited(lambda h: h.update(layer=2)), "a header of layer 2 .* stands where layer 1"),
-        (edited(lambda h: h.update(size_bytes=5)), "a header of layer 1 with 5 bytes stands where layer 1"),
+        (edited(lambda h: h.update(layer=2)), "a header of layer 2 .* was found instead of layer 1"),
+        (edited(lambda h: h.update(size_bytes=5)), "a header of layer 1 with 5 bytes was found instead of layer 1"),
         (edited(lambda h: h["entries"].pop(0)), "1.norm_1.weight is missing"),
         (edited(lambda h: h["entries"].insert(0, h["entries"][0])), "overlaps or is repeated"),
         (edited(lambda h: h["scalars"].update(other={"step": 1})), "optimizer state for other"),
@@ -202,7 +202,7 @@ def test_a_header_that_does_not_fit_is_rejected_and_changes_nothing(
 def test_a_payload_of_a_different_size_is_rejected(payload: Callable[[Tensor], Tensor]) -> None:
     trainer = Trainer()
     header, whole = trainer.states.pack(1)
-    with pytest.raises(StateError, match=r"payload of|bytes should be"):
+    with pytest.raises(StateError, match=r"payload of|was found instead of"):
         trainer.states.unpack(1, header, payload(whole))
 
 
