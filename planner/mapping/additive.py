@@ -1,20 +1,22 @@
 """The best mapping for one time of the slowest stage: an additive problem, solved by dynamic programming.
 
-Write B for the slowest stage's time and k* for its place. The paper's objective (N_b = 4S) is a sum then:
+Write B for the slowest stage's time and k* for its position. The paper's objective (N_b = 4S) is then a
+sum:
 
     Σ_{k<k*} (t_k + 4B) + 4B + Σ_{k>k*} (2 t_k + 3B)
 
-so neither S nor k* is part of the state (for the iteration objective see ``paths``). With an interval
-[low, high] in the place of B, high as the cap on stage times and low in the weights, the minimum is a lower
-bound for every mapping whose slowest stage is in the interval; at a single value it is exact.
+so neither S nor k* is part of the state (for the iteration objective see ``paths``). With an interval [low,
+high] in the place of B, high as the cap on stage times and low in the weights, the minimum is a lower bound
+for every mapping whose slowest stage is in the interval; at a single value it is exact.
 
-A stage's time is a difference of prefix sums, and the ends v that a stage [u, v) may have under a cap are a
-run of layers, as are those that fit into memory. So one step of the program is a minimum over a window,
-read off two overlapping power-of-two windows, and an evaluation costs O(devices · layers · log layers) for
-each allowed number of devices (design §6). Several intervals are evaluated side by side in one array.
+A stage's time is a difference of prefix sums, and the possible ends v of a stage [u, v) under a cap are
+consecutive layers, as are those that fit into memory. So one step of the program is a minimum over a
+window, read off two overlapping power-of-two windows, and an evaluation costs O(devices · layers · log
+layers) for each allowed number of devices (design §6). Several intervals are evaluated together in one
+array.
 
-Where the planner chooses how a stage works, a stage has one *option* for each mode on each number of devices: a
-time for each and its own run of ends that fit.
+Where the planner chooses how a stage works, a stage has one *option* for each mode on each number of
+devices, each with its own time and its own range of ends that fit.
 """
 
 from collections.abc import Sequence
@@ -28,31 +30,31 @@ from planner.stages.makespan import Floats, Ints
 from planner.values import StageTemplate
 
 Range = tuple[int, int]
-"""An interval of B: indices of ``times_ms``, both included."""
+"""Interval of B: indices of ``times_ms``, both included."""
 AFTER, AT, DONE = range(3)
-"""What a stage is: behind the slowest stage, the slowest, in front of it."""
+"""Kinds of stages: after the slowest stage, the slowest, before it."""
 BATCH_CELLS = 20_000
-"""Cells of an array of one step of a run: enough to outweigh numpy's cost per call, and still in cache."""
+"""Cells of an array of one step of the program: enough to outweigh numpy's cost per call, and still in cache."""
 TIME_WEIGHTS = np.array([2.0, 0.0, 1.0])
-"""How often each kind of stage counts its own time,"""
+"""Weight of a stage's own time in the objective, by kind of stage."""
 SLOWEST_WEIGHTS = np.array([3.0, 4.0, 4.0])
-"""and how often the slowest stage's."""
+"""Weight of the slowest stage's time in the objective, by kind of stage."""
 
 
 class AdditiveMapping:
-    """Evaluations of one model for pipelines of up to ``nodes`` nodes; their minima are remembered.
+    """Evaluations of one model for pipelines of up to ``nodes`` nodes; their minima are cached.
 
-    What a stage may hold depends on how many stages are behind it. With ``loose`` the fewest that there can
-    be are counted instead: then minima are lower bounds, and mappings that attain them may not fit.
+    The memory of a stage depends on the number of stages after it. With ``loose`` the fewest possible are
+    counted instead: then minima are lower bounds, and mappings that attain them may not fit.
     """
 
     def __init__(self, costs: StageCosts, nodes: int, *, loose: bool = False) -> None:
         self.costs, self.nodes = costs, nodes
         count = len(costs.modes)
         self.sizes: Ints = np.repeat(np.array(costs.stage_devices, dtype=np.int64), count)
-        """Devices of each option of a stage, ascending."""
+        """Number of devices of each option of a stage, ascending."""
         self.modes: Ints = np.tile(np.arange(count), len(costs.stage_devices))
-        """How each option works, as a number in ``costs.modes``."""
+        """Mode of each option, as a number in ``costs.modes``."""
         table_ms = costs.time_ms[self.modes, self.sizes]
         real = np.isfinite(table_ms)
         times, places = np.unique(table_ms[real], return_inverse=True)
@@ -64,29 +66,29 @@ class AdditiveMapping:
         self.prefix_ms: Floats = np.concatenate((np.zeros((len(self.sizes), 1)), table_ms[:, 0, 1:]), axis=1)
         """Time of layers [0, v) in each option, shape (D, L + 1) with D options."""
         self.rounding_ms = 4 * np.finfo(float).eps * costs.layers * float(self.prefix_ms[:, -1].max())
-        """How much of a sum may be lost where other numbers of devices take far longer."""
+        """Largest rounding error of a sum where other numbers of devices take far longer, in milliseconds."""
         self.allowed = [count * sizes for sizes in sizes_allowed(costs)]
-        """How many of the options a stage has that is the first of the last g devices, by g modulo a node's."""
+        """Number of options of the first stage of the last g devices, by g modulo the devices of a node."""
         by_size = memory_ends(costs, nodes)
         self.memory_ends: Ints = by_size.reshape(len(by_size), len(self.sizes), costs.layers + 1)
         self.loose = loose
         self.rows = 1 if loose else len(self.memory_ends)
-        """Numbers of stages behind a stage that are told apart."""
+        """Number of rows: how many different numbers of stages after a stage are distinguished."""
         devices = np.arange(nodes * costs.devices_per_node + 1)
         whole, rest = devices // costs.devices_per_node, devices % costs.devices_per_node
         fewest = whole * costs.fewest_stages - (-rest // costs.max_devices)
-        self.least_behind: Ints = np.minimum(fewest, len(self.memory_ends) - 1)
-        """Stages that the last g devices are at least, as a row of ``memory_ends``."""
+        self.least_after: Ints = np.minimum(fewest, len(self.memory_ends) - 1)
+        """Fewest stages on the last g devices, as a row of ``memory_ends``."""
         self.batch = max(1, BATCH_CELLS // (3 * self.rows * self.memory_ends[0].size))
-        """Intervals that are evaluated together."""
+        """Number of intervals that are evaluated together."""
         self._minima: dict[Range, Floats] = {}
         self._latest: _Run | None = None
 
     def minima(self, ranges: Sequence[Range], nodes: int) -> list[Floats]:
-        """The least sum for each interval, ``inf`` if no mapping has its slowest stage there.
+        """Return the least sum for each interval, ``inf`` if no mapping has its slowest stage there.
 
-        ``batch`` intervals are evaluated at a time. An answer has an entry for each of 0 … ``nodes`` nodes,
-        or more: the smaller pipelines are by-products of the largest.
+        ``batch`` intervals are evaluated at a time. Each array has an entry for each of 0 … ``nodes``
+        nodes, or more: the smaller pipelines are by-products of the largest.
         """
         known = self._minima
         missing = [
@@ -100,21 +102,22 @@ class AdditiveMapping:
         return [known[each] for each in ranges]
 
     def stages(self, interval: Range, nodes: int) -> tuple[StageTemplate, ...]:
-        """A mapping that attains the minimum, which is finite."""
+        """Return a mapping that attains the minimum of an interval, which must be finite."""
         run = self._latest
         if run is None or run.nodes < nodes or interval not in run.ranges:
             run = self._run([interval], nodes)
         return run.stages(run.ranges.index(interval), nodes)
 
     def _run(self, ranges: Sequence[Range], nodes: int) -> "_Run":
-        self._latest = None  # its arrays may be large
+        self._latest = None  # Its arrays may be large.
         self._latest = run = _Run(self, ranges, nodes)
         return run
 
     def ends(self, limits: Ints) -> Ints:
-        """Last end v ≥ u of a stage [u, v) that takes no time above ``times_ms[limit]``, memory not asked.
+        """Return the last end v ≥ u of a stage [u, v) that takes at most ``times_ms[limit]``, without regard
+        to memory.
 
-        Shape (D, limits, L + 1); u itself where there is none.
+        The shape is (D, limits, L + 1); the end is u itself where there is none.
         """
         count, width, _ = self._ranks.shape
         ranks, limit = self._ranks.ravel(), limits[None, :, None]
@@ -131,8 +134,8 @@ class _Run:
     """One pass of the program over some intervals.
 
     ``best[g]`` has shape (3, K, rows, L + 1): for interval k the minimum over all ways to put layers [u, L)
-    on the pipeline's last g devices; AFTER (and AT, the same again) stops short of the slowest stage, DONE
-    counts it in. Row r means r stages, the last row that or more; without a memory limit it is the only one.
+    on the pipeline's last g devices. AFTER (and AT, which is equal) stops before the slowest stage, DONE
+    includes it. Row r means r stages, the last row that or more; without a memory limit it is the only one.
     """
 
     def __init__(self, mapping: AdditiveMapping, ranges: Sequence[Range], nodes: int) -> None:
@@ -142,24 +145,26 @@ class _Run:
         shape = (len(mapping.sizes), 3, len(ranges), self._rows, self._width)
         self._from, self._to = self._windows(shape)
         self._end_ms: Floats = TIME_WEIGHTS[None, :, None] * mapping.prefix_ms[:, None, :]
-        """What a stage's end contributes to its cost: shape (D, 3, L + 1)."""
+        """Contribution of a stage's end to its cost: shape (D, 3, L + 1)."""
         low_ms = mapping.times_ms[[low for low, _ in ranges]]
         slowest_ms = SLOWEST_WEIGHTS[:, None] * low_ms
         self._start_ms: Floats = slowest_ms[None, :, :, None] - self._end_ms[:, :, None, :]
-        """And its start: shape (D, 3, K, L + 1)."""
+        """Contribution of a stage's start to its cost: shape (D, 3, K, L + 1)."""
         self.best: Floats = np.full((nodes * costs.devices_per_node + 1, *shape[1:]), np.inf)
         self.best[0, :DONE, :, 0, -1] = 0.0
         self._solve(shape)
 
     def _windows(self, shape: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """First and last end of each kind of stage from u, both of ``shape``; empty where last < first."""
+        """Return the first and last end of each kind of stage from u, both of ``shape``; empty where last <
+        first.
+        """
         mapping = self.mapping
         low, high = np.array(self.ranges, dtype=np.int64).T
         first, last = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
         first[:] = np.arange(self._width) + 1
         first[:, AT] = (mapping.ends(low - 1) + 1)[:, :, None, :]
         last[:] = mapping.ends(high)[:, None, :, None, :]
-        # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
+        # The rightmost slowest stage is k*, so at an exact B the stages after it are quicker.
         last[:, AFTER] = mapping.ends(high - (low == high))[:, :, None, :]
         if not mapping.loose:
             np.minimum(last, mapping.memory_ends.swapaxes(0, 1)[:, None, None], out=last)
@@ -171,10 +176,10 @@ class _Run:
         return first, last
 
     def _quickest_at(self, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-        """Leave stages out that would be the slowest only because another option, which fits, is quicker.
+        """Omit stages that would be the slowest although another option, which fits, is quicker.
 
-        Elsewhere the minimum takes the quicker option by itself. Times of stages in such a window, which has
-        shape (D, K, rows, L + 1), are equal, so those to leave out are at its ends.
+        Elsewhere the minimum takes the quicker option by itself. Times of stages in such a window, which
+        has shape (D, K, rows, L + 1), are equal, so those to omit are at its ends.
         """
         for edge, other, step in ((first, last, 1), (last, first, -1)):
             while True:
@@ -199,19 +204,21 @@ class _Run:
         return slower
 
     def _fitting(self, g: int, allowed: int) -> Ints:
-        """Last end of each stage that may be first of the last ``g`` devices, by the fewest stages behind it.
+        """Return the last end of each stage that may be first of the last ``g`` devices, for the fewest stages
+        after it.
 
-        Shape (allowed options, L + 1).
+        The shape is (allowed options, L + 1).
         """
         sizes = self.mapping.sizes[:allowed]
-        ends: Ints = self.mapping.memory_ends[self.mapping.least_behind[g - sizes], np.arange(allowed)]
+        ends: Ints = self.mapping.memory_ends[self.mapping.least_after[g - sizes], np.arange(allowed)]
         return ends
 
     def _lookups(self, last: Ints, count: int, total: int) -> tuple[Ints, Ints]:
-        """Two places in the flat levels whose minimum is a window's, for windows that end at ``last``.
+        """Return two indices into the flat levels whose minimum is a window's, for windows that end at
+        ``last``.
 
-        Level j of 0 … ``count`` holds at each of ``total`` places the minimum of the 2^j places from there;
-        all levels are one behind the other, and behind them is an infinity for empty windows.
+        Level j of 0 … ``count`` holds at each of ``total`` positions the minimum of the 2^j positions from
+        there; the levels follow one another, and after them is an infinity for empty windows.
         """
         first = self._from[: len(last)]
         lengths = np.maximum(last - first + 1, 0)
@@ -233,7 +240,7 @@ class _Run:
         for g in range(1, len(best)):
             allowed = self.mapping.allowed[g % len(self.mapping.allowed)]
             if not allowed:
-                continue  # No stage is as small as what is left of the node.
+                continue  # No stage is as small as the remaining part of the node.
             used, whole = allowed * per_size, (allowed, *shape[1:])
             bottom = levels[:used].reshape(whole)
             np.take(best, g - sizes[:allowed], axis=0, out=bottom, mode="clip")
@@ -244,7 +251,7 @@ class _Run:
             for level in range(count):
                 here, shift = level * total, 1 << level
                 narrow = levels[here : here + used]
-                # No window crosses the end of its row, so what is read across it is never looked up.
+                # No window crosses the end of its row, so values read across it are never used.
                 wide = levels[here + total : here + total + used - shift]
                 np.minimum(narrow[:-shift], narrow[shift:], out=wide)
             levels.take(left[:used], out=one[:used], mode="clip")
@@ -255,7 +262,7 @@ class _Run:
             self._enter(g, sums.min(axis=0))
 
     def _enter(self, g: int, sums: Floats) -> None:
-        """Write the minima by kind of stage, shape (3, K, rows, L + 1), with one stage more."""
+        """Write the minima by kind of stage, shape (3, K, rows, L + 1), with one more stage."""
         np.minimum(sums[AT], sums[DONE], out=sums[DONE])
         best = self.best[g]
         for kind in (AFTER, DONE):
@@ -264,7 +271,7 @@ class _Run:
         best[AT] = best[AFTER]
 
     def minima(self) -> Floats:
-        """Shape (K, nodes + 1): for each interval and number of nodes."""
+        """Return the minima, shape (K, nodes + 1): for each interval and number of nodes."""
         minima: Floats = self.best[:: self.mapping.costs.devices_per_node, DONE, :, :, 0].min(axis=2).T
         return minima.copy()
 
@@ -292,7 +299,8 @@ class _Run:
         return tuple(stages)
 
     def _step(self, k: int, left: int, state: int, row: int, first: int) -> tuple[int, int, int, int]:
-        """The stage that gave a minimum: its option, its kind as what follows it, the row there, its end.
+        """Return the stage that gave a minimum: its option, the kind and the row of what follows it, and its
+        end.
 
         The same additions in the same order give the same sum to the last bit.
         """
@@ -320,6 +328,6 @@ class _Run:
 
 
 def _doublings(lengths: Ints) -> Ints:
-    """How often 1 can be doubled without exceeding a length; 0 for what is empty."""
+    """Return how often 1 can be doubled without exceeding a length; 0 for empty windows."""
     exponents: Ints = np.frexp(np.maximum(lengths, 1))[1].astype(np.int64)
     return exponents - 1

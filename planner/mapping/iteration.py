@@ -1,12 +1,13 @@
-"""The mapping with the quickest step: the true 1F1B recurrence for the microbatches really run.
+"""The mapping with the quickest step: the true 1F1B recurrence for the microbatches that are really run.
 
-Few mappings are all looked at. Of more, branch and bound over intervals of the slowest stage's time: lower
-bounds that are sums over stages (``paths``) are minimised over all mappings of an interval; the mappings that
-attain them are simulated; intervals whose bound is not below the best makespan are closed, others are cut
-into parts. What is left in the end, single values of the slowest stage's time, is enumerated as far as a
-budget goes, with the bound as the guide. A local search improves the best mapping before that.
+A few mappings are all enumerated. Of more, the search is branch and bound over intervals of the slowest
+stage's time: lower bounds that are sums over stages (``paths``) are minimised over all mappings of an
+interval; the mappings that attain them are simulated; intervals whose bound is not below the best makespan
+are closed, others are cut into parts. The intervals left in the end, single values of the slowest stage's
+time, are enumerated as far as a budget permits, guided by the bound. Before that a local search improves
+the best mapping.
 
-The mapping that is best for the paper's objective is the first candidate, so the answer is never worse.
+The mapping that is best for the paper's objective is the first candidate, so the result is never worse.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,28 +33,30 @@ from planner.stages.makespan import ROUNDING, Floats
 from planner.values import StageTemplate, Template
 
 ENUMERATED_MAPPINGS = 5_000
-"""Up to so many mappings are all looked at: about ten milliseconds."""
+"""Number of mappings up to which all are enumerated: about ten milliseconds."""
 FIRST_PARTS, PARTS = 16, 4
-"""Parts of the first interval, and of each one after it."""
+"""Numbers of parts of the first interval, and of each later one."""
 CUT_AT_ONCE = 4
-"""Intervals cut in one round: those with the lowest bounds."""
+"""Number of intervals cut in one round: those with the lowest bounds."""
 MOST_ROUNDS = 12
 MIXTURES = (0.75, 0.5, 0.25, 0.0)
-"""Shares of the path that goes twice behind the slowest stage, besides 1, for a single slowest time."""
+"""Shares, besides 1, of the path that goes twice through the stages after the slowest one, for a single
+slowest time.
+"""
 CANDIDATES = 6
-"""Mappings simulated after each round: those with the lowest bounds."""
+"""Number of mappings simulated after each round: those with the lowest bounds."""
 EXPANSIONS = 500
-"""Partial mappings looked at in the final enumeration: a tenth of a second."""
+"""Number of partial mappings expanded in the final enumeration: a tenth of a second."""
 PRICES = 24
-"""Of a stage, in the bound on how many stages there can be."""
+"""Number of prices of a stage that are tried for the bound on the number of stages."""
 GROUP = 64
-"""Complete mappings simulated at a time there."""
+"""Number of complete mappings simulated at a time in the final enumeration."""
 
 
 def quickest_template(
     costs: StageCosts, nodes: int, microbatches: int, seeds: Iterable[tuple[StageTemplate, ...]]
 ) -> Template | None:
-    """Return the quickest mapping that was found, ``None`` if none fits into memory; not slower than any seed.
+    """Return the quickest mapping found, ``None`` if none fits into memory; it is not slower than any seed.
 
     :param seeds: mappings that fit into memory; at least one, unless none fits.
     """
@@ -71,7 +74,7 @@ def quickest_template(
 
 @dataclass(slots=True)
 class _Interval:
-    """Slowest times ``times_ms[low : high + 1]`` and the best bound on mappings that have them."""
+    """Interval of slowest times ``times_ms[low : high + 1]`` and the best bound on mappings that have them."""
 
     bound_ms: float
     low: int
@@ -84,7 +87,7 @@ class _Interval:
 
 @dataclass(slots=True)
 class _Search:
-    """One template: the best mapping so far and a bound that none can beat."""
+    """Search for one template: the best mapping so far and a lower bound on all mappings."""
 
     costs: StageCosts
     nodes: int
@@ -95,7 +98,7 @@ class _Search:
     _stage_bounds: Mapping[tuple[Option, int], Floats] | None = None
     _most_stages: int = 0
     _possible: NDArray[np.bool_] | None = None
-    """Options that some mapping can take, as the tables of costs; ``None``: all of them."""
+    """Options that some mapping can take, shaped as the tables of costs; ``None``: all of them."""
 
     def template(self) -> Template | None:
         if not self.stages:
@@ -133,7 +136,7 @@ class _Search:
         sums = PathTables(
             costs, self.nodes, everything, trips, none, none + np.inf, costs.layers, costs.layers
         )
-        # One round trip of one microbatch: all there is if there is one.
+        # One round trip of one microbatch; with a single microbatch that is the whole step.
         round_ms = float(sums.least[0])
         self.offer([as_row(sums.stages(0))])
         if self.microbatches == 1:
@@ -161,9 +164,9 @@ class _Search:
         self.bound_ms = min(max(self.bound_ms, balanced_ms), self.best_ms)
 
     def _allowed(self, round_ms: float) -> NDArray[np.bool_]:
-        """Stages that a mapping quicker than the best one can have, as tables of costs.
+        """Return the stages that a mapping quicker than the best one can have, shaped as the tables of costs.
 
-        A stage is busy for N microbatches; and ``round_ms`` and N − 1 times the longer of its forward and
+        A stage is busy for N microbatches. ``round_ms`` and N − 1 times the longer of its forward and
         backward are a path, too.
         """
         costs, turns = self.costs, self.microbatches
@@ -174,7 +177,7 @@ class _Search:
         return allowed if self._possible is None else allowed & self._possible
 
     def _branch(self, parts: list[_Interval], times: Floats, round_ms: float) -> list[_Interval]:
-        """Cut intervals into parts until none is open, or for some rounds; the open ones."""
+        """Cut intervals into parts until none is open, or for some rounds; return the open ones."""
         whole: list[_Interval] = []
         for _ in range(MOST_ROUNDS):
             self._evaluate(parts, times, round_ms)
@@ -201,9 +204,10 @@ class _Search:
         self.offer([as_row(tables.stages(q)) for q in promising])
 
     def _deepest(self, allowed: NDArray[np.bool_]) -> int:
-        """The most stages that a mapping quicker than the best one can have.
+        """Return the most stages that a mapping quicker than the best one can have.
 
-        S stages take a round trip of Σ trip ≥ min Σ (trip − λ) + λ·S for any λ, and ``_work_ms`` N − 1 times.
+        S stages take a round trip of Σ trip ≥ min Σ (trip − λ) + λ·S for any λ, and ``_work_ms`` N − 1
+        times.
         """
         costs, devices = self.costs, self.nodes * self.costs.devices_per_node
         most = min(costs.layers, devices)
@@ -218,7 +222,7 @@ class _Search:
         return int(stages[bounds < self.best_ms * (1 - ROUNDING)].max(initial=1))
 
     def _work_ms(self) -> float:
-        """What the longer of forward and backward of some stage takes at least: were all devices as busy."""
+        """Return a lower bound on the longer of forward and backward of the busiest stage: the mean of devices."""
         costs, devices = self.costs, self.nodes * self.costs.devices_per_node
         sizes, firsts = np.array(costs.stage_devices)[:, None], np.arange(costs.layers)
         tables = [
@@ -229,13 +233,15 @@ class _Search:
         return max(float((layer_ms * sizes).min(axis=0).sum()) / devices for layer_ms in one_layer)
 
     def _turns(self) -> int:
-        """Round trips that are a path for any number of stages that is looked for."""
+        """Return how many round trips are a path for every number of stages that is considered."""
         return (self.microbatches - 1) // self._most_stages
 
     def _tables(
         self, rows: list[tuple[_Interval, float | None]], times: Floats, round_ms: float
     ) -> PathTables:
-        """One row for each interval and share of the path twice behind (``None``: round trips)."""
+        """Return tables with one row for each interval and share of the path that goes twice (``None``: round
+        trips).
+        """
         costs, allowed = self.costs, self._allowed(round_ms)
         low_ms = np.array([times[interval.low] for interval, _ in rows])
         high_ms = np.array([times[interval.high] for interval, _ in rows])
@@ -249,7 +255,7 @@ class _Search:
             slowest = (costs.time_ms >= low) & (costs.time_ms <= high)
             longest = np.full(1, shorter_ms[slowest].max() if mix < 1 else 0.0)
             weights.append(through_slowest(self.microbatches, at, np.maximum(longest, 0.0), np.full(1, mix)))
-        most_behind = self.microbatches - 2
+        most_after = self.microbatches - 2
         return PathTables(
             costs,
             self.nodes,
@@ -257,14 +263,16 @@ class _Search:
             join(weights),
             low_ms,
             high_ms,
-            most_behind,
+            most_after,
             self._most_stages,
             self._stage_bounds,
             self.best_ms * (1 - ROUNDING),
         )
 
     def _prove(self, intervals: list[_Interval], times: Floats, round_ms: float) -> list[_Interval]:
-        """Simulate all mappings whose bound is below the best makespan; the intervals where that failed."""
+        """Simulate all mappings whose bound is below the best makespan; return the intervals where the budget
+        ended.
+        """
         failed: list[_Interval] = []
         budget = EXPANSIONS
         for interval in sorted(intervals, key=lambda interval: interval.bound_ms):
@@ -277,9 +285,11 @@ class _Search:
         return [interval for interval in failed if not self._closed(interval.bound_ms)]
 
     def _enumerate(self, tables: PathTables, q: int, budget: int) -> int:
-        """Simulate all mappings of row q whose bound is below the best makespan; what is left of the budget.
+        """Simulate all mappings of row q whose bound is below the best makespan; return the rest of the
+        budget.
 
-        Depth first, the stage with the lowest bound first; complete mappings are simulated in groups.
+        The order is depth first, the stage with the lowest bound first; complete mappings are simulated in
+        groups.
         """
         layers = self.costs.layers
         stack: list[tuple[float, int, bool, tuple[int, ...], tuple[int, ...]]] = [
@@ -309,8 +319,9 @@ class _Search:
 
 
 def _possible(costs: StageCosts) -> NDArray[np.bool_]:
-    """Return the options that a stage can take: it fits as the last one, and the quickest mode of all is not the
-    choice where that fits with the most stages behind it."""
+    """Return the options that a stage can take: they fit as the last stage, and the quickest mode of all does
+    not fit with the most stages after it.
+    """
     possible = np.zeros(costs.time_ms.shape, dtype=np.bool_)
     for d in costs.stage_devices:
         for mode in costs.modes_of(d):

@@ -15,21 +15,24 @@ from planner.values import Template
 
 
 class Mapper:
-    """Mappings of one model for templates of up to ``nodes`` nodes; what they share is computed once."""
+    """Mappings of one model for templates of up to ``nodes`` nodes; intermediate results that they share are
+    computed once.
+    """
 
     def __init__(self, costs: StageCosts, nodes: int) -> None:
         self._costs = costs
         self._additive = AdditiveMapping(costs, nodes)
 
     def template(self, nodes: int, microbatches: int) -> Template | None:
-        """The best mapping for ``nodes`` nodes, ``None`` if none fits into memory.
+        """Return the best mapping for ``nodes`` nodes, ``None`` if none fits into memory.
 
-        :param microbatches: what the ``iteration`` objective counts with; ``paper`` means 4 per stage.
+        :param microbatches: number for which the ``iteration`` objective minimises the step; ``paper``
+            assumes 4 per stage.
         """
         return self.templates({nodes: microbatches}).get(nodes)
 
     def templates(self, microbatches: Mapping[int, int]) -> dict[int, Template]:
-        """``template`` of several numbers of nodes, ascending; quicker than one by one.
+        """Return the ``template`` of several numbers of nodes, ascending; quicker than one by one.
 
         :param microbatches: by number of nodes.
         """

@@ -1,12 +1,12 @@
 """The paper's objective (Oobleck Eq. 1–4, N_b = 4S), minimised with proof, for all template sizes at once.
 
-Branch and bound over the slowest stage's time B. The additive minimum of an interval of B bounds every
-mapping in it from below; the mapping that attains it, scored by Eq. 1–4 itself, bounds the optimum from
-above. Intervals with the lowest bounds are cut into parts until no bound is below the best mapping found. An
-interval of a single B is solved exactly, so the search ends.
+The method is branch and bound over the slowest stage's time B. The additive minimum of an interval of B
+bounds every mapping in it from below; the mapping that attains it, scored by Eq. 1–4 itself, bounds the
+optimum from above. Intervals with the lowest bounds are cut into parts until no bound is below the best
+mapping found. An interval of a single B is solved exactly, so the search ends.
 
-Where memory makes the number of stages behind a stage matter, bounds are taken from a looser program first,
-which costs a fraction. The exact one is asked about an interval when that is cut, unless the loose one's
+Where memory makes the number of stages after a stage matter, bounds are taken from a looser program first,
+which costs a fraction. The exact program evaluates an interval when that is cut, unless the loose program's
 mapping fits anyway.
 """
 
@@ -21,14 +21,15 @@ from planner.stages.makespan import ROUNDING, Floats
 from planner.values import StageTemplate, Template
 
 PARTS = 4
-"""An interval is cut into so many, as they are evaluated together for less than one by one."""
+"""Number of parts into which an interval is cut; evaluating them together costs less than one by one."""
 
 
 def paper_templates(additive: AdditiveMapping, sizes: Sequence[int]) -> dict[int, Template]:
-    """The best template of each number of nodes in ``sizes``; none where no mapping fits into memory.
+    """Return the best template of each number of nodes in ``sizes``; sizes where no mapping fits into memory
+    are missing.
 
-    Searches of several sizes share what they evaluate: one pass over the devices of the largest pipeline
-    answers for all smaller ones.
+    Searches of several sizes share their evaluations: one pass over the devices of the largest pipeline
+    covers all smaller ones.
     """
     loose = additive
     if additive.rows > 1:
@@ -43,7 +44,7 @@ def paper_templates(additive: AdditiveMapping, sizes: Sequence[int]) -> dict[int
 
 
 def _ask(searches: list["_Search"]) -> dict[Range, list["_Search"]]:
-    """Which search wants what to be evaluated, the largest pipelines first."""
+    """Return the intervals to evaluate, each with the searches that need it, the largest pipelines first."""
     asked: dict[Range, list[_Search]] = {}
     for search in searches:
         for part in search.cut():
@@ -60,28 +61,28 @@ def _evaluate(loose: AdditiveMapping, asked: dict[Range, list["_Search"]]) -> No
 
 
 class _Search:
-    """What is known about the templates of one size."""
+    """Branch-and-bound search for the template of one size."""
 
     def __init__(self, additive: AdditiveMapping, loose: AdditiveMapping, nodes: int) -> None:
         self.nodes = nodes
         self.best_ms = inf
         self.stages: tuple[StageTemplate, ...] = ()
         self._additive, self._loose = additive, loose
-        # Some stage has the layer that is slowest even on the devices that suit it best.
+        # Some stage has the layer that is slowest even on its best devices.
         layers = np.arange(additive.costs.layers)
         one_layer_ms = additive.costs.time_ms[additive.modes, additive.sizes][:, layers, layers + 1]
         alone_ms = one_layer_ms.min(axis=0).max()
         first = int(np.searchsorted(additive.times_ms, alone_ms))
         self._open: list[tuple[float, Range, bool]] = [(0.0, (first, len(additive.times_ms) - 1), True)]
-        """Lower bounds, the intervals they are for, and whether they are not to be improved; a heap."""
+        """Heap of lower bounds, their intervals, and whether a bound is final."""
 
     def template(self) -> Template:
-        """Of the mapping found, when there is nothing left to ask."""
+        """Return the template of the mapping found; valid when nothing is left to evaluate."""
         best_ms = self.best_ms
         return Template(nodes=self.nodes, stages=self.stages, objective_ms=best_ms, lower_bound_ms=best_ms)
 
     def cut(self) -> list[Range]:
-        """The parts to evaluate next; none once the best mapping is proved to be the best."""
+        """Return the parts to evaluate next; none once the best mapping is proved to be optimal."""
         while self._open and self._may_hold_better(self._open[0][0]):
             _, part, tight = heapq.heappop(self._open)
             if tight:
@@ -90,7 +91,7 @@ class _Search:
         return []
 
     def learn(self, bounds_ms: dict[Range, float]) -> None:
-        """Take what came out for parts of ``cut``."""
+        """Take the bounds that were computed for parts of ``cut``."""
         for number, (bound_ms, part) in enumerate(sorted((ms, part) for part, ms in bounds_ms.items())):
             if not self._may_hold_better(bound_ms):
                 break
@@ -101,13 +102,16 @@ class _Search:
                 self._keep(bound_ms, part, None)
 
     def _look_closely(self, part: Range) -> None:
-        """Ask the exact program."""
+        """Evaluate a part with the exact program."""
         bound_ms = float(self._additive.minima([part], self.nodes)[0][self.nodes])
         if self._may_hold_better(bound_ms):
             self._keep(bound_ms, part, self._additive.stages(part, self.nodes))
 
     def _keep(self, bound_ms: float, part: Range, stages: tuple[StageTemplate, ...] | None) -> None:
-        """:param stages: what attains the bound, if that is known and fits."""
+        """Add a part with its bound.
+
+        :param stages: the mapping that attains the bound, if it is known and fits.
+        """
         if stages is not None:
             stages = self._quickest(stages)
             objective_ms = self._additive.costs.paper_ms(stages)
@@ -118,7 +122,7 @@ class _Search:
             heapq.heappush(self._open, (bound_ms, part, tight))
 
     def _quickest(self, stages: tuple[StageTemplate, ...]) -> tuple[StageTemplate, ...]:
-        """Have each stage work in the quickest mode that fits, where there is a choice.
+        """Return the stages, each in the quickest mode that fits, where there is a choice.
 
         Another option may have made a stage the slowest of an interval.
         """
@@ -128,7 +132,7 @@ class _Search:
         return costs.stages([0, *(stage.end_layer for stage in stages)], [stage.devices for stage in stages])
 
     def _attains(self, stages: tuple[StageTemplate, ...]) -> bool:
-        """Return whether what the looser program found is what the exact one would find."""
+        """Return whether the looser program's mapping is what the exact program would find."""
         if self._loose is self._additive:
             return True
         return self._additive.costs.memory.fit(stages) and self._quickest(stages) == stages
@@ -140,7 +144,9 @@ class _Search:
 
 
 def _parts(times_ms: Floats, whole: Range) -> list[Range]:
-    """Cut by time where times are of different magnitude, else by number; the same for all searches."""
+    """Cut an interval by time where times are of different magnitude, else by number; equally for all
+    searches.
+    """
     low, high = whole
     if high - low < PARTS:
         return [(index, index) for index in range(low, high + 1)]

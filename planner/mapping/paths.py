@@ -1,28 +1,28 @@
 """Lower bounds on 1F1B steps that are sums over stages, minimised over all mappings by dynamic programming.
 
 Write B for the time of the slowest stage k*, N for the microbatches, trip for a stage's time and twice the
-link behind it, and μ for the shorter of forward and backward of k*. Paths through the schedule:
+link after it, and μ for the shorter of forward and backward of k*. Paths through the schedule:
 
-    twice behind   Σ_{k<k*} trip + N·B + 4 links of k*           + Σ_{k>k*} (2·trip − B)
-    once behind    Σ_{k<k*} trip + N·B + 2 links of k*           + Σ_{k>k*} (trip − μ)
+    twice after    Σ_{k<k*} trip + N·B + 4 links of k*           + Σ_{k>k*} (2·trip − B)
+    once after     Σ_{k<k*} trip + N·B + 2 links of k*           + Σ_{k>k*} (trip − μ)
     round trips    Σ_k ((p + 1)·trip − p·B) + (N − 1)·B              for p·S ≤ N − 1
 
-The first two are those of ``makespan.path_bounds``. Neither S nor k* is part of the state, and what lies
-between the first two in any proportion is a bound too. With an interval [low, high] in the place of B, high
-as the cap on stage times and low in the sums, the minimum is a lower bound for every mapping whose slowest
-stage is in the interval.
+The first two are those of ``makespan.path_bounds``; they pass twice or once through the stages after k*.
+Neither S nor k* is part of the state, and every convex combination of the first two is a bound too. With an
+interval [low, high] in the place of B, high as the cap on stage times and low in the sums, the minimum is a
+lower bound for every mapping whose slowest stage is in the interval.
 
-A stage whose mode is chosen has one time for each mode that may be the quickest one that fits: with the fewest
-stages behind it that there can be it fits, and the quickest mode of all does not with the most.
+A stage whose mode is chosen has one time for each mode that may be the quickest one that fits: the mode
+fits with the fewest possible stages after it, and the quickest mode of all does not fit with the most.
 
-The first two need N − 2 stages behind k* at most. So k* is the slowest of the stages that surely have no more
-behind them; others may be slower, as far as a mapping better than the best one known can have them.
+The first two need N − 2 stages after k* at most. So k* is the slowest of the stages that surely have no
+more after them; others may be slower, as far as a mapping better than the best one known can have them.
 
-``StageBounds`` says how quick a mapping can be that has a given stage in a given place, which rules stages
-out. It takes the same paths through stage [u, v) on d devices with g devices behind it, where the stages in
-front of it and those behind it are the best that there can be. A stage behind counts as 2·trip − t or as trip
-− μ, with t the stage's time and μ the shorter of its forward and backward; so their least sums are needed for
-every t and μ, and are taken at the next higher value of a grid.
+``StageBounds`` bounds the step of every mapping that has a given stage in a given position, which rules
+stages out. It takes the same paths through stage [u, v) on d devices with g devices after it, where the
+stages before and after it are the best possible. A stage after it counts as 2·trip − t or as trip − μ, with
+t the stage's time and μ the shorter of its forward and backward; so their least sums are needed for every t
+and μ, and are taken at the next higher value of a grid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,17 +37,17 @@ from planner.stages.makespan import Floats
 from planner.values import StageTemplate
 
 Option = tuple[int, int]
-"""How a stage works, as a number in ``costs.modes``, and its devices."""
+"""Way in which a stage works: its mode, as a number in ``costs.modes``, and its devices."""
 
 
 def options(costs: StageCosts) -> list[Option]:
-    """Return all options of a stage, the same devices together."""
+    """Return all options of a stage, ordered by devices."""
     return [(mode, d) for d in costs.stage_devices for mode in costs.modes_of(d)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathWeights:
-    """What a stage in front of the slowest, the slowest, and one behind it add to the sum; shapes (Q,)."""
+    """Weights of a stage before the slowest, the slowest, and a stage after it in the sum; shapes (Q,)."""
 
     before_trip: Floats
     before_ms: Floats
@@ -59,9 +59,10 @@ class PathWeights:
 
 
 def through_slowest(microbatches: int, low_ms: Floats, shorter_ms: Floats, twice: Floats) -> PathWeights:
-    """The first two paths, ``twice`` parts of the first and 1 − ``twice`` of the second; arrays (Q,).
+    """Return the weights of a mixture of the first two paths: ``twice`` of the first, 1 − ``twice`` of the
+    second; arrays (Q,).
 
-    :param shorter_ms: the most that μ can be.
+    :param shorter_ms: the largest possible μ.
     """
     one, none = np.ones_like(low_ms), np.zeros_like(low_ms)
     return PathWeights(
@@ -76,13 +77,15 @@ def through_slowest(microbatches: int, low_ms: Floats, shorter_ms: Floats, twice
 
 
 def round_trips(microbatches: int, times: int, low_ms: Floats) -> PathWeights:
-    """The third path with p = ``times``; with p = 0 and N = 1 the sum of all trips, at no cost for B."""
+    """Return the weights of the third path with p = ``times``; p = 0 and N = 1 give the sum of all trips,
+    without B.
+    """
     weights = evenly(np.full_like(low_ms, times + 1.0), -times * low_ms)
     return replace(weights, at_ms=(microbatches - 1 - times) * low_ms)
 
 
 def evenly(trip: Floats, each_ms: Floats) -> PathWeights:
-    """The same for every stage, the slowest like the others."""
+    """Return weights that are the same for every stage, the slowest included."""
     return PathWeights(
         before_trip=trip,
         before_ms=each_ms,
@@ -95,7 +98,7 @@ def evenly(trip: Floats, each_ms: Floats) -> PathWeights:
 
 
 def join(weights: Sequence[PathWeights]) -> PathWeights:
-    """All their rows, in order."""
+    """Return the rows of all weights, in order."""
     names = [entry.name for entry in fields(PathWeights)]
     return PathWeights(**{name: np.concatenate([getattr(w, name) for w in weights]) for name in names})
 
@@ -104,7 +107,7 @@ class PathTables:
     """Minima for Q intervals at once, for pipelines of ``nodes`` nodes.
 
     ``after[g]`` and ``done[g]`` have shape (Q, L + 1 + W): the least sum over all ways to put layers [u, L)
-    on the last g devices, infinite behind L; ``done`` counts the slowest stage in, ``after`` stops short of
+    on the last g devices, infinite for u > L; ``done`` includes the slowest stage, ``after`` stops before
     it.
     """
 
@@ -116,19 +119,20 @@ class PathTables:
         weights: PathWeights,
         low_ms: Floats,
         high_ms: Floats,
-        most_behind: int,
+        most_after: int,
         most_stages: int,
         bounds: Mapping[tuple[Option, int], Floats] | None = None,
         below_ms: float = np.inf,
     ) -> None:
-        """
+        """Compute the minima.
+
         :param allowed: stages to choose from, shape as ``costs.time_ms``.
         :param low_ms, high_ms: the intervals, shape (Q,).
-        :param most_behind: stages that the slowest may have behind it.
-        :param most_stages: of a mapping that is looked for.
+        :param most_after: most stages after the slowest one.
+        :param most_stages: most stages of a mapping that is considered.
         :param bounds: ``StageBounds.of``: only stages whose bound is below ``below_ms`` are chosen.
         """
-        self._costs, self._most_behind, self._most_stages = costs, most_behind, most_stages
+        self._costs, self._most_after, self._most_stages = costs, most_after, most_stages
         self.devices = nodes * costs.devices_per_node
         self._sure: dict[Option, _StageSums] = {}
         self._unsure: dict[Option, _StageSums] = {}
@@ -137,9 +141,9 @@ class PathTables:
             time_ms = np.where(allowed[mode, d], costs.time_ms[mode, d], np.inf)
             band = Band(costs, time_ms, float(high_ms.max()))
             self._sure[option] = band.sums(weights, low_ms, high_ms, None)
-            if min(self.devices - d, most_stages - 1) > most_behind:
+            if min(self.devices - d, most_stages - 1) > most_after:
                 band = Band(costs, time_ms, np.inf)
-                self._unsure[option] = band.sums(weights, low_ms, high_ms, costs.layers - most_behind)
+                self._unsure[option] = band.sums(weights, low_ms, high_ms, costs.layers - most_after)
         widest = max(len(sums.at) for sums in (*self._sure.values(), *self._unsure.values()))
         shape = (self.devices + 1, len(low_ms), costs.layers + 1 + widest)
         self.after, self.done = np.full(shape, np.inf), np.full(shape, np.inf)
@@ -156,10 +160,13 @@ class PathTables:
         return least
 
     def choices(self, q: int, devices: int, first: int, found: bool) -> list[tuple[Floats, int, bool]]:
-        """For a stage that begins at layer ``first``, on the last ``devices`` devices, in interval q.
+        """Return the choices for a stage that begins at layer ``first``, on the last ``devices`` devices, in
+        interval q.
 
-        Each is (what stage and rest add at least, for each end from ``first`` + 1 on; the stage's devices;
-        whether the slowest is this one or in front of it). ``found``: whether it is in front.
+        Each choice is the least sum of the stage and the rest, for each end from ``first`` + 1 on; the
+        stage's devices; and whether the slowest stage is this one or an earlier one.
+
+        :param found: whether the slowest stage is an earlier one.
         """
         kinds: list[tuple[Floats, int, bool]] = []
         for d in self.splits_before(devices):
@@ -178,7 +185,7 @@ class PathTables:
         return kinds
 
     def stages(self, q: int) -> tuple[StageTemplate, ...]:
-        """A mapping that attains ``least[q]``, which is finite."""
+        """Return a mapping that attains ``least[q]``, which must be finite."""
         left, first, found = self.devices, 0, False
         stages: list[StageTemplate] = []
         while first < self._costs.layers:
@@ -191,18 +198,20 @@ class PathTables:
         return tuple(stages)
 
     def splits_before(self, devices: int) -> list[int]:
-        """Sizes of a stage that is the first of the last ``devices`` devices and stays within its node."""
+        """Return the sizes of a stage that is the first of the last ``devices`` devices and stays within its
+        node.
+        """
         position = -devices % self._costs.devices_per_node
         return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
 
     def _sums(self, devices: int, option: Option) -> "_StageSums":
         _, d = option
-        most = most_behind(self._costs, self.devices, d, devices - d, self._most_stages)
+        most = most_after(self._costs, self.devices, d, devices - d, self._most_stages)
         sure = self._sure[option]
-        return self._unsure.get(option, sure) if most > self._most_behind else sure
+        return self._unsure.get(option, sure) if most > self._most_after else sure
 
     def _mask(self, option: Option, left: int, longest: int) -> Floats:
-        """0, or ``inf`` where a stage is ruled out, shape (W, 1, L + 1)."""
+        """Return 0, or ``inf`` where a stage is ruled out, shape (W, 1, L + 1)."""
         mask = self._memory.mask(option, left)[:longest]
         if self._bounds is None:
             return mask
@@ -224,7 +233,7 @@ class PathTables:
 
 @dataclass(frozen=True, slots=True)
 class _StageSums:
-    """What stage [u, u + 1 + w) adds in front of, as and behind the slowest: ``[w, q, u]``, or ``inf``."""
+    """Contribution of stage [u, u + 1 + w) before, as and after the slowest: ``[w, q, u]``, or ``inf``."""
 
     before: Floats
     at: Floats
@@ -232,12 +241,12 @@ class _StageSums:
 
 
 class Band:
-    """Stages on d devices by first layer u and length w + 1, up to the longest that is quick enough."""
+    """Times of stages on d devices by first layer u and length w + 1, up to the longest that is quick enough."""
 
     def __init__(self, costs: StageCosts, time_ms: Floats, cap_ms: float) -> None:
         layers = costs.layers
         starts = np.arange(layers + 1)
-        # Short stages may be ruled out as well, where they would fit without recomputing.
+        # Short stages may be ruled out as well, where they would fit without recomputation.
         firsts, ends = (np.isfinite(time_ms) & (time_ms <= cap_ms)).nonzero()
         longest = int((ends - firsts).max(initial=1))
         self.layers = layers
@@ -248,7 +257,10 @@ class Band:
         self.link_ms: Floats = costs.link_ms[self.inside]
 
     def sums(self, weights: PathWeights, low_ms: Floats, high_ms: Floats, sure_end: int | None) -> _StageSums:
-        """:param sure_end: the slowest ends there or later, and stages that end earlier may be slower."""
+        """Return the contributions of the stages to the sums.
+
+        :param sure_end: the slowest stage ends there or later, and stages that end earlier may be slower.
+        """
 
         def of_query(values: Floats) -> Floats:
             return values[None, :, None]
@@ -258,7 +270,7 @@ class Band:
         low, high = of_query(low_ms), of_query(high_ms)
         within = (time_ms <= high) & np.isfinite(time_ms)
         slowest = within & (time_ms >= low)
-        # The rightmost slowest stage is k*, so at an exact B the stages behind it are quicker.
+        # The rightmost slowest stage is k*, so at an exact B the stages after it are quicker.
         quicker = np.where(low == high, time_ms < high, within)
         in_front = within
         if sure_end is not None:
@@ -277,8 +289,11 @@ class Band:
 
 
 class _MemoryMasks:
-    """0 where an option may be what a stage takes, else ``inf``: it fits with the fewest stages that can be
-    behind it, and the quickest mode of all does not with the most."""
+    """Masks: 0 where a stage may take an option, else ``inf``.
+
+    It may if the option fits with the fewest possible stages after it, and the quickest mode of all does
+    not fit with the most.
+    """
 
     def __init__(self, costs: StageCosts, widest: int) -> None:
         self._costs = costs
@@ -291,7 +306,7 @@ class _MemoryMasks:
         self._none = np.zeros((widest, 1, costs.layers + 1))
 
     def mask(self, option: Option, left: int) -> Floats:
-        """Shape (W, 1, L + 1), for a stage with ``left`` devices behind it."""
+        """Return the mask of a stage with ``left`` devices after it, shape (W, 1, L + 1)."""
         if not self._limited:
             return self._none
         costs, (mode, d) = self._costs, option
@@ -309,7 +324,7 @@ class _MemoryMasks:
 
 
 def _least(sums: list[Floats]) -> Floats:
-    """Return the least of each place; a shorter array has nothing at the places behind its end."""
+    """Return the least value at each index; a shorter array has no values after its end."""
     if len(sums) == 1:
         return sums[0]
     least = np.full(max(map(len, sums)), np.inf)
@@ -318,14 +333,18 @@ def _least(sums: list[Floats]) -> Floats:
     return least
 
 
-def most_behind(costs: StageCosts, devices: int, d: int, left: int, most_stages: int) -> int:
-    """Stages behind one on d devices, with ``left`` of a pipeline's ``devices`` devices behind it."""
+def most_after(costs: StageCosts, devices: int, d: int, left: int, most_stages: int) -> int:
+    """Return the most stages after one on d devices, with ``left`` of a pipeline's ``devices`` devices after
+    it.
+    """
     in_front = -(-(devices - left - d) // min(costs.max_devices, costs.devices_per_node))
     return min(left, most_stages - 1 - in_front)
 
 
 def _fewest_stages(costs: StageCosts) -> list[int]:
-    """On the last 0, 1, … all devices of a node; as many as there are devices where it cannot be done."""
+    """Return the fewest stages on the last 0, 1, … all devices of a node; where none are possible, the number
+    of devices.
+    """
     fewest = [0]
     for left in range(1, costs.devices_per_node + 1):
         position = costs.devices_per_node - left
@@ -335,17 +354,17 @@ def _fewest_stages(costs: StageCosts) -> list[int]:
 
 
 def _windows(rest: Floats, shape: tuple[int, ...]) -> Floats:
-    """``[w, q, u]`` is ``rest[q, u + 1 + w]``."""
+    """Return a view whose element ``[w, q, u]`` is ``rest[q, u + 1 + w]``."""
     row, step = rest.strides
     return as_strided(rest[:, 1:], shape=shape, strides=(step, row, step), writeable=False)
 
 
 GRID = 24
-"""Values of t, and of μ, that sums are made for."""
+"""Number of values of t, and of μ, for which sums are computed."""
 
 
 class StageBounds:
-    """``of[option, g]`` has shape (W, L + 1): a bound for stage [u, u + 1 + w) at ``[w, u]``, or ``inf``."""
+    """Bounds ``of[option, g]`` of shape (W, L + 1), for stage [u, u + 1 + w) at ``[w, u]``, or ``inf``."""
 
     def __init__(
         self,
@@ -355,9 +374,10 @@ class StageBounds:
         allowed: NDArray[np.bool_],
         most_stages: int,
     ) -> None:
-        """
+        """Compute the bounds.
+
         :param allowed: stages to choose from, shape as ``costs.time_ms``.
-        :param most_stages: of a mapping that is looked for.
+        :param most_stages: most stages of a mapping that is considered.
         """
         self._microbatches = microbatches
         self._devices = nodes * costs.devices_per_node
@@ -368,7 +388,7 @@ class StageBounds:
         less = np.concatenate((self._times, self._shorter))
         weights = evenly(1 + twice, -less)
         none = np.zeros(len(less))
-        self._behind = PathTables(
+        self._after = PathTables(
             costs, nodes, allowed, weights, none, none + np.inf, costs.layers, costs.layers
         )
         self._in_front = _fronts(costs, self._devices, allowed)
@@ -378,19 +398,19 @@ class StageBounds:
             band = Band(costs, np.where(allowed[option], costs.time_ms[option], np.inf), np.inf)
             shorter = shorter_ms[option][np.arange(costs.layers + 1), band.inside]
             for left in range(self._devices - d + 1):
-                if d in self._behind.splits_before(left + d):
-                    most = most_behind(costs, self._devices, d, left, most_stages)
+                if d in self._after.splits_before(left + d):
+                    most = most_after(costs, self._devices, d, left, most_stages)
                     if most >= 0:
                         self.of[option, left] = self._place(band, shorter, d, left, most)
                     else:
                         self.of[option, left] = np.full_like(band.time_ms, np.inf)
 
-    def _place(self, band: Band, shorter_ms: Floats, d: int, left: int, most_behind: int) -> Floats:
+    def _place(self, band: Band, shorter_ms: Floats, d: int, left: int, most_after: int) -> Floats:
         turns, ends = self._microbatches, band.inside
         known = np.isfinite(band.time_ms)
         time_ms = np.where(known, band.time_ms, 0.0)
-        rest = self._behind.after[left]
-        most = np.minimum(most_behind, band.layers - ends)
+        rest = self._after.after[left]
+        most = np.minimum(most_after, band.layers - ends)
         sums = rest[np.searchsorted(self._times, time_ms).clip(max=GRID - 1), ends]
         twice = np.maximum(sums, rest[0, ends] - most * time_ms) + 4 * band.link_ms
         sums = rest[GRID + np.searchsorted(self._shorter, shorter_ms).clip(max=GRID - 1), ends]
@@ -402,7 +422,7 @@ class StageBounds:
 
 
 def _fronts(costs: StageCosts, devices: int, allowed: NDArray[np.bool_]) -> Floats:
-    """The least sum of trips of layers [0, v) on the first g devices, shape (G + 1, L + 1)."""
+    """Return the least sum of trips of layers [0, v) on the first g devices, shape (G + 1, L + 1)."""
     fronts = np.full((devices + 1, costs.layers + 1), np.inf)
     fronts[0, 0] = 0.0
     trips = np.where(allowed, costs.time_ms + 2 * costs.link_ms, np.inf).min(axis=0)

@@ -1,6 +1,7 @@
-"""The quickest of many mappings under 1F1B: of all mappings of a small pipeline, of a list, and by local search.
+"""Search for the quickest mapping under 1F1B: among all mappings of a small pipeline, in a list, or by local
+search.
 
-The local search (``descend``) takes the best of all small moves as long as the step gets shorter.
+The local search (``descend``) takes the best of all small moves until no move makes the step shorter.
 """
 
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ from planner.stages.makespan import Floats, Ints, makespans, path_bounds
 from planner.values import StageTemplate
 
 CHUNK = 256
-"""Mappings simulated at a time: enough to outweigh numpy's cost per call, few enough to stop early."""
+"""Number of mappings simulated at a time: enough to outweigh numpy's cost per call, few enough to stop early."""
 
 
 def mapping_count(costs: StageCosts, nodes: int) -> int:
-    """Mappings of a pipeline of ``nodes`` nodes, memory not considered."""
+    """Return the number of mappings of a pipeline of ``nodes`` nodes, without regard to memory."""
     ways = {0: 1}
     for _ in range(nodes):
         extended: dict[int, int] = {}
@@ -30,7 +31,7 @@ def mapping_count(costs: StageCosts, nodes: int) -> int:
 
 
 def _all_splits(costs: StageCosts, nodes: int) -> dict[int, list[tuple[int, ...]]]:
-    """Devices of each stage, for all splits of all nodes, by number of stages."""
+    """Return the devices of each stage, for all splits of all nodes, by number of stages."""
     splits, fewest = costs.node_splits, costs.fewest_stages
     whole: list[tuple[int, ...]] = [()]
     for node in range(nodes):
@@ -43,7 +44,7 @@ def _all_splits(costs: StageCosts, nodes: int) -> dict[int, list[tuple[int, ...]
 
 
 def all_mappings(costs: StageCosts, nodes: int) -> Iterator[tuple[Ints, Ints]]:
-    """Arrays (cuts, devices) of shape (C, S + 1) and (C, S), one pair for each number of stages S."""
+    """Yield arrays (cuts, devices) of shapes (C, S + 1) and (C, S), one pair for each number of stages S."""
     for stages, splits in sorted(_all_splits(costs, nodes).items()):
         inner = np.array(list(combinations(range(1, costs.layers), stages - 1)), dtype=np.int64)
         cuts = np.zeros((len(inner), stages + 1), dtype=np.int64)
@@ -75,12 +76,12 @@ def quickest(
     slowness: Floats | None = None,
     below_ms: float = np.inf,
 ) -> tuple[float, tuple[StageTemplate, ...]] | None:
-    """The mapping with the least makespan among these that fit into memory, and that makespan.
+    """Return the least makespan of those mappings that fit into memory, and a mapping that has it.
 
-    Simulated in the order of their lower bounds, until no bound is below the best makespan.
+    Mappings are simulated in the order of their lower bounds, until no bound is below the best makespan.
 
-    :param below_ms: ``None`` is the answer where no makespan is below it.
-    :param slowness: how many times as long as the profile says each stage takes, shape (S,).
+    :param below_ms: limit below which a makespan must be; the result is ``None`` if there is none.
+    :param slowness: factor by which each stage takes longer than the profile says, shape (S,).
     """
     modes = quickest_modes(costs, cuts, devices)
     kept = (modes >= 0).all(axis=1)
@@ -109,9 +110,9 @@ def quickest(
 
 
 LONGEST_SHIFT = 8
-"""Cuts next to each other that move together in one step."""
+"""Most neighbouring cuts that move together in one step."""
 NEAR = 2
-"""Layers that a cut moves at most when devices move from one of its stages to the other."""
+"""Most layers by which a cut moves when devices move from one of its stages to the other."""
 MOST_STEPS = 100
 
 Row = tuple[list[int], list[int]]
@@ -125,10 +126,10 @@ def descend(
     microbatches: int,
     floor_ms: float,
 ) -> tuple[float, tuple[StageTemplate, ...]]:
-    """A mapping that no move makes quicker, and its makespan.
+    """Return the makespan of a mapping that no move makes quicker, and the mapping.
 
     :param makespan_ms: of ``stages``.
-    :param floor_ms: a lower bound on all makespans; nothing is looked for below it.
+    :param floor_ms: a lower bound on all makespans; the search ends when it is reached.
     """
     for _ in range(MOST_STEPS):
         found = quickest_of(costs, list(_neighbours(stages, costs)), microbatches, makespan_ms)
@@ -141,7 +142,9 @@ def descend(
 def quickest_of(
     costs: StageCosts, rows: list[Row], microbatches: int, below_ms: float
 ) -> tuple[float, tuple[StageTemplate, ...]] | None:
-    """The quickest of mappings with any numbers of stages, ``None`` if none takes less than ``below_ms``."""
+    """Return the quickest of mappings with any numbers of stages, ``None`` if none takes less than
+    ``below_ms``.
+    """
     by_depth: dict[int, list[Row]] = {}
     for row in rows:
         by_depth.setdefault(len(row[1]), []).append(row)
@@ -160,7 +163,7 @@ def as_row(stages: tuple[StageTemplate, ...]) -> Row:
 
 
 def shifted(cuts: list[int]) -> Iterator[list[int]]:
-    """A run of neighbouring cuts goes up or down by one layer, or one cut by more."""
+    """Yield the cuts in which several neighbouring cuts move up or down by one layer, or one cut by more."""
     stages = len(cuts) - 1
     for first in range(1, stages):
         for after in range(first + 1, min(first + LONGEST_SHIFT, stages) + 1):
@@ -174,7 +177,7 @@ def shifted(cuts: list[int]) -> Iterator[list[int]]:
 
 
 def _neighbours(stages: tuple[StageTemplate, ...], costs: StageCosts) -> Iterator[Row]:
-    """Mappings one move away."""
+    """Yield the mappings that are one move away."""
     cuts, devices = as_row(stages)
     positions = [sum(devices[:index]) % costs.devices_per_node for index in range(len(devices))]
     for moved in shifted(cuts):
@@ -203,7 +206,7 @@ def _neighbours(stages: tuple[StageTemplate, ...], costs: StageCosts) -> Iterato
 
 
 def _halves(costs: StageCosts, devices: int, position: int) -> Iterator[tuple[int, int]]:
-    """Two stages in the place of ``devices`` devices from ``position`` on in their node."""
+    """Yield the sizes of two stages in the place of ``devices`` devices from ``position`` on in their node."""
     for left in costs.stage_devices:
         right = devices - left
         known = right in costs.stage_devices
@@ -212,7 +215,7 @@ def _halves(costs: StageCosts, devices: int, position: int) -> Iterator[tuple[in
 
 
 def _swapped(devices: list[int], devices_per_node: int) -> Iterator[list[int]]:
-    """A node and the one behind it change places, where they are split differently."""
+    """Yield the devices with two neighbouring nodes exchanged, where the nodes are split differently."""
     nodes: list[list[int]] = [[]]
     for d in devices:
         if sum(nodes[-1]) == devices_per_node:

@@ -1,7 +1,7 @@
 """The best cuts for stages whose devices are given, each with its own speed (stragglers).
 
-Few cuts are all looked at. Of more, those that are best for several limits on the slowest stage's time are
-candidates, and a local search goes on from the best one.
+A few cuts are all enumerated. Of more, those that are best for several limits on the slowest stage's time
+are candidates, and a local search continues from the best one.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,23 @@ from planner.stages.makespan import Floats, Ints
 from planner.values import StageTemplate
 
 ENUMERATED_CUTS = 5_000
-"""Up to so many cuts are all looked at: about ten milliseconds."""
+"""Number of cuts up to which all are enumerated: about ten milliseconds."""
 LIMITS = 24
-"""Limits on the slowest stage's time, from the least possible one upwards, that give a candidate each."""
+"""Number of limits on the slowest stage's time, from the least possible one upwards, that give a candidate
+each.
+"""
 
 
 def recut(
     costs: StageCosts, stages: Sequence[StageTemplate], slowness: Sequence[float], microbatches: int
 ) -> tuple[StageTemplate, ...]:
-    """The same devices in the same order with the layers that make ``microbatches`` take least time.
+    """Return the same devices in the same order with the layers that minimise the time of ``microbatches``.
 
-    Never slower than ``stages`` as they are, and optimal up to ``ENUMERATED_CUTS`` possible cuts.
+    The result is never slower than ``stages``, and optimal up to ``ENUMERATED_CUTS`` possible cuts.
 
     :param stages: a mapping that fits into memory; every stage keeps its devices and node.
-    :param slowness: by how much forward and backward of each stage are multiplied, > 0: 2 takes twice as
-        long as the profile says.
+    :param slowness: factor > 0 for forward and backward of each stage: 2 takes twice as long as the profile
+        says.
     :raises InfeasibleError: ``slowness`` is not one positive number for each stage.
     """
     if len(slowness) != len(stages) or not all(isfinite(factor) and factor > 0 for factor in slowness):
@@ -66,7 +68,7 @@ class _Recut:
         return self._cuts
 
     def _offer(self, rows: list[list[int]]) -> bool:
-        """Whether one of these cuts is quicker than the best so far."""
+        """Take the quickest of these cuts if it is quicker than the best so far, and return whether it is."""
         if not rows:
             return False
         cuts = np.array(rows, dtype=np.int64)
@@ -81,9 +83,11 @@ class _Recut:
         return True
 
     def _candidates(self) -> list[list[int]]:
-        """Least work in front of and least twice the work behind the slowest stage, for several limits.
+        """Return the cuts with the least work before plus twice the work after the slowest stage, for several
+        limits.
 
-        The path of ``path_bounds`` for a slowest stage k in time B: Σ t + Σ_{j>k} (t_j − B) + (N − 1)·B.
+        They minimise the path of ``path_bounds`` for a slowest stage k in time B: Σ t + Σ_{j>k} (t_j − B) +
+        (N − 1)·B.
         """
         stages = len(self._devices)
         time_ms = np.array(
@@ -102,7 +106,7 @@ class _Recut:
         found = [least]
         for limit in limits:
             within = np.where(time_ms <= limit, time_ms + links, np.inf)
-            # As if the slowest stage were the last one, or the first.
+            # The sums as if the slowest stage were the last one, or the first.
             for sums in (within, within + time_ms):
                 cuts = _least(sums, np.add)
                 if cuts is not None:
@@ -111,9 +115,10 @@ class _Recut:
 
 
 def _least(stage_ms: Floats, together: np.ufunc) -> list[int] | None:
-    """Cuts that minimise the sum (or maximum) over stages of ``stage_ms[s, u, v]``, shape (S, L + 1, L + 1).
+    """Return the cuts that minimise the sum (or maximum) over stages of ``stage_ms[s, u, v]``, shape (S, L +
+    1, L + 1).
 
-    ``None`` if every choice of cuts is infinite.
+    The result is ``None`` if every choice of cuts is infinite.
     """
     stages, width = stage_ms.shape[:2]
     rest = np.full(width, np.inf)
