@@ -229,7 +229,7 @@ def build(c: Cluster) -> None:
     """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
     asked = []
     for node in c.alive():
-        if node.prepare_sent or node.released or node.draining is not None or node.unfit is not None:
+        if node.prepare_sent or node.released or node.draining is not None or node.build_error is not None:
             continue
         profile = c.profiled is None and c.profiler is None
         if node.prepared and not profile:
@@ -257,9 +257,9 @@ def build_templates(c: Cluster) -> None:
 def nobody_can_build(c: Cluster) -> str | None:
     """Return why the job is at fault, if every present node failed to build it."""
     alive = [node for node in c.alive() if not node.released]
-    unfit = [node.unfit for node in alive if node.unfit is not None]
-    if alive and len(unfit) == len(alive):
-        return f"no node can build the job; {alive[-1].name} reports: {unfit[-1]}"
+    errors = [node.build_error for node in alive if node.build_error is not None]
+    if alive and len(errors) == len(alive):
+        return f"no node can build the job; {alive[-1].name} reports: {errors[-1]}"
     return None
 
 

@@ -202,7 +202,7 @@ def may_return(c: Cluster, node: NodeMachine) -> bool:
     """Return whether no generation was resumed since this absent node was last heard: its state is as good as
     a survivor's.
     """
-    return not node.gone and node.lost_after == c.resumed_generation
+    return not node.ended and node.lost_after == c.resumed_generation
 
 
 def take_back(c: Cluster, node: NodeMachine) -> None:
@@ -225,8 +225,8 @@ def fence(c: Cluster, name: str, incarnation: int, reason: str) -> None:
     """Order an incarnation to end its trainers and to return as a new one."""
     c.send_to(name, incarnation, Fence(reason=reason))
     node = c.nodes.get(name)
-    if node is not None and node.incarnation == incarnation and not node.gone:
-        node.gone = True
+    if node is not None and node.incarnation == incarnation and not node.ended:
+        node.ended = True
         c.emit("NodeFenced", reason, node=name, incarnation=incarnation)
 
 
@@ -236,7 +236,7 @@ def declare_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     node.lost_after = c.resumed_generation
     node.prepare_sent = False
     if how == "goodbye":
-        node.gone = True
+        node.ended = True
     if c.profiler == node.name:
         c.profiler = None
     if node.name not in c.planned:
@@ -322,7 +322,7 @@ def mark_healthy(c: Cluster, node: NodeMachine) -> None:
     node.feed(NodeEvent.HEALTHY)
     node.prepare_sent = False
     node.prepared = True
-    node.unfit = None
+    node.build_error = None
     c.dirty = True
     if was is NodeState.UNHEALTHY:
         c.emit("NodeRecovered", f"the trainers of {node.name} are back", node=node.name)
@@ -405,4 +405,4 @@ def _has_state(c: Cluster, node: NodeMachine) -> bool:
     state that it holds.
     """
     counted = node.counted_in == node.lost_after == c.resumed_generation > 0
-    return counted and node.prepared and not node.gone
+    return counted and node.prepared and not node.ended

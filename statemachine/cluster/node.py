@@ -104,7 +104,7 @@ class NodeMachine:
     """What its trainers do to build the job, in words."""
     prepared: bool = False
     """Whether every trainer has built the current job."""
-    unfit: str | None = None
+    build_error: str | None = None
     """Reason why this node cannot build the current job, as its trainers reported it."""
     draining: str | None = None
     """Reason why it is to leave the plan; ``None``: it is not."""
@@ -120,7 +120,7 @@ class NodeMachine:
     """Highest generation that this incarnation reported to have obeyed; whatever it sent before that is stale."""
     lost_after: int = 0
     """The last resumed generation when this node went OFFLINE."""
-    gone: bool = False
+    ended: bool = False
     """Whether it said goodbye or was fenced, so that it cannot return with its state."""
     step: int = 0
     microbatch_ms: tuple[float, ...] = ()
@@ -164,7 +164,7 @@ class NodeMachine:
     def reset_job(self) -> None:
         """Reset what was known about this node and a job that is over."""
         self.prepare_sent = self.prepared = self.returning = False
-        self.unfit, self.build_progress = None, ""
+        self.build_error, self.build_progress = None, ""
         self.counted_in = self.step = self.timed_generation = 0
         self.speed, self.speed_changed_at = 1.0, None
         self.snapshots, self.part_failures, self.retain_sent_step = frozenset(), Counter(), 0

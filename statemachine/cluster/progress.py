@@ -246,14 +246,14 @@ def take_steps_missed(c: Cluster, event: StepsMissed) -> None:
     different one.
     """
     progress = c.progress
-    wanted = event.first, min(event.last, progress.published_step)
-    if not c.active or wanted[0] > wanted[1]:
+    missed = event.first, min(event.last, progress.published_step)
+    if not c.active or missed[0] > missed[1]:
         return
-    if progress.missed is not None and progress.missed[0] == wanted[0]:
+    if progress.missed is not None and progress.missed[0] == missed[0]:
         progress.missed_lacking.add(progress.missed_asked_node)
     else:
         progress.missed_lacking.clear()
-    progress.missed = wanted
+    progress.missed = missed
     _request_missed(c)
 
 

@@ -92,7 +92,7 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
     live = [
         node.name
         for _, node in sorted(c.nodes.items())
-        if not node.alive and not node.gone and node.lost_after == c.resumed_generation and node.prepared
+        if not node.alive and not node.ended and node.lost_after == c.resumed_generation and node.prepared
     ]
     newest = c.snapshots.newest
     snapshot_holders = [

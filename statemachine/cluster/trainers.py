@@ -30,11 +30,11 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
         return
     changed = mark_unhealthy(c, node)
-    if not changed and (signal.cause != "unprepared" or node.unfit is not None):
+    if not changed and (signal.cause != "unprepared" or node.build_error is not None):
         return
     node.returning = True
     if signal.cause == "unprepared":
-        node.unfit = signal.detail
+        node.build_error = signal.detail
     c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
     c.emit(
         "TrainerLost",

@@ -206,7 +206,7 @@ class ElectionMachine:
         if known is not None and peer.position < known.position:
             return  # An older announcement of it, which the broker had retained.
         self.peers[peer.incarnation] = peer
-        self._knowledge.note_peer(self.me, peer, self._at, again=known is not None)
+        self._knowledge.note_peer(self.me, peer, self._at, present_before=known is not None)
         if peer.incarnation == self.me.incarnation:
             self.me = peer  # Its own announcement in this connection.
         self._publish_standbys(known is None or known.ineligible != peer.ineligible)

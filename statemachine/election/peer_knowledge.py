@@ -35,16 +35,16 @@ class PeerKnowledge:
         self.seen_leading = False
         """Whether the last leader was seen to lead in the current session with the broker."""
 
-    def note_peer(self, me: Peer, peer: Peer, at: float, *, again: bool) -> None:
+    def note_peer(self, me: Peer, peer: Peer, at: float, *, present_before: bool) -> None:
         """Note a peer's announcement.
 
-        :param again: the peer was present before.
+        :param present_before: the peer was present before.
         """
         self._new &= peer.position == (0, 0) and not peer.ineligible
         if peer.name == me.name:  # This coordinator itself, or what is left of an earlier process of it.
             return
         self._shared = True
-        if not again and peer.position >= self._furthest:
+        if not present_before and peer.position >= self._furthest:
             self._furthest, self._furthest_at = peer.position, at
 
     def note_session_lost(self, me: Peer, peers: Iterable[Peer]) -> None:

@@ -68,7 +68,7 @@ def incompatibility(schema: int, protocol: int, newest: int | None = None) -> st
 
 
 _FACTS = tuple(field.name for field in msgspec.structs.fields(NodeFacts))
-_STANDING = tuple(
+_STATUS_FIELDS = tuple(
     field.name
     for field in dataclasses.fields(NodeRecord)
     if field.name not in ("incarnation", "facts", "snapshots")
@@ -84,7 +84,7 @@ def _nodes(c: Cluster) -> dict[str, Any]:
     held = [node.snapshots for node in nodes]
     return {
         "hosts": _cached_equal(c, "hosts", (list(c.nodes), incarnations, facts), _hosts),
-        "nodes": columns(nodes, _STANDING),
+        "nodes": columns(nodes, _STATUS_FIELDS),
         "held": _cached_equal(c, "held", held, list),
     }
 
@@ -441,7 +441,7 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         state=record.state,
         heard_at=at,
         prepared=record.prepared,
-        unfit=record.unfit,
+        build_error=record.build_error,
         draining=record.draining,
         leaving=record.leaving,
         released=record.released,
@@ -449,7 +449,7 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         counted_in=record.counted_in,
         obeyed=record.obeyed,
         lost_after=record.lost_after,
-        gone=record.gone,
+        ended=record.ended,
         speed=record.speed,
         retired=record.retired,
         snapshots=frozenset(record.snapshots),

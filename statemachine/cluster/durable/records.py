@@ -34,7 +34,7 @@ class NodeRecord:
     facts: NodeFacts
     state: NodeState
     prepared: bool
-    unfit: str | None
+    build_error: str | None
     draining: str | None
     leaving: bool
     released: bool
@@ -42,7 +42,7 @@ class NodeRecord:
     counted_in: int
     obeyed: int
     lost_after: int
-    gone: bool
+    ended: bool
     retired: tuple[int, ...]
     speed: float = 1.0
     snapshots: tuple[HeldSnapshot, ...] = ()
