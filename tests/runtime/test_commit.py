@@ -69,7 +69,7 @@ MASKED = """
         def __getitem__(self, index):
             row, target = super().__getitem__(index)
             target = torch.full((4,), index % 3)
-            target[: index % 5] = -100  # Rows count with 0 to 4 targets.
+            target[: index % 5] = -100  # Rows ignore 0 to 4 of their targets.
             return row, target
 
     def loss(output, target):
