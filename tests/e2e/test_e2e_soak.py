@@ -33,7 +33,7 @@ def test_a_soak_holds_and_leaves_nothing(tmp_path: Path, home: dict[str, str]) -
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert found["held"]
+    assert found["passed"]
     assert found["violations"] == []
     # How much fits into the time depends on the machine; that training went on afterwards is a rule.
     assert sum(found["by_kind"].values()) >= 1, done.stdout
