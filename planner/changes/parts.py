@@ -95,7 +95,9 @@ def moved_bytes(
     *,
     zero1: bool,
 ) -> int:
-    """What the devices of a plan lack of their layers' parameters and of their parts' optimizer state."""
+    """Return the bytes that the devices of a plan lack of their layers' parameters and of their parts'
+    optimizer state.
+    """
     lacking = Fraction(0)
     stages_of = stages_by_layer(pipelines, len(profile.layers))
     for number, pipeline in enumerate(pipelines):
@@ -126,7 +128,7 @@ def stages_by_layer(pipelines: Sequence[PipelinePlacement], layers: int) -> list
 
 
 def _cuts(parts: Iterable[Sequence[StatePart]], layers: int) -> list[list[Fraction]]:
-    """Where the parts of each layer begin and end, ascending: from 0 to 1 at least."""
+    """Return where the parts of each layer begin and end, ascending: from 0 to 1 at least."""
     bounds: list[set[tuple[int, int]]] = [{(0, 1), (1, 1)} for _ in range(layers)]
     for told in {id(of_device): of_device for of_device in parts}.values():
         for part in told:
@@ -154,7 +156,7 @@ def _cells(parts: Sequence[StatePart], cuts: Sequence[Sequence[Fraction]]) -> se
 
 
 def _overlap(runs: Iterable[Run], begin: Fraction, end: Fraction) -> Fraction:
-    """How much of [begin, end) these runs cover, each point once."""
+    """Return how much of [begin, end) these ranges cover; each point counts once."""
     covered, reached = Fraction(0), begin
     for first, last in sorted(runs):
         added = min(last, end) - max(first, reached)

@@ -1,14 +1,14 @@
-"""Nodes that are slower than the profile says: pipelines that contain them get less to do.
+"""Plans for nodes that are slower than the profile says: pipelines that contain them get less work.
 
-A stage goes as fast as its node: all its times are divided by the node's speed. Given who is where, three
-things help:
+A stage is as fast as its node: all its times are divided by the node's speed. For a given assignment of
+nodes, three things help:
 
-* *shares*: the batch is distributed anew, over the pipelines' true times;
-* *together*: nodes on equal places (the same layers on as many devices) of several pipelines change places,
-  so that the slow ones slow down as few pipelines as possible. No byte moves for that: what two nodes lack
-  of the same layers does not depend on which of them goes where;
-* *cuts*: pipelines with slow stages are cut anew, so that these have fewer layers. That moves layers, and is
-  done where the time saved until the next failure is more than the moving takes.
+* *shares*: the batch is distributed again, by the pipelines' true times;
+* *together*: nodes in equal slots (the same layers on as many devices) of several pipelines exchange slots,
+  so that the slow ones slow down as few pipelines as possible. This moves no bytes: which of two nodes
+  takes which of two equal slots does not change what they lack;
+* *cuts*: pipelines with slow stages are cut again, so that these have fewer layers. That moves layers, and
+  is done where the time saved until the next failure is more than the time of the move.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,24 +26,24 @@ from planner.values import Device, PipelinePlacement, StagePlacement, StageTempl
 Placements = tuple[PipelinePlacement, ...]
 
 Speeds = Mapping[str, float]
-"""Speed of nodes as factors of what the profile says; 1 for those not named."""
+"""Speed of nodes as factors of the profile's; 1 for nodes that are not named."""
 
 NOTABLE_SLOWDOWN = 0.05
-"""Relative: speeds and times that differ by less count as equal."""
+"""Relative difference below which speeds and times count as equal."""
 
 
 def has_notable_stragglers(speeds: Speeds, nodes: Sequence[str]) -> bool:
-    """Whether the speed of any of these nodes makes a difference."""
+    """Return whether the speed of any of these nodes makes a difference."""
     return any(abs(speeds.get(node, 1.0) - 1.0) > NOTABLE_SLOWDOWN for node in nodes)
 
 
 def slowness(stages: Sequence[StagePlacement], speeds: Speeds) -> list[float]:
-    """How many times as long as the profile says each stage takes."""
+    """Return the factor by which each stage takes longer than the profile says."""
     return [1.0 / speeds.get(stage.devices[0].node, 1.0) for stage in stages]
 
 
 def scaled_clock(costs: StageCosts, stages: Sequence[StagePlacement], speeds: Speeds) -> PipelineClock:
-    """The clock of a pipeline on these very nodes."""
+    """Return the clock of a pipeline on these very nodes."""
     factors = slowness(stages, speeds)
     forward_ms, backward_ms, link_ms = costs.pipeline_ms(tuple(map(_unplaced, stages)))
     return PipelineClock(
@@ -54,7 +54,7 @@ def scaled_clock(costs: StageCosts, stages: Sequence[StagePlacement], speeds: Sp
 
 
 class PlacedPipeline:
-    """What one step of a placed pipeline costs, for any share of the batch."""
+    """Cost of one step of a placed pipeline, for any share of the batch."""
 
     def __init__(
         self, costs: StageCosts, stages: Sequence[StagePlacement], speeds: Speeds, pipelines: int
@@ -69,7 +69,7 @@ class PlacedPipeline:
 def _placed(
     costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
 ) -> list[PlacedPipeline]:
-    """One for each pipeline; equal ones share it, and so what it has computed."""
+    """Return one placed pipeline for each pipeline; equal ones share an object and its cached results."""
     known: dict[object, PlacedPipeline] = {}
     placed: list[PlacedPipeline] = []
     for placement in placements:
@@ -83,7 +83,7 @@ def _placed(
 def estimates_s(
     costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
 ) -> tuple[float, ...]:
-    """Time of one step of each pipeline, with the shares as they are."""
+    """Return the time of one step of each pipeline, with the present shares."""
     placed = _placed(costs, placements, speeds)
     return tuple(
         pipeline.cost_ms(placement.microbatches) / 1e3
@@ -92,7 +92,9 @@ def estimates_s(
 
 
 def estimates_still_hold(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds) -> bool:
-    """Whether these pipelines take as long as they were estimated to: they were made for such speeds."""
+    """Return whether these pipelines take as long as estimated, which means that they were made for such
+    speeds.
+    """
     return all(
         abs(now_s - placement.estimated_s) <= NOTABLE_SLOWDOWN * placement.estimated_s
         for now_s, placement in zip(estimates_s(costs, placements, speeds), placements, strict=True)
@@ -102,7 +104,7 @@ def estimates_still_hold(costs: StageCosts, placements: Sequence[PipelinePlaceme
 def redistribute_batch(
     costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
 ) -> Placements:
-    """The same places with the best shares for these speeds, and their estimated times."""
+    """Return the same placements with the best shares for these speeds, and their estimated times."""
     placed = _placed(costs, placements, speeds)
     policy = costs.policy
     shares = distribute_batch(
@@ -129,8 +131,8 @@ def redistribute_batch(
 def rebalance(
     costs: StageCosts, starts: Iterable[Placements], speeds: Speeds, masks: Masks, horizon_s: float
 ) -> Placements:
-    """The least expected time of a step (planner/changes/tradeoff.py) to be had from ``starts`` under these
-    speeds; the earlier where little is gained.
+    """Return the placements with the least expected time of a step (planner/changes/tradeoff.py) that can be
+    made from ``starts`` under these speeds; the earlier ones where the gain is small.
 
     :param starts: pipelines on the same nodes; how they share the batch does not matter.
     """
@@ -149,7 +151,7 @@ def rebalance(
 
 
 def _variants(costs: StageCosts, start: Placements, speeds: Speeds) -> Iterable[Placements]:
-    """What moves no byte first."""
+    """Yield the variants of a start, first those that move no bytes."""
     yield redistribute_batch(costs, start, speeds)
     together = redistribute_batch(costs, group_slow_nodes(start, speeds), speeds)
     yield together
@@ -157,7 +159,7 @@ def _variants(costs: StageCosts, start: Placements, speeds: Speeds) -> Iterable[
 
 
 def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> PipelinePlacement:
-    """Cut anew for the speeds of its stages, where they differ."""
+    """Return the pipeline cut again for the speeds of its stages, where they differ."""
     factors = slowness(placement.stages, speeds)
     if max(factors) <= min(factors) * (1 + NOTABLE_SLOWDOWN):
         return placement
@@ -176,7 +178,7 @@ def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> P
 
 
 def _moving_s(costs: StageCosts, placements: Placements, masks: Masks) -> float:
-    """Until the device that receives or sends most is done with it, as ``tradeoff.transfer_s``."""
+    """Return the time until the device that receives or sends most is done, as ``tradeoff.transfer_s``."""
     received: dict[Device, int] = {}
     sent: dict[Device, int] = {}
     for move in plan_transfers(costs.profile, placements, masks) or ():
@@ -187,11 +189,12 @@ def _moving_s(costs: StageCosts, placements: Placements, masks: Masks) -> float:
 
 
 def group_slow_nodes(placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:
-    """Slow nodes in as few pipelines as can be had by changes between equal places.
+    """Return placements with the slow nodes in as few pipelines as exchanges between equal slots permit.
 
-    Pipelines with equal stages form a family. At each of its places the slowest node goes to the family's
-    first pipeline, the next slowest to the second, and so on, where first is the one that already has the
-    slowest node: so the slow nodes of all places meet. Equally quick nodes stay where they are.
+    Pipelines with equal stages form a family. In each of its slots the slowest node goes to the family's
+    first pipeline, the next slowest to the second, and so on. The first pipeline is the one that already
+    has the slowest node. Thereby the slow nodes of all slots come together. Equally fast nodes stay where
+    they are.
     """
     families: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     for number, placement in enumerate(placements):
@@ -213,7 +216,7 @@ def group_slow_nodes(placements: Sequence[PipelinePlacement], speeds: Speeds) ->
 
 
 def _slowest_first(taken: list[list[str]], ranked: Sequence[int], place: int, speeds: Speeds) -> None:
-    """Swap as few nodes at ``place`` as it takes for their speeds to ascend in the order of ``ranked``."""
+    """Swap as few nodes in slot ``place`` as necessary for their speeds to ascend in the order of ``ranked``."""
     for position, number in enumerate(ranked):
         here = taken[number][place]
         later = min(ranked[position:], key=lambda other: _speed(taken[other][place], speeds))
@@ -224,7 +227,7 @@ def _slowest_first(taken: list[list[str]], ranked: Sequence[int], place: int, sp
 def _moved(
     placement: PipelinePlacement, nodes: Sequence[str], devices: Mapping[str, Sequence[tuple[Device, ...]]]
 ) -> PipelinePlacement:
-    """The pipeline's stages on other nodes, whose own order of devices they keep."""
+    """Return the pipeline's stages on other nodes, which keep their own order of devices."""
     own = {node: list(devices[node]) for node in nodes}
     at = dict(zip(placement.nodes, nodes, strict=True))
     stages = tuple(

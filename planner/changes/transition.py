@@ -1,11 +1,13 @@
-"""What moves before a plan can start, and which memory it takes from the plan's Resume to its first commit.
+"""Transfers before a plan can start, and the memory that the old state takes from the plan's Resume to its
+first commit.
 
-There is one transfer for each device and layer that it lacks. Until that commit the next plan may need the old state,
-so a device keeps its old layers (parameters and optimizer state; their gradients are gone) beside all that its new
-stage takes. Where this is more than the device has, it releases old layers that its new stage does not need before
-new state arrives: it *drops* those that enough other nodes of the plan hold, so that every layer still survives the
-tolerated failures and one node's loss at least, and *parks* others in host memory, from where they can be sent, until
-the first commit. Under ZeRO-1, and with shards inside a node, state is in parts, and none of it is released.
+There is one transfer for each device and layer that it lacks. Until that commit the next plan may need the
+old state, so a device keeps its old layers (parameters and optimizer state; their gradients are gone) in
+addition to its new stage. Where this is more than the device has, it releases old layers that its new stage
+does not need before new state arrives: it *drops* those that enough other nodes of the plan hold, so that
+every layer still survives the tolerated failures and at least the loss of one node, and *parks* others in
+host memory, from where they can be sent, until the first commit. Under ZeRO-1, and with shards inside a
+node, state is in parts, and none of it is released.
 """
 
 from collections import Counter
@@ -29,8 +31,10 @@ from planner.values import (
 def plan_transfers(
     profile: ModelProfile, pipelines: Sequence[PipelinePlacement], masks: Masks
 ) -> tuple[Transfer, ...] | None:
-    """Largest first; from a device of the same node where one holds the layer, else from the one that has
-    least to send so far. Only devices with a place in the plan can send: the others are in no group.
+    """Return the transfers of a plan, largest first.
+
+    The source is a device of the same node where one holds the layer, else the device with the fewest bytes
+    to send so far. Only devices with a slot in the plan can send: the others are in no process group.
 
     :returns: ``None`` where a layer that must move is held by no device of the plan.
     """
@@ -80,7 +84,9 @@ def plan_transfers(
 
 
 class _Sources:
-    """Holders of one layer by what they have to send so far, which only grows; ``sent`` is by rank."""
+    """Holders of one layer, ordered by the bytes that they have to send so far, which only grow; ``sent`` is
+    by rank.
+    """
 
     def __init__(self, sent: Sequence[int], holders: Sequence[int]) -> None:
         self._sent = sent
@@ -88,7 +94,7 @@ class _Sources:
         heapify(self._queue)
 
     def least(self) -> int:
-        """The rank that has least to send."""
+        """Return the rank with the fewest bytes to send."""
         sent, rank = self._queue[0]
         while sent != self._sent[rank]:
             heapreplace(self._queue, (self._sent[rank], rank))
@@ -97,12 +103,13 @@ class _Sources:
 
 
 MemoryHeadroom = tuple[int, ...]
-"""For each device of a place, the bytes that it has beside what its stage takes."""
+"""Bytes, for each device of a slot, that its stage leaves free."""
 
 
 def memory_headroom(template: Template, memory: MemoryModel) -> tuple[MemoryHeadroom, ...]:
-    """Return the room of each place of the template (``planner.changes.assignment.template_slots``); empty where memory
-    has no limit."""
+    """Return the headroom of each slot of the template (``planner.changes.assignment.template_slots``); empty
+    where memory has no limit.
+    """
     if memory.limit_bytes is None:
         return ()
     rooms: list[list[int]] = [[] for _ in range(template.nodes)]
@@ -119,12 +126,12 @@ def layers_to_release(
     moves: Sequence[Transfer],
     tolerate: int,
 ) -> tuple[ReleasedLayers, ...]:
-    """Return what devices without room for their old layers beside their new stage park or drop.
+    """Return the layers that devices park or drop, because old layers and the new stage do not fit together.
 
     :param masks: layers whose state each device has in its memory.
-    :param moves: what is sent; a source parks what it is to send, and never drops it.
-    :param tolerate: failures that the nodes which keep a layer must exceed in number before it is dropped; at least
-        one failure is reckoned with.
+    :param moves: transfers of the plan; a source parks what it is to send, and never drops it.
+    :param tolerate: number of failures that the nodes which keep a layer must exceed before it is dropped;
+        at least one failure is assumed.
     """
     if memory.limit_bytes is None:
         return ()

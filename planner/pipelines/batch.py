@@ -1,10 +1,10 @@
 """Batch distribution (Oobleck §4.2.2, Eq. 6): how many microbatches each pipeline computes.
 
-The global batch is the user's and never changed. Every pipeline gets at least one microbatch. Shares are per
-pipeline, not per template: three equal pipelines share 128 microbatches as 43, 43, 42. They minimise the
-slowest pipeline's time, or, where the user wants Eq. 6 itself, the variance of the pipelines' times
-(planner/pipelines/variance.py). Equal pipelines are dealt with together, so thousands of them cost no more
-than a few.
+The user sets the global batch, and it never changes. Every pipeline gets at least one microbatch. Shares
+are per pipeline, not per template: three equal pipelines share 128 microbatches as 43, 43, 42. They
+minimise the slowest pipeline's time or, where the user selects Eq. 6 itself, the variance of the pipelines'
+times (planner/pipelines/variance.py). Equal pipelines are handled together, so thousands of them cost no
+more than a few.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,18 @@ from planner.values import BatchObjective, BatchSolver
 
 Cost = Callable[[int], float]
 """Milliseconds for a number of microbatches ≥ 1; never falls as the number grows. Pipelines whose costs are
-the same object, or equal ones, are the same."""
+the same object, or equal ones, are of the same kind.
+"""
 
 NARROWINGS = 16
-"""Halvings of the target time before single microbatches are handed out."""
+"""Halvings of the target time before single microbatches are distributed."""
 
 
 def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None:
-    """Whether the batch can be distributed to that many pipelines.
+    """Check that the batch can be distributed to that many pipelines.
 
-    :raises BatchError: not a multiple of the microbatch, or fewer microbatches than pipelines; with the
-        nearest batches that can, the one below (where there is one) first.
+    :raises BatchError: the batch is not a multiple of the microbatch, or has fewer microbatches than
+        pipelines; the error has the nearest valid batches, the one below (where there is one) first.
     """
     microbatches, left_over = divmod(global_batch, microbatch_rows)
     if not left_over and microbatches >= pipelines:
@@ -67,11 +68,11 @@ def distribute_batch(
 
 
 def microbatch_ms(costs: Sequence[Cost], microbatches: int) -> list[float]:
-    """T_i of Eq. 6: each pipeline's time per microbatch.
+    """Return T_i of Eq. 6: each pipeline's time per microbatch.
 
-    The paper's T_i is the step's time with a single microbatch. Taken as it stands it counts the filling of
-    the pipeline once for every microbatch, and then many nodes seem no quicker than few. So it is taken at
-    the most that ``distribute`` gives to pipelines of the kind: there N_i·T_i is what the step takes.
+    The paper's T_i is the step's time with a single microbatch. That counts the filling of the pipeline
+    once for every microbatch, and then many nodes seem no quicker than few. So it is measured at the most
+    that ``distribute`` gives to pipelines of the kind: there N_i·T_i is the time of the step.
 
     :raises BatchError: fewer microbatches than pipelines.
     """
@@ -83,7 +84,7 @@ def microbatch_ms(costs: Sequence[Cost], microbatches: int) -> list[float]:
 
 
 def score_ms(objective: BatchObjective, costs: Sequence[Cost], shares: Sequence[int]) -> float:
-    """What ``distribute_batch`` minimises: the slowest time, or the standard deviation of N_i·T_i."""
+    """Return the objective of ``distribute_batch``: the slowest time, or the standard deviation of N_i·T_i."""
     if objective == "minmax":
         return max(cost(share) for cost, share in set(zip(costs, shares, strict=True)))
     times = microbatch_ms(costs, sum(shares))
@@ -99,9 +100,9 @@ def kinds_of(costs: Sequence[Cost]) -> dict[Cost, list[int]]:
 
 
 def largest_share(cost: Cost, target_ms: float, limit: int) -> int:
-    """The most microbatches, at most ``limit``, that ``cost`` does within ``target_ms``; 0 if none.
+    """Return the most microbatches, at most ``limit``, that ``cost`` does within ``target_ms``; 0 if none.
 
-    Asks for no more than twice as many: costs of large numbers may be slow to find out.
+    ``cost`` is called with no more than twice as many, as it may be slow for large numbers.
     """
     low, high = 0, 1
     while high <= limit and cost(high) <= target_ms:
@@ -117,10 +118,11 @@ def largest_share(cost: Cost, target_ms: float, limit: int) -> int:
 
 
 def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
-    """The shares with the least maximum cost; exact.
+    """Return the shares with the least maximum cost; exact.
 
-    Handing each microbatch to whoever is then quickest is optimal as costs only grow. All that a pipeline
-    does within a time too short for the whole batch would be handed out first, so that is found by halving.
+    Giving each microbatch to the pipeline that is then quickest is optimal, as costs only grow. The
+    microbatches that a pipeline does within a time too short for the whole batch would be given out first,
+    so they are found by halving.
 
     :raises BatchError: fewer microbatches than pipelines.
     """
@@ -139,7 +141,7 @@ def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
 
 
 def _hand_out(members: dict[Cost, list[int]], base: dict[Cost, int], microbatches: int) -> tuple[int, ...]:
-    """The rest, one microbatch each to all pipelines of a kind: theirs take equally long."""
+    """Distribute the rest, one microbatch at a time to all pipelines of a kind, as they take equally long."""
     share, extra = dict(base), dict.fromkeys(members, 0)
     left = microbatches - sum(len(members[cost]) * share for cost, share in base.items())
     queue = [(cost(base[cost] + 1), indices[0], cost) for cost, indices in members.items()] if left else []

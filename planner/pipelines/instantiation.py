@@ -1,8 +1,8 @@
-"""Which pipelines to make of N' nodes (Oobleck §4.2.1), and each one's share of the batch (§4.2.2).
+"""Choice of the pipelines for N' nodes (Oobleck §4.2.1), and of each one's share of the batch (§4.2.2).
 
-Which templates: those with the quickest step (planner/pipelines/search.py). A step is as long as its slowest
-pipeline takes, whatever the shares minimise; so with ``batch_objective = "variance"`` the templates are the
-same, and only their shares follow Eq. 6.
+The templates are those with the quickest step (planner/pipelines/search.py). A step is as long as its
+slowest pipeline takes, whatever the shares minimise; so with ``batch_objective = "variance"`` the templates
+are the same, and only their shares follow Eq. 6.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Instantiation:
 
 
 class Instantiator:
-    """Answers for one set of templates, remembered: a failure costs a look-up."""
+    """Instantiations of one set of templates, cached so that a failure costs only a look-up."""
 
     def __init__(self, costs: StageCosts, templates: Templates) -> None:
         self._policy = costs.policy
@@ -54,7 +54,9 @@ class Instantiator:
         return Search(self._costs, tuple(self._templates.by_nodes.values()))
 
     def cost_ms(self, size: int, pipelines: int, microbatches: int) -> float:
-        """One step of a pipeline of ``size`` nodes with so many microbatches, one of ``pipelines``."""
+        """Return the time of a step of a pipeline of ``size`` nodes with ``microbatches``, as one of
+        ``pipelines``.
+        """
         key = (size, pipelines)
         sync_ms = self._sync_ms.get(key)
         if sync_ms is None:
@@ -63,11 +65,13 @@ class Instantiator:
         return self._clocks[size].makespan_ms(microbatches) + sync_ms
 
     def required(self, nodes: int) -> int:
-        """Pipelines wanted of ``nodes`` nodes: f+1, or as many replicas and shares as there can be."""
+        """Return the least number of pipelines on ``nodes`` nodes: f + 1, or as many as replicas and
+        microbatches permit.
+        """
         return min(self._policy.tolerate + 1, nodes // self._templates.n0, self._policy.microbatches)
 
     def of(self, sizes: Sequence[int]) -> Instantiation:
-        """These pipelines with the shares that are best by ``Policy.batch_objective``.
+        """Return these pipelines with the shares that are best by ``Policy.batch_objective``.
 
         :raises BatchError: more pipelines than microbatches.
         """
@@ -87,12 +91,14 @@ class Instantiator:
         return known
 
     def best(self, nodes: int) -> Instantiation:
-        """The quickest with ``required`` pipelines or more, on all of ``nodes`` ≥ n₀ nodes.
+        """Return the quickest instantiation with ``required`` pipelines or more, on all of ``nodes`` ≥ n₀
+        nodes.
 
-        Where all cannot be used (too few layers or microbatches, or gaps between template sizes), on as
-        many as can. Among equally quick ones, the most pipelines: more copies of every layer.
+        Where all cannot be used (too few layers or microbatches, or gaps between template sizes), it uses
+        as many as possible. Among equally quick ones, it has the most pipelines: more replicas of every
+        layer.
 
-        :raises TooFewNodesError: not even the smallest template's nodes.
+        :raises TooFewNodesError: fewer nodes than the smallest template has.
         """
         known = self._best.get(nodes)
         if known is None:
@@ -114,9 +120,9 @@ class Instantiator:
 
     @property
     def known(self) -> dict[int, Instantiation]:
-        """What ``best`` has answered so far."""
+        """Results of ``best`` so far."""
         return dict(self._best)
 
     def remember(self, nodes: int, found: Instantiation) -> None:
-        """``found`` is what ``best(nodes)`` answered before, perhaps in another process."""
+        """Add ``found`` as the result of ``best(nodes)``, computed before, perhaps in another process."""
         self._best[nodes] = self._of[found.sizes] = found

@@ -1,12 +1,12 @@
-"""The most microbatches that exactly r templates of exactly N' nodes in all can do: an exact-fill knapsack
-by halving, and the bound that spares most of them.
+"""The most microbatches that exactly r templates of exactly N' nodes in all can do: an exact-fill knapsack,
+solved by halving, and a bound that avoids most of them.
 
-Let w be the difference between the largest and the smallest template. Sort 2k templates by size and deal them
-alternately to two hands: the hands' sums differ by at most w. So the best of 2k templates with sum v is the
-best pair of k templates each with sums within w/2 of v/2. Asked for one sum at r, it takes sums in a band
-3·w wide at most for r/2, r/4, … 1 templates: at an odd count one template is taken out first, which widens
-the band by w, and halving it takes half away again. That is log₂ r (max, +)-convolutions of arrays of at
-most 3·w entries, whatever N' is.
+Let w be the difference between the largest and the smallest template. Sort 2k templates by size and divide
+them alternately between two groups: the groups' sums differ by at most w. So the best of 2k templates with
+sum v is the best pair of k templates each with sums within w/2 of v/2. To compute one sum at r, sums in a
+band at most 3·w wide are needed for r/2, r/4, … 1 templates: at an odd count one template is taken out
+first, which widens the band by w, and halving removes half of that again. That is log₂ r (max,
++)-convolutions of arrays of at most 3·w entries, whatever N' is.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class _Band:
 
 
 def bound(sizes: Ints, shares: Ints, nodes: int, fewest: int, most: int) -> float:
-    """At least what ``fill`` can reach with any number of templates from ``fewest`` to ``most``.
+    """Return an upper bound on ``fill`` with any number of templates from ``fewest`` to ``most``.
 
-    Templates may be divided here: that is the linear program max Σ x·share with Σ x·size = ``nodes`` and
-    Σ x within the range. Its optimum for Σ x = r is r·e(nodes / r) for the upper concave envelope e of the
-    shares over the sizes, and concave in r; so it is at the templates with most microbatches per node, or at
-    the end of the range that is next to their number.
+    Templates may be divided here: that is the linear program max Σ x·share with Σ x·size = ``nodes`` and Σ
+    x within the range. Its optimum for Σ x = r is r·e(nodes / r) for the upper concave envelope e of the
+    shares over the sizes, and concave in r; so it is at the templates with most microbatches per node, or
+    at the end of the range that is next to their number.
     """
     useful = shares > 0
     if not useful.any():
@@ -55,17 +55,18 @@ def bound(sizes: Ints, shares: Ints, nodes: int, fewest: int, most: int) -> floa
 
 
 def most_work(sizes: Ints, shares: Ints, nodes: int, count: int) -> float:
-    """The most microbatches that ``count`` templates of exactly ``nodes`` nodes do; −∞ where there are none.
+    """Return the most microbatches that ``count`` templates of exactly ``nodes`` nodes do; −∞ where there are
+    none.
 
     :param sizes: nodes of each template, ascending.
-    :param shares: microbatches that each of them does; those that do none cannot be used.
+    :param shares: microbatches that each of them does; templates that do none cannot be used.
     """
     item = _single(sizes, shares, nodes, count)
     return -np.inf if item is None else float(_bands(item.work, count, nodes - count * item.low)[-1].work[0])
 
 
 def fill(sizes: Ints, shares: Ints, nodes: int, count: int) -> tuple[int, ...]:
-    """Sizes, largest first, of templates that do ``most_work``, which must not be −∞."""
+    """Return the sizes, largest first, of templates that do ``most_work``, which must not be −∞."""
     item = _single(sizes, shares, nodes, count)
     assert item is not None, "there are such templates"
     bands = _bands(item.work, count, nodes - count * item.low)
@@ -76,7 +77,10 @@ def fill(sizes: Ints, shares: Ints, nodes: int, count: int) -> tuple[int, ...]:
 
 
 def _single(sizes: Ints, shares: Ints, nodes: int, count: int) -> _Band | None:
-    """One template, from the smallest of use; ``None`` where ``count`` of them are never ``nodes`` nodes."""
+    """Return the band of one template, from the smallest that is useful.
+
+    The result is ``None`` where ``count`` templates never have ``nodes`` nodes in all.
+    """
     useful = shares > 0
     if not useful.any():
         return None
@@ -92,7 +96,7 @@ def _single(sizes: Ints, shares: Ints, nodes: int, count: int) -> _Band | None:
 
 
 def _bands(single: Floats, count: int, over: int) -> list[_Band]:
-    """For 1 template, and on to ``count``; nodes are counted beyond the smallest template each."""
+    """Return the bands for 1 to ``count`` templates; nodes are counted beyond the smallest template each."""
     width = len(single) - 1
     needs = [(count, over, over)]
     while needs[-1][0] > 1:
@@ -114,7 +118,7 @@ def _bands(single: Floats, count: int, over: int) -> list[_Band]:
 
 
 def _sums(one: _Band, other: _Band, low: int, high: int) -> Floats:
-    """Row v − ``low``: work of v nodes, by how many of them (less ``one.low``) are in ``one``."""
+    """Return in row v − ``low`` the work of v nodes, by how many of them (less ``one.low``) are in ``one``."""
     length = len(one.work)
     # Entry i of ``one`` meets entry v − one.low − other.low − i of ``other``: a window that shifts, reversed.
     first, last = low - one.low - other.low, high - one.low - other.low
@@ -127,7 +131,9 @@ def _sums(one: _Band, other: _Band, low: int, high: int) -> Floats:
 
 
 def _taken(single: Floats, bands: Sequence[_Band], over: int) -> dict[int, int]:
-    """How many templates of each size (less the smallest) make up the top, which is split as it was made."""
+    """Return how many templates of each size (less the smallest) make up the optimum, which is split as it was
+    computed.
+    """
     taken: dict[int, int] = {}
     wanted = {over: 1}
     for number in range(len(bands) - 1, 0, -1):

@@ -1,10 +1,10 @@
-"""The quickest pipelines of exactly N' nodes (Oobleck §4.2.1), without enumerating them; exact.
+"""The quickest pipelines of exactly N' nodes (Oobleck §4.2.1), found without enumerating them; exact.
 
 Whether r templates can do the batch in a target time is an exact-fill knapsack
-(planner/pipelines/knapsack.py). For one r the optimum is the first of the templates' step times with which
-they can. All r are searched by branch and bound: a range of them is left out where not even its linear
-program, with the gradient all-reduce of its fewest pipelines (which only grows with their number), does the
-batch in less than the best found so far.
+(planner/pipelines/knapsack.py). For one r the optimum is the first of the templates' step times within
+which they can. All r are searched by branch and bound: a range of them is skipped where its linear program,
+with the gradient all-reduce of its fewest pipelines (which only grows with their number), cannot do the
+batch in less time than the best found so far.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from planner.stages.makespan import ROUNDING, Floats, Ints
 from planner.values import Template
 
 PRECISION = 1e-9
-"""Relative: two iteration times that differ by less count as equal."""
+"""Relative difference below which two iteration times count as equal."""
 
 Found = tuple[float, int]
-"""Milliseconds in which the batch can be done, and by how many templates."""
+"""Milliseconds in which the batch can be done, and the number of templates that do it."""
 
 
 COARSE_PRECISIONS = (3e-3, 3e-4, 3e-5)
-"""Precisions of searches before the last: it is not to find its way through many small improvements."""
+"""Precisions of the searches before the last, so that the last does not pass through many small improvements."""
 
 FEW_PIPELINES = 64
-"""Step times among which the target is looked for one by one."""
+"""Number of step times up to which the target is looked for one by one."""
 
 
 class Search:
-    """Over multisets of these templates, for one batch."""
+    """Search over multisets of these templates, for one batch."""
 
     def __init__(self, costs: StageCosts, templates: Sequence[Template]) -> None:
         self._batch = costs.policy.microbatches
@@ -45,17 +45,19 @@ class Search:
         heaviest = [costs.gradient_bytes(template.stages) for template in templates]
         kinds = sorted({owners for of_one in heaviest for owners in of_one})
         self._owners: Ints = np.array(kinds)
-        """Owners of the same elements in one pipeline."""
+        """Numbers of owners of the same elements in one pipeline, ascending."""
         self._gradient_bytes: Floats = np.array(
             [[of_one.get(owners, -1) for owners in kinds] for of_one in heaviest], dtype=np.float64
         )
-        """``StageCosts.gradient_bytes`` by these owners; negative where the template has none."""
+        """``StageCosts.gradient_bytes`` by ``_owners``; negative where the template has none."""
         self._last: tuple[int, int] | None = None
-        """Nodes and pipelines of the last answer, from which the next is looked for."""
+        """Nodes and pipelines of the last result, where the next search begins."""
 
     def quickest(self, nodes: int, fewest: int, most: int) -> tuple[int, ...] | None:
-        """Sizes, largest first, of ``fewest`` to ``most`` templates of exactly ``nodes`` nodes that take
-        least time for the batch; of equally quick ones the most. ``None`` where there are none.
+        """Return the sizes, largest first, of ``fewest`` to ``most`` templates of exactly ``nodes`` nodes that
+        take least time for the batch.
+
+        Of equally quick choices it has the most templates. The result is ``None`` where there are none.
         """
         most = min(most, self._batch, nodes // int(self._sizes[0]))
         fewest = max(fewest, -(-nodes // int(self._sizes[-1])))
@@ -69,7 +71,7 @@ class Search:
         return fill(self._sizes, self._shares(*best), nodes, best[1])
 
     def _improve(self, nodes: int, best: Found, fewest: int, most: int, precision: float) -> Found:
-        """Any of the quickest, to the precision. The more promising half comes first."""
+        """Return one of the quickest, to the precision. The more promising half is searched first."""
         ranges = [(fewest, most)]
         while ranges:
             low, high = ranges.pop()
@@ -88,7 +90,7 @@ class Search:
         return best
 
     def _most_as_good(self, nodes: int, best: Found, most: int) -> Found:
-        """The most pipelines that are as quick as the best."""
+        """Return the result with the most pipelines among those as quick as the best."""
         target_ms = best[0] * (1 + PRECISION)
         ranges = [(best[1] + 1, most)] if best[1] < most else []
         while ranges:
@@ -104,7 +106,7 @@ class Search:
         return best
 
     def _guess(self, nodes: int, fewest: int, most: int) -> Found | None:
-        """The quickest of the number of pipelines that seems best if all are about equally large."""
+        """Return the quickest of the number of pipelines that seems best if all are about equally large."""
         counts = np.arange(fewest, most + 1)
         least = np.zeros(len(counts))
         for side in self._nearest(nodes, counts):
@@ -122,14 +124,16 @@ class Search:
         return None
 
     def _nearest(self, nodes: int, counts: Ints) -> tuple[Ints, Ints]:
-        """The templates just below and just above ``nodes / counts`` nodes."""
+        """Return the templates just below and just above ``nodes / counts`` nodes."""
         mean = nodes / counts
         below = np.searchsorted(self._sizes, mean, side="right") - 1
         return np.maximum(below, 0), np.minimum(np.searchsorted(self._sizes, mean), len(self._sizes) - 1)
 
     def _any(self, nodes: int, count: int) -> Found | None:
-        """``count`` templates in a time in which about equal ones do the batch, or in the first double of it
-        that will do; ``None`` where no such templates have ``nodes`` nodes.
+        """Return a time in which ``count`` templates can do the batch.
+
+        The first time that is tried is that of about equal templates; it is doubled until it suffices. The
+        result is ``None`` where no such templates have ``nodes`` nodes.
         """
         everything = np.full(len(self._sizes), self._batch)
         if most_work(self._sizes, everything, nodes, count) < 0:
@@ -144,16 +148,16 @@ class Search:
         return target_ms, count
 
     def _quicken(self, nodes: int, found: Found) -> Found:
-        """The quickest with the same number of templates.
+        """Return the quickest with the same number of templates.
 
         The optimum is the step time of some template and share. The target is halved until few of these
-        times are left, and then it is the first of them that will do.
+        times are left; the first of them that suffices is the result.
         """
         enough_ms, count = found
         short_ms, reach = 0.0, 1 / 32
         all_done, none_done = self._shares(enough_ms, count), np.zeros(len(self._sizes), dtype=np.int64)
         while (all_done - none_done).sum() > FEW_PIPELINES:
-            # What is found is near the optimum; and far below, times are slow to find out.
+            # The result so far is near the optimum, and times far below it are slow to compute.
             middle_ms = max((short_ms + enough_ms) / 2, enough_ms * (1 - reach))
             reach *= 2
             if not short_ms < middle_ms < enough_ms:
@@ -178,23 +182,23 @@ class Search:
         return enough_ms, count
 
     def _can(self, nodes: int, count: int, shares: Ints) -> bool:
-        """Whether ``count`` templates of exactly ``nodes`` nodes can do the batch with these shares."""
+        """Return whether ``count`` templates of exactly ``nodes`` nodes can do the batch with these shares."""
         if bound(self._sizes, shares, nodes, count, count) < self._batch * (1 - PRECISION):
             return False
         return most_work(self._sizes, shares, nodes, count) >= self._batch
 
     def _shares(self, target_ms: float, pipelines: int) -> Ints:
-        """The most microbatches of each template in the target, its all-reduce included."""
+        """Return the most microbatches of each template within the target, its all-reduce included."""
         everyone = np.arange(len(self._sizes))
         sync_ms = self._sync_ms(everyone, np.full(len(everyone), pipelines))
-        # What a time loses when the all-reduce is added and taken off again is not to cost a microbatch.
+        # The rounding error of adding and subtracting the all-reduce must not cost a microbatch.
         return self._clocks.most(target_ms * (1 + ROUNDING) - sync_ms, self._batch)
 
     def _sync_ms(self, templates: Ints, pipelines: Ints) -> Floats:
-        """``StageCosts.sync_ms``, element by element. Never falls as ``pipelines`` grows."""
+        """Return ``StageCosts.sync_ms``, element by element. It never falls as ``pipelines`` grows."""
         owners = pipelines[:, None] * self._owners
         size_bytes = self._gradient_bytes[templates]
-        # Link.time_ms of arrays.
+        # The same as Link.time_ms, for arrays.
         hop_ms = self._ring.latency_ms + size_bytes / owners / self._ring.bytes_per_s * 1e3
         of_kind = 2 * (owners - 1) * hop_ms
         slowest: Floats = np.where(size_bytes >= 0, of_kind, 0.0).max(axis=1)

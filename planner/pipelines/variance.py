@@ -1,14 +1,15 @@
 """Batch distribution by the variance of the pipelines' times (Oobleck §4.2.2, Eq. 6); exact.
 
-Minimise Σ (N_i·T_i − mean)² over integers N_i ≥ 1 with Σ N_i = N, the mean over pipelines. With u_i = N_i·T_i
-less a constant, A = Σ u_i² and B = Σ u_i, it is A − B²/x for x pipelines: a concave function of the point
-(A, B), so the least over all shares is at a corner of the points' convex hull, and as it grows with A, at a
-corner of the lower hull. Those corners are the minima of A − 2c·B for some c, which for a fixed c is
-separable and convex: each microbatch goes where it costs least. What is left is a search over c alone:
+Minimise Σ (N_i·T_i − mean)² over integers N_i ≥ 1 with Σ N_i = N, the mean over pipelines. With u_i =
+N_i·T_i less a constant, A = Σ u_i² and B = Σ u_i, it is A − B²/x for x pipelines: a concave function of the
+point (A, B), so the least over all shares is at a corner of the points' convex hull, and as it grows with
+A, at a corner of the lower hull. Those corners are the minima of A − 2c·B for some c, which for a fixed c
+is separable and convex: each microbatch goes where it costs least. A search over c alone remains:
 
-* Two corners found at c1 < c2 lie on their supporting lines, and all hull between them lies above both
+* Two corners found at c1 < c2 lie on their supporting lines, and the hull between them lies above both
   lines; A − B²/x is least there at the crossing or at the corners. That bound ends most of the search.
-* A corner that no point lies below the chord of has no corners between: the chord is an edge of the hull.
+* If no point lies below the chord between two corners, there are no corners between them: the chord is an
+  edge of the hull.
 * The best c is the mean itself. If the mean is c, Σ (c0 − c)/T_i = −Σ δ_i/T_i for the deviations δ_i, where
   c0 = N / Σ 1/T_i, and Cauchy–Schwarz gives |c − c0| ≤ √(variance sum · Σ T_i⁻²) / Σ T_i⁻¹.
 """
@@ -19,15 +20,19 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 LEAST_SHARE_OF_SLOWEST = 1e-9
-"""Pipelines that take less count as taking this: the method divides by their times."""
+"""Least time of a pipeline, relative to the slowest: smaller times count as this one, as the method divides by
+them.
+"""
 
 PRECISION = 1e-9
-"""Relative, of the sum of squares: the bound of what was not searched."""
+"""Relative precision of the sum of squares, at which the rest of the search is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Corner:
-    """Shares that minimise A − 2·centre·B. Members of a kind get ``shares``, the first ``extra`` one more."""
+    """Shares that minimise A − 2·centre·B. Members of a kind get ``shares``, the first ``extra`` of them one
+    more.
+    """
 
     centre: float
     shares: tuple[int, ...]
@@ -47,12 +52,13 @@ class _Kinds:
         self.inverse = sum(count / time for time, count in zip(times, counts, strict=True))
         self.inverse_square = sum(count / time**2 for time, count in zip(times, counts, strict=True))
         self.level = microbatches / self.inverse
-        """c0: everybody's time if microbatches could be split."""
+        """c0: the time of every pipeline if microbatches could be divided."""
 
     def corner(self, centre: float) -> _Corner:
-        """One more than k − 1 microbatches adds T²·(2k − 1) − 2c·T; all that add at most some θ are taken.
+        """Return the shares that minimise A − 2·``centre``·B.
 
-        θ is that of shares which need not be whole, those of less than one microbatch set to one.
+        The k-th microbatch adds T²·(2k − 1) − 2c·T; all that add at most some θ are taken. θ is that of
+        shares which need not be whole, where shares below one microbatch are set to one.
         """
         shares = [1.0] * len(self.times)
         active = set(range(len(self.times)))
@@ -73,7 +79,7 @@ class _Kinds:
     def _hand_out(self, centre: float, whole: list[int]) -> _Corner:
         extra = [0] * len(whole)
         left = self.microbatches - sum(n * k for n, k in zip(self.counts, whole, strict=True))
-        # Rounding of the shares above can take one microbatch too many.
+        # The rounding of the shares by the caller can take one microbatch too many.
         while left < 0:
             g = max((g for g, k in enumerate(whole) if k > 1), key=lambda g: self._added(centre, g, whole[g]))
             whole[g] -= 1
@@ -100,12 +106,12 @@ class _Kinds:
         return time * (time * (2 * share - 1) - 2 * centre)
 
     def spread(self, total: float, squares: float) -> float:
-        """The sum of the squared deviations from the mean."""
+        """Return the sum of the squared deviations from the mean."""
         return squares - total**2 / self.pipelines
 
 
 def least_variance(times_ms: Sequence[float], microbatches: int) -> tuple[int, ...]:
-    """The shares of pipelines that take ``times_ms`` per microbatch; ``microbatches`` ≥ their number.
+    """Return the shares of pipelines that take ``times_ms`` per microbatch; ``microbatches`` ≥ their number.
 
     Equal pipelines differ by one microbatch at most, and the first of them get more.
     """
@@ -139,7 +145,7 @@ def _search(kinds: _Kinds) -> _Corner:
         width = high.total - low.total
         if width <= PRECISION * kinds.level or _bound(kinds, low, high) >= least * (1 - PRECISION):
             continue
-        # The deviations were shifted by c0, which A − 2c·B must undo: only c − c0 weighs them.
+        # The deviations were shifted by c0, which A − 2c·B must undo, so their weight is c − c0.
         middle = kinds.corner(kinds.level + (high.squares - low.squares) / width / 2)
         weight = 2 * (middle.centre - kinds.level)
         chord = low.squares - weight * low.total
@@ -153,7 +159,7 @@ def _search(kinds: _Kinds) -> _Corner:
 
 
 def _bound(kinds: _Kinds, low: _Corner, high: _Corner) -> float:
-    """The least spread of corners between two: where their supporting lines cross."""
+    """Return the least spread of corners between two: at the crossing of their supporting lines."""
     left, right = 2 * (low.centre - kinds.level), 2 * (high.centre - kinds.level)
     if right <= left:
         return math.inf
