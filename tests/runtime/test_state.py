@@ -156,7 +156,10 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
         (edited(lambda h: h.update(format=2)), "header of layer 1 is of format 2"),
         (edited(lambda h: h.update(surprise=2)), "malformed"),
         (edited(lambda h: h.update(layer=2)), "a header of layer 2 .* was found instead of layer 1"),
-        (edited(lambda h: h.update(size_bytes=5)), "a header of layer 1 with 5 bytes was found instead of layer 1"),
+        (
+            edited(lambda h: h.update(size_bytes=5)),
+            "a header of layer 1 with 5 bytes was found instead of layer 1",
+        ),
         (edited(lambda h: h["entries"].pop(0)), "1.norm_1.weight is missing"),
         (edited(lambda h: h["entries"].insert(0, h["entries"][0])), "overlaps or is repeated"),
         (edited(lambda h: h["scalars"].update(other={"step": 1})), "optimizer state for other"),
