@@ -348,8 +348,8 @@ def _add_changes(
             of_pipeline = columns.get(home[0], ())
             at += [(row, column, 2.0 if offset == home[1] else 1.0) for column, offset in of_pipeline]
     if at:
-        rows, columns, saved = zip(*at, strict=True)
-        cost[rows, columns] -= saved
+        rows, indices, saved = zip(*at, strict=True)
+        cost[rows, indices] -= saved
 
 
 def _numbered(items: Sequence[Kind]) -> tuple[list[Kind], NDArray[np.int64]]:
