@@ -88,8 +88,8 @@ class Planner:
         ones.
 
         :param on_progress: called with the number of instantiations computed so far and the total number,
-        from (0, total) when the templates are ready, to (total, total). :raises InfeasibleError:
-        ``max_nodes`` nodes cannot hold one replica.
+            from (0, total) when the templates are ready, to (total, total).
+        :raises InfeasibleError: ``max_nodes`` nodes cannot hold one replica.
         """
         instantiator = self.instantiator(max_nodes)
         now = min(max(present or max_nodes, self.n0), max_nodes)
@@ -161,8 +161,8 @@ class Planner:
         joined. Holdings of nodes that are not usable are ignored, because their trainers are in no training
         group.
 
-        :raises TooFewNodesError: fewer nodes than ``fewest_nodes`` are usable. :raises StateLostError: no
-        usable device holds some layer.
+        :raises TooFewNodesError: fewer nodes than ``fewest_nodes`` are usable.
+        :raises StateLostError: no usable device holds some layer.
         """
         try:
             return self._plan(situation)

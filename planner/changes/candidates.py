@@ -59,8 +59,9 @@ def candidate_layouts(
     * *best*: the best instantiation.
 
     :param before, left: nodes of each previous pipeline, and the number of them that are present. :param
-    nodes: all nodes that are present, whether or not a previous pipeline had them. :param templates: the
-    existing sizes, ascending. :param most: largest number of pipelines for which the batch suffices.
+    nodes: all nodes that are present, whether or not a previous pipeline had them.
+    :param templates: the existing sizes, ascending.
+    :param most: largest number of pipelines for which the batch suffices.
     """
     best = instantiator.best(nodes)
     fewest = instantiator.required(nodes)
@@ -181,9 +182,10 @@ def reinstantiate(
 ) -> Reinstantiation | None:
     """Apply the published steps to one pipeline after the other.
 
-    :param before: nodes of each running pipeline before the failures. :param left: nodes of each that
-    survived. :param templates: the existing sizes, ascending. :returns: ``None`` if the published steps
-    reach a dead end.
+    :param before: nodes of each running pipeline before the failures.
+    :param left: nodes of each that survived.
+    :param templates: the existing sizes, ascending.
+    :returns: ``None`` if the published steps reach a dead end.
     """
     sizes, available = list(left), set(templates)
     method: Literal["simple", "borrow", "merge"] = "simple"

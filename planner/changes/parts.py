@@ -71,8 +71,9 @@ def retained_parts(
     """Return the ranges of a layer of which a device keeps the optimizer state, ascending.
 
     :param stages: the stages that have the layer, one in each pipeline; ``number``: the index of the
-    device's stage. :param replica: (AOR) return the next owner's ranges instead, as the first device keeps
-    them that has them.
+        device's stage.
+    :param replica: (AOR) return the next owner's ranges instead, as the first device keeps them that has
+        them.
     """
     start, end = share_of(stages[number], device)
     if not zero1:

@@ -93,9 +93,9 @@ def choose_layout(
 
     On many nodes, bytes are not counted for layouts that are slower before they have moved any.
 
-    :param nodes: in natural order. :param memory: to account for the room of old and new layers together;
-    ``None``: old ones take none. :raises StateLostError: no layout can be assigned so that every layer is
-    held.
+    :param nodes: in natural order.
+    :param memory: to account for the room of old and new layers together; ``None``: old ones take none.
+    :raises StateLostError: no layout can be assigned so that every layer is held.
     """
     earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
     proposed = [(layout, instantiator.of(layout.sizes)) for layout in layouts]
