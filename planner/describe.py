@@ -1,4 +1,4 @@
-"""What a plan comes to, as plain values for a table, a picture or JSON.
+"""Description of a plan as plain values for a table, a picture or JSON.
 
 Nothing is printed here.
 """
@@ -37,16 +37,18 @@ class TemplateRow:
     lower_bound_ms: float
     proved_optimal: bool
     microbatches: int
-    """What it was mapped for: what the ``iteration`` objective counts."""
+    """Number of microbatches for which the template was mapped, which the ``iteration`` objective counts."""
     memory_bytes: int
-    """Of the fullest device."""
+    """Memory of the fullest device."""
     stages: tuple[StageRow, ...]
     link_ms: tuple[float, ...]
-    """From each stage to the next, one microbatch."""
+    """Time from each stage to the next for one microbatch."""
 
     @property
     def gap(self) -> float:
-        """How much better the optimum might be, as a part of the lower bound; 0 where it is proved."""
+        """Return how much better the optimum might be, relative to the lower bound; 0 if the template is
+        proved optimal.
+        """
         if self.proved_optimal:
             return 0.0
         return self.objective_ms / self.lower_bound_ms - 1 if self.lower_bound_ms > 0 else float("inf")
@@ -58,16 +60,16 @@ class PipelineRow:
 
     count: int
     nodes: int
-    """Of its template."""
+    """Stages of the pipeline's template."""
     microbatches: int
     memory_bytes: int
-    """Of the fullest device."""
+    """Memory of the fullest device."""
     makespan_ms: float
-    """From the first forward to the last backward of a step."""
+    """Time from the first forward to the last backward of a step."""
     sync_ms: float
-    """Gradient all-reduce, where none of it is hidden; the step takes ``makespan_ms + sync_ms``."""
+    """Time of the gradient all-reduce if none of it is hidden; the step takes ``makespan_ms + sync_ms``."""
     bubble_ratio: float
-    """Part of its devices' time within the makespan in which they wait."""
+    """Fraction of its devices' time within the makespan in which they wait."""
 
     @property
     def step_ms(self) -> float:
@@ -81,28 +83,28 @@ class Description:
     idle_nodes: int
     layers: int
     memory_limit_bytes: int | None
-    """Of one device; ``None`` for no limit."""
+    """Memory of one device; ``None`` for no limit."""
     templates: tuple[TemplateRow, ...]
     """Smallest first."""
     pipelines: tuple[PipelineRow, ...]
     """Largest first."""
     iteration_ms: float
     samples_per_s: float | None
-    """``None`` where a step is estimated to take no time."""
+    """``None`` if a step is estimated to take no time."""
 
     def template(self, nodes: int) -> TemplateRow:
         return next(row for row in self.templates if row.nodes == nodes)
 
     @property
     def bubble_ratio(self) -> float:
-        """Part of the time of all devices at work in which they wait for their own pipeline."""
+        """Return the fraction of the time of all used devices in which they wait for their own pipeline."""
         there = sum(row.count * row.nodes * row.makespan_ms for row in self.pipelines)
         waits = sum(row.count * row.nodes * row.makespan_ms * row.bubble_ratio for row in self.pipelines)
         return waits / there if there else 0.0
 
 
 def describe(seen: Preview) -> Description:
-    """A preview with every number that a person or a script may ask for."""
+    """Return a preview with every number that a person or a script may need."""
     costs, chosen = seen.costs, seen.instantiation
     rows = {
         size: _template_row(costs, template, seen.planned_microbatches[size])
@@ -129,7 +131,7 @@ def describe(seen: Preview) -> Description:
 
 
 def timeline_of(template: TemplateRow, microbatches: int) -> Timeline:
-    """The 1F1B schedule of a pipeline made from this template."""
+    """Return the 1F1B schedule of a pipeline made from this template."""
     return timeline(
         [stage.forward_ms for stage in template.stages],
         [stage.backward_ms for stage in template.stages],
@@ -139,7 +141,7 @@ def timeline_of(template: TemplateRow, microbatches: int) -> Timeline:
 
 
 def _template_row(costs: StageCosts, template: Template, microbatches: int) -> TemplateRow:
-    """One template, with what each of its stages needs."""
+    """Return one template with the needs of each of its stages."""
     sizes = costs.memory.template_bytes(template.stages)
     forwards_ms, backwards_ms, links_ms = costs.pipeline_ms(template.stages)
     return TemplateRow(

@@ -44,8 +44,8 @@ class StateLostError(PlanningError):
 
 
 class RestoreError(PlanningError):
-    """Templates or instantiations that were saved do not fit the job: compute them anew."""
+    """The stored templates or instantiations do not fit the job; compute them again."""
 
 
 class SolverError(PlanningError):
-    """The integer program of a batch distribution was not solved; the exact method does without a solver."""
+    """The integer program of a batch distribution was not solved; the exact method needs no solver."""

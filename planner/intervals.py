@@ -1,20 +1,22 @@
-"""How many steps from one snapshot in memory to the next: what is lost to copying against what is done again.
+"""Number of steps from one snapshot in memory to the next: time lost to copying against work that is repeated.
 
-A failure that live replicas do not cover undoes the steps behind the newest snapshot. With a snapshot behind
-every k steps of s seconds, each of which costs C seconds of training, work goes on in pieces of k·s seconds
-that take w = k·s + C. Under failures at the constant rate 1/M a piece that a failure interrupts is begun
-again, so it takes M·(e^(w/M) − 1) seconds on average (Daly 2006, Eq. 13 without the restart, which multiplies
-every k alike and so has no part in the choice). The share of time lost is that over k·s, minus one:
+A failure that live replicas do not cover undoes the steps after the newest snapshot. With a snapshot after
+every k steps of s seconds, each of which costs C seconds of training, work proceeds in pieces of k·s
+seconds that take w = k·s + C. Under failures at the constant rate 1/M a piece that a failure interrupts
+begins again, so it takes M·(e^(w/M) − 1) seconds on average (Daly 2006, Eq. 13 without the restart, which
+multiplies every k alike and so has no influence on the choice). The share of time lost is that over k·s,
+minus one:
 
     lost(k) = M·(e^((k·s + C)/M) − 1) / (k·s) − 1
 
-For k·s + C ≪ M this is C/(k·s) + k·s/2M, whose minimum is Young's k·s = √(2·C·M). As a function of x = k·s it
-has one minimum, where its derivative is zero: e^(−(x + C)/M) = 1 − x/M. The left side minus the right one
-rises with x from below zero, so the root is bisected; of the two whole k around it the better one is exact.
-How long a snapshot takes to be complete everywhere adds the same to every k and has no part in it either.
+For k·s + C ≪ M this is C/(k·s) + k·s/2M, whose minimum is Young's k·s = √(2·C·M). As a function of x = k·s
+it has one minimum, where its derivative is zero: e^(−(x + C)/M) = 1 − x/M. The left side minus the right
+one rises with x from below zero, so the root is found by bisection; of the two integers k around it the
+better one is exact. The time until a snapshot is complete everywhere adds the same to every k and has no
+influence either.
 
-REFT's bound comes first: a snapshot that costs less than a small share of a step is taken behind every step,
-since then losing nothing is worth more than that share.
+REFT's bound comes first: a snapshot that costs less than a small share of a step is taken after every step,
+because then losing nothing is worth more than that share.
 
 M is the expected time to the next failure of any node. Most failures are covered by live replicas, so the
 interval errs on the side of short ones.
@@ -24,18 +26,21 @@ import math
 from dataclasses import dataclass
 
 KEEP_INTERVAL_WITHIN = 1.1
-"""An interval stays while it loses at most this times what the best one does: near the optimum the curve is
-flat, and measurements vary."""
+"""An interval stays while it loses at most this factor times what the best one loses: near the optimum the
+curve is flat, and measurements vary.
+"""
 CHEAP_WITHIN = 1.5
-"""Every step stays until a snapshot costs this times the share for which it is chosen."""
+"""Snapshots after every step stay until a snapshot costs this factor times the share for which they were
+chosen.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotCost:
-    """What was measured, and what is reckoned with."""
+    """Measurements and assumptions from which an interval is chosen."""
 
     step_s: float
-    """Of a step without a snapshot."""
+    """Time of a step without a snapshot."""
     cost_s: float
     """Training time that one snapshot takes."""
     horizon_s: float
@@ -46,12 +51,12 @@ class SnapshotCost:
 class IntervalChoice:
     every_steps: int
     lost_share: float
-    """Expected, of all time."""
+    """Expected share of all time that is lost."""
     reason: str
 
 
 def lost_share(every_steps: int, cost: SnapshotCost) -> float:
-    """lost(k) of the module's text; infinite where a piece is never expected to end."""
+    """Return lost(k) of the module's docstring; infinite if a piece is never expected to end."""
     work_s = every_steps * cost.step_s
     exponent = (work_s + cost.cost_s) / cost.horizon_s
     if exponent > 700:
@@ -60,7 +65,7 @@ def lost_share(every_steps: int, cost: SnapshotCost) -> float:
 
 
 def best_interval(cost: SnapshotCost, most: int) -> int:
-    """The whole k from 1 to ``most`` that loses least."""
+    """Return the integer k from 1 to ``most`` that loses least."""
     low, high = 0.0, cost.horizon_s
     for _ in range(200):
         middle = (low + high) / 2
@@ -77,11 +82,11 @@ def best_interval(cost: SnapshotCost, most: int) -> int:
 def choose_interval(
     cost: SnapshotCost, *, present: int, most: int, cheap_share: float, settled: bool = True
 ) -> IntervalChoice:
-    """The interval to go on with: ``present`` where another one is not worth the change.
+    """Return the interval to continue with: ``present`` unless another one is worth the change.
 
     :param present: the interval so far.
-    :param settled: it was chosen from measurements, too; if not, the best one is taken.
-    :param cheap_share: of a step; a snapshot that costs no more is taken behind every step.
+    :param settled: whether ``present`` was chosen from measurements too; if not, the best one is taken.
+    :param cheap_share: share of a step; a snapshot that costs no more is taken after every step.
     """
     share = cost.cost_s / cost.step_s
     what = f"a snapshot costs {_ms(cost.cost_s)} of a step of {_ms(cost.step_s)} ({share:.2%})"

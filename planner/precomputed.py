@@ -1,8 +1,8 @@
-"""What ``Planner.precompute`` found, as plain values: to be made in one process and used in another, or kept
-on disk under a key of all that it depends on.
+"""Results of ``Planner.precompute`` as plain values: computed in one process and used in another, or stored on
+disk under a key of everything on which they depend.
 
-The checks here are cheap: they refuse what belongs to another job or another cluster, so that no plan is
-made of it. That templates and instantiations are the *best* is not checked again.
+The checks here are cheap: they reject results that belong to another job or another cluster, so that no
+plan is made from them. That templates and instantiations are the *best* is not checked again.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ from planner.values import Template
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precomputed:
-    """All that planning for up to ``nodes`` nodes looks up."""
+    """Everything that planning for up to ``nodes`` nodes looks up."""
 
     nodes: int
     templates: tuple[Template, ...]
     """Smallest first."""
     instantiations: dict[int, Instantiation]
-    """The best for each number of nodes."""
+    """Best instantiation for each number of nodes."""
 
 
 def check_precomputed(precomputed: Precomputed, costs: StageCosts, n0: int) -> None:
-    """Whether these are templates and instantiations of the job that ``costs`` is about.
+    """Check that these are templates and instantiations of the job to which ``costs`` belongs.
 
-    :raises RestoreError: naming the first entry that does not fit.
+    :raises RestoreError: an entry does not fit; the message names the first one.
     """
     _require(precomputed.nodes >= n0, f"it is for {precomputed.nodes} nodes and one replica needs {n0}")
     sizes = [template.nodes for template in precomputed.templates]
@@ -79,4 +79,4 @@ def _devices_used(template: Template) -> Iterator[int]:
 
 def _require(true: bool, otherwise: str) -> None:
     if not true:
-        raise RestoreError(f"what was precomputed does not belong to this job: {otherwise}; compute it anew")
+        raise RestoreError(f"what was precomputed does not belong to this job: {otherwise}; compute it again")

@@ -1,4 +1,4 @@
-"""What would run on a number of equal nodes, before there are any: templates and the chosen instantiation.
+"""Plans for a number of equal nodes before they exist: templates and the chosen instantiation.
 
 Nodes have no names here, so none are assigned and nothing is transferred; for that see ``planner.planner``.
 """
@@ -24,7 +24,7 @@ class Preview:
     templates: Mapping[int, Template]
     """Smallest first."""
     planned_microbatches: Mapping[int, int]
-    """What each template was mapped for, where its objective counts microbatches."""
+    """Number of microbatches for which each template was mapped, if its objective counts microbatches."""
     instantiation: Instantiation
 
     @property
@@ -55,7 +55,9 @@ def preview(profile: ModelProfile, policy: Policy, nodes: int, template_nodes: i
 
 
 def _of_one_size(costs: StageCosts, nodes: int, size: int) -> Preview:
-    """As many pipelines of ``size`` nodes as there are nodes and microbatches for; one mapping is made."""
+    """Return as many pipelines of ``size`` nodes as there are nodes and microbatches for; one mapping is
+    computed.
+    """
     policy = costs.policy
     check_batch(policy.global_batch, policy.microbatch_rows, 1)
     most = min(costs.most_nodes, nodes // (policy.tolerate + 1))

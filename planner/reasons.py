@@ -1,21 +1,21 @@
-"""Why a plan is what it is, in one sentence for the user."""
+"""The reason for a plan, in one sentence for the user."""
 
 from collections.abc import Mapping, Sequence
 
 from planner.values import ConsideredPlan, Method, ReleasedLayers, Within
 
 _STEPS: dict[Method, str] = {
-    "simple": "each pipeline goes on with the nodes that are left of it",
+    "simple": "each pipeline continues with the nodes that are left of it",
     "borrow": "a pipeline that was left too small borrowed nodes of pipelines that could spare some",
-    "merge": "a pipeline that was left too small was merged with another, as none could spare a node",
-    "grow": "the free nodes take places in the pipelines that there are",
-    "keep": "intact pipelines go on as they are, and the other nodes are used anew",
+    "merge": "a pipeline that was left too small was merged with another, because none could spare a node",
+    "grow": "the free nodes join the existing pipelines",
+    "keep": "intact pipelines continue unchanged, and the other nodes are arranged again",
     "even": "the pipelines that have survivors share all nodes evenly",
-    "rebalance": "the pipelines share the batch anew, by the speed of their nodes",
+    "rebalance": "the pipelines share the batch again, by the speed of their nodes",
 }
 
 WITHIN_WORDS: dict[Within, str] = {"replicate": "replicated", "shard": "sharded", "tensor": "tensor-parallel"}
-"""A stage of several devices, as people read of it: ``2 devices, sharded``."""
+"""Word for a stage of several devices, as in ``2 devices, sharded``."""
 
 _NAMES: dict[Method, str] = {
     "simple": "going on with what is left of each pipeline",
@@ -28,7 +28,7 @@ _NAMES: dict[Method, str] = {
 }
 
 SAME_TIME_TOLERANCE = 0.0005
-"""Relative: step times that people need not tell apart."""
+"""Relative difference below which step times count as the same for people."""
 
 
 def explain_plan(
@@ -43,12 +43,15 @@ def explain_plan(
     gone: Sequence[ReleasedLayers] = (),
     withins: Sequence[Within] = (),
 ) -> str:
-    """:param sizes: nodes of each pipeline of the plan.
-    :param lost, joined: nodes that are gone or new since the previous plan.
+    """Return the sentence.
+
+    :param sizes: nodes of each pipeline of the plan.
+    :param lost, joined: nodes that left or joined since the previous plan.
     :param slow: speeds of the plan's slow nodes.
-    :param gone: old layers that devices have no room for until the first commit.
-    :param withins: how the devices of each stage of several share its work.
-    :param considered: what was weighed, this plan first, over ``horizon_s`` to the next failure.
+    :param gone: old layers for which devices have no room until the first commit.
+    :param withins: how the devices of each stage with several devices share its work.
+    :param considered: the layouts that were compared, this plan's first, over ``horizon_s`` to the next
+        failure.
     """
     news = [f"{names(lost)} left"] if lost else []
     news += [f"{names(joined)} joined"] if joined else []
@@ -88,7 +91,7 @@ def explain_plan(
 
 
 def explain_tradeoff(chosen: ConsideredPlan, other: ConsideredPlan, horizon_s: float) -> str:
-    """Why one layout was taken and not the next best."""
+    """Say why one layout was taken and not the next best."""
     this = _costs(chosen)
     that = f"{_NAMES[other.method]}: {_costs(other)}"
     if chosen.transfer_bytes is None or other.transfer_bytes is None:
@@ -111,7 +114,9 @@ def _costs(considered: ConsideredPlan) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Three digits; milliseconds below a second, minutes from ten of them on, hours from ten of those."""
+    """Format a time with three digits: milliseconds below a second, minutes from ten minutes on, hours from
+    ten hours on.
+    """
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 600:
@@ -129,14 +134,14 @@ def _size(size_bytes: int) -> str:
 
 
 def names(nodes: Sequence[str]) -> str:
-    """At most four of them."""
+    """Name at most four nodes."""
     if len(nodes) > 4:
         return f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
     return nodes[0] if len(nodes) == 1 else f"{', '.join(nodes[:-1])} and {nodes[-1]}"
 
 
 def pipelines_of(sizes: Sequence[int]) -> str:
-    """``3 pipelines (2 of 2 nodes, 1 of 3 nodes)``."""
+    """Return words such as ``3 pipelines (2 of 2 nodes, 1 of 3 nodes)``."""
     if len(sizes) == 1:
         return f"1 pipeline of {node_count(sizes[0])}"
     if len(set(sizes)) == 1:

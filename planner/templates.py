@@ -1,9 +1,9 @@
-"""Pipeline templates (Oobleck §4.1.1): which sizes there are, and the best mapping of each.
+"""Pipeline templates (Oobleck §4.1.1): the sizes that exist, and the best mapping of each.
 
-n₀ is the fewest nodes whose memory holds one replica. The paper makes templates of n₀ … N − f·n₀ nodes: with
-those, any N' from (f+1)·n₀ to N is a sum of at least f+1 of them. A job that may go on below (f+1)·n₀ nodes
-also needs its sums from n₀ on, and Theorem A.1 grants them for p > n₀ − 1 consecutive sizes; so sizes go up
-to 2·n₀ − 1 at least (p = n₀), as far as there are nodes.
+n₀ is the fewest nodes whose memory holds one replica. The paper makes templates of n₀ … N − f·n₀ nodes:
+with those, any N' from (f+1)·n₀ to N is a sum of at least f+1 of them. A job that may continue below
+(f+1)·n₀ nodes also needs its sums from n₀ on, and Theorem A.1 guarantees them for p > n₀ − 1 consecutive
+sizes. So sizes go up to at least 2·n₀ − 1 (p = n₀), as far as there are nodes.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _KEPT = {
     "selective": "selected activations",
     "full": "layers' inputs",
 }
-"""What stays alive between forward and backward, by the stage's recomputation."""
+"""Words for what stays in memory between forward and backward, by the stage's recomputation."""
 
 
 class Templates:
@@ -33,8 +33,8 @@ class Templates:
     def __init__(
         self, costs: StageCosts, nodes: int, templates: Mapping[int, Template] | None = None
     ) -> None:
-        """:param templates: those made before for the same costs and ``nodes``, by their nodes, ascending;
-            ``None`` makes them now.
+        """:param templates: templates computed before for the same costs and ``nodes``, by their nodes,
+            ascending; ``None`` computes them now.
         :raises InfeasibleError: no number of nodes can hold the model, or ``nodes`` cannot.
         """
         policy = costs.policy
@@ -64,14 +64,14 @@ class Templates:
 
 
 def expected_share(policy: Policy, size: int, nodes: int) -> int:
-    """What a pipeline of ``size`` nodes gets of the batch's microbatches when all ``nodes`` work."""
+    """Return the microbatches that a pipeline of ``size`` nodes gets if all ``nodes`` are used."""
     return max(1, round(policy.microbatches * size / nodes))
 
 
 def smallest_pipeline(costs: StageCosts) -> int:
-    """n₀.
+    """Return n₀, the fewest nodes that hold one replica.
 
-    :raises InfeasibleError: not even the longest possible pipeline fits into memory.
+    :raises InfeasibleError: even the longest possible pipeline does not fit into memory.
     """
     if costs.most_nodes < 1:
         raise InfeasibleError(
@@ -97,14 +97,14 @@ def smallest_pipeline(costs: StageCosts) -> int:
 
 
 def explain_tolerance_limit(costs: StageCosts, n0: int) -> str:
-    """Say what does not fit on a node less than n₀; empty where a single one suffices."""
+    """Say what does not fit on one node fewer than n₀; empty if a single node suffices."""
     return f"on {node_count(n0 - 1)} {_tightest(costs, n0 - 1)}" if n0 > 1 else ""
 
 
 def _helpful_settings(costs: StageCosts) -> list[tuple[str, int]]:
-    """Return what the job could set for a replica to fit, and the fewest nodes that hold one then.
+    """Return settings of the job with which a replica fits, and the fewest nodes that hold one then.
 
-    Settings are named one by one; together only where none of them suffices alone.
+    Settings are named one by one; together only if none of them suffices alone.
     """
     profile, policy = costs.profile, costs.policy
     settings: list[tuple[str, Policy]] = []
@@ -121,15 +121,17 @@ def _helpful_settings(costs: StageCosts) -> list[tuple[str, int]]:
 
 
 def _fitting(profile: ModelProfile, settings: list[tuple[str, Policy]]) -> list[tuple[str, int]]:
-    """Return those under which a replica fits, each with the fewest nodes that hold one."""
+    """Return the settings with which a replica fits, each with the fewest nodes that hold one."""
     fewest = [(setting, fewest_nodes(StageCosts(profile, policy))) for setting, policy in settings]
     return [(setting, nodes) for setting, nodes in fewest if nodes is not None]
 
 
 def costs_for(profile: ModelProfile, policy: Policy) -> StageCosts:
-    """What templates are made with: with ZeRO-1 the optimizer's state in f + 1 parts, where that makes a
-    replica fit on fewer nodes; then f + 1 pipelines are always needed. Where it does not, nothing is gained
-    by it, and it is not reckoned with: a single pipeline, which has all parts, may go on.
+    """Return the costs with which templates are made.
+
+    With ZeRO-1 the optimizer state is in f + 1 parts if that makes a replica fit on fewer nodes; then f + 1
+    pipelines are always needed. If it does not, ZeRO-1 gains nothing and is not considered, so that a
+    single pipeline, which has all parts, may continue.
 
     :raises InfeasibleError: an entry of the profile or the policy makes no sense.
     """
@@ -141,11 +143,14 @@ def costs_for(profile: ModelProfile, policy: Policy) -> StageCosts:
 
 
 def check_tolerance(policy: Policy, n0: int, nodes: int, costs: StageCosts | None = None) -> None:
-    """Whether the job can *start* with ``policy.tolerate`` failures to spare; later it may go on with less.
+    """Check that the job can *start* and then tolerate ``policy.tolerate`` failures; later it may continue
+    with fewer nodes.
 
-    :param costs: what n₀ follows from; the error then names settings under which the nodes suffice.
-    :raises InfeasibleError: fewer than (f+1)·n₀ nodes.
-    :raises BatchError: fewer microbatches than the f+1 pipelines; each must compute something.
+    :param costs: the costs from which n₀ follows; the error then names settings with which the nodes
+        suffice.
+    :raises InfeasibleError: there are fewer than (f+1)·n₀ nodes.
+    :raises BatchError: there are fewer microbatches than the f+1 pipelines, each of which must compute
+        something.
     """
     replicas = policy.tolerate + 1
     if nodes < replicas * n0:
@@ -170,7 +175,7 @@ def check_tolerance(policy: Policy, n0: int, nodes: int, costs: StageCosts | Non
 
 
 def _tightest(costs: StageCosts, nodes: int) -> str:
-    """Which stage lacks memory, in the mapping of ``nodes`` nodes that lacks least."""
+    """Say which stage lacks memory, in the mapping of ``nodes`` nodes that lacks least."""
     stage, memory = _fullest(costs, nodes)
     one = stage.end_layer - stage.first_layer == 1
     where = f"layer {stage.first_layer}" if one else f"layers {stage.first_layer} to {stage.end_layer - 1}"
@@ -202,7 +207,7 @@ def _short(size_bytes: int) -> str:
 
 
 def _size(size_bytes: int) -> str:
-    """For people: MiB below one GiB."""
+    """Format a size for people: MiB below one GiB."""
     if size_bytes < GIB:
         return f"{size_bytes / (1 << 20):.1f} MiB ({size_bytes} bytes)"
     return f"{size_bytes / GIB:.2f} GiB ({size_bytes} bytes)"

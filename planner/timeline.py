@@ -1,6 +1,7 @@
-"""Who computes what when: the 1F1B schedule of one pipeline as start and end times, to be drawn.
+"""The 1F1B schedule of one pipeline as start and end times, to be drawn.
 
-The recurrence is that of ``planner.stages.makespan``, with every operation kept instead of the last alone.
+The recurrence is that of ``planner.stages.makespan``, but every operation is kept and not only the last
+one.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class Timeline:
 
     @property
     def idle_ms(self) -> Floats:
-        """Of each stage, how long it waits within the makespan; shape (S,)."""
+        """Return for each stage how long it waits within the makespan; shape (S,)."""
         busy = self.forward_end_ms - self.forward_start_ms + self.backward_end_ms - self.backward_start_ms
         idle: Floats = np.maximum(self.makespan_ms - busy.sum(axis=1), 0.0)
         return idle
@@ -44,11 +45,12 @@ class Timeline:
 def timeline(
     forward_ms: Sequence[float], backward_ms: Sequence[float], link_ms: Sequence[float], microbatches: int
 ) -> Timeline:
-    """The schedule of ``microbatches`` ≥ 1 microbatches; ``link_ms[s]`` is from stage s to s + 1 and back.
+    """Return the schedule of ``microbatches`` ≥ 1 microbatches; ``link_ms[s]`` is from stage s to s + 1 and
+    back.
 
-    In round m stage s of S does the backward of microbatch m − S + s and then the forward of m, as far as
-    they exist. The gradient that the backward needs was made in the round before, the activation that the
-    forward needs in the same round. Takes S · (N + S) steps.
+    In round m stage s of S computes the backward of microbatch m − S + s and then the forward of m, if they
+    exist. The gradient that the backward needs was computed in the previous round, the activation that the
+    forward needs in the same round. This takes S · (N + S) steps.
     """
     stages = len(forward_ms)
     shape = (stages, microbatches)
