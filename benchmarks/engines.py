@@ -71,7 +71,9 @@ def enter_alone(engine: Engine, recompute: Recompute = "none") -> None:
 
 
 def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport]) -> None:
-    """Have an engine take snapshots into an arena. :param reports: gets what is reported of them."""
+    """Have an engine take snapshots into an arena.
+    :param reports: gets what is reported of them.
+    """
     engine.snapshots = SnapshotWriter(
         job_id="benchmark",
         directory=directory,
@@ -90,7 +92,9 @@ def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport
 def enter_group(
     engine: Engine, pipelines: tuple[WorldPipeline, ...], rank: int, port: int, protection: str = "none"
 ) -> None:
-    """Have an engine train with others on this host. :param port: of the rendezvous."""
+    """Have an engine train with others on this host.
+    :param port: of the rendezvous.
+    """
     count = sum(len(stage.ranks) for pipeline in pipelines for stage in pipeline.stages)
     world = WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",) * count)
     resume = ResumeRank(

@@ -150,7 +150,9 @@ class Bench:
 
 @contextmanager
 def training(bench: Bench, reports: list[SnapshotReport] | None = None) -> Iterator[Engine]:
-    """An engine that trains all layers by itself. :param reports: take snapshots, and put what is said of them here."""
+    """An engine that trains all layers by itself.
+    :param reports: take snapshots, and put what is said of them here.
+    """
     engine = Engine(bench.data(), bench.device, ProgressMonitor())
     engine.warm_up()
     if reports is not None:

@@ -72,7 +72,9 @@ class Held:
         self.states._optimization.step(self.layers)
 
     def restore(self, stage: Path, *, anew: bool) -> None:
-        """As ``Engine.restore``. :param anew: into fresh memory, as a new process; else into what is held."""
+        """As ``Engine.restore``.
+        :param anew: into fresh memory, as a new process; else into what is held.
+        """
         if anew:
             self.model.drop(self.layers)
         with StagedStateLoader(stage, self.states, lambda: None, reuse=True) as staged:

@@ -123,7 +123,9 @@ def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport])
 def steps_of(
     engine: Engine, *, snaps: bool = False, beside: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """Seconds of one round's, with a snapshot behind each or with none. :param beside: done by a thread."""
+    """Seconds of one round's, with a snapshot behind each or with none.
+    :param beside: done by a thread.
+    """
     writer = engine.snapshots
     assert writer is not None
     steps_s = []

@@ -726,7 +726,9 @@ class Engine:
 
 
 def _means(names: Sequence[str], sums: list[float]) -> dict[str, float]:
-    """Return the mean of each metric. :param sums: sum and weight of each metric (``StageTotals.to_list``)."""
+    """Return the mean of each metric.
+    :param sums: sum and weight of each metric (``StageTotals.to_list``).
+    """
     found = zip(names, sums[::2], sums[1::2], strict=True)
     return {name: total / weight for name, total, weight in found if weight}
 

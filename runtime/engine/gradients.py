@@ -100,7 +100,9 @@ class GradientBuffers:
         communicator: Communicator,
         shards: StageShards | None,
     ) -> "GradientBuffers":
-        """Return buffers for cells of vectors. :param shards: this rank's shards, if its own stage shards."""
+        """Return buffers for cells of vectors.
+        :param shards: this rank's shards, if its own stage shards.
+        """
         gradients = cls(model, communicator)
         gradients._shards = shards
         if shards is not None:
@@ -129,7 +131,9 @@ class GradientBuffers:
         return gradients
 
     def _add(self, bucket_slice: _BucketSlice, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Queue a slice. :param parameters: parameters whose gradients are observed one by one."""
+        """Queue a slice.
+        :param parameters: parameters whose gradients are observed one by one.
+        """
         self._queues.setdefault(bucket_slice.owners, []).append(bucket_slice)
         if parameters:
             self._handles += [

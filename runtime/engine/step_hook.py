@@ -16,7 +16,9 @@ class StepHook:
     """The hook as one rank calls it."""
 
     def __init__(self, hook: Callable[[StepInfo], object], rows: int, monitor: ProgressMonitor) -> None:
-        """Create the hook's caller. :param rows: samples of a global batch."""
+        """Create the hook's caller.
+        :param rows: samples of a global batch.
+        """
         self._hook, self._rows, self._monitor = hook, rows, monitor
         self.called_step = 0
         """The newest step that needs no call: this rank made it, or the state came from a snapshot."""

@@ -105,8 +105,8 @@ class GlooCommunicator(Communicator):
         *,
         timeout_s: float = MIN_GROUP_TIMEOUT_S,
     ) -> None:
-        """Create a communicator without groups. :param host: this rank's address, to which the other ranks
-        connect.
+        """Create a communicator without groups.
+        :param host: this rank's address, to which the other ranks connect.
         """
         super().__init__(rank, size)
         self._rendezvous = rendezvous

@@ -69,7 +69,9 @@ class _IssuedOperation(PendingOperation):
 
 
 class NcclCommunicator(Communicator):
-    """A communicator over NCCL. :param device: the CUDA device of this rank."""
+    """A communicator over NCCL.
+    :param device: the CUDA device of this rank.
+    """
 
     def __init__(
         self,

@@ -29,7 +29,9 @@ completion handler.
 
 
 class StagedGlooCommunicator(GlooCommunicator):
-    """A communicator over gloo for tensors on a device. :param runtime: the runtime of that device."""
+    """A communicator over gloo for tensors on a device.
+    :param runtime: the runtime of that device.
+    """
 
     def __init__(
         self,

@@ -151,7 +151,9 @@ def rank_assignment(
 
 
 def _routes(peers: Peers, start: int, end: int) -> tuple[Route, ...]:
-    """Return the peers that rows ``[start, end)`` are exchanged with. :param peers: the rows of each rank."""
+    """Return the peers that rows ``[start, end)`` are exchanged with.
+    :param peers: the rows of each rank.
+    """
     routes = []
     for peer, (their_start, their_end) in peers.items():
         first, last = max(start, their_start), min(end, their_end)

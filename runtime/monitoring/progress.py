@@ -112,8 +112,8 @@ class ProgressMonitor:
 
     @contextmanager
     def idle(self, what: StepWait | None = None) -> Iterator[None]:
-        """Record that the main thread only waits for others within this context. :param what: reason, if it is
-        part of a step.
+        """Record that the main thread only waits for others within this context.
+        :param what: reason, if it is part of a step.
         """
         self.waiting, self.waiting_for = True, what
         if self.peer_wait is not None:

@@ -46,7 +46,9 @@ class TraceRecorder:
 
     @contextmanager
     def span(self, kind: str, number: int = 0) -> Iterator[None]:
-        """Record what the caller does within this context. :param number: the microbatch, or the step."""
+        """Record what the caller does within this context.
+        :param number: the microbatch, or the step.
+        """
         if not self.on:
             yield
             return

@@ -63,7 +63,9 @@ class _DifferentModelError(RuntimeError):
 
 
 class Trainer:
-    """The main loop of a trainer. :param device: index of the device within the node."""
+    """The main loop of a trainer.
+    :param device: index of the device within the node.
+    """
 
     def __init__(self, socket_path: str, device: int) -> None:
         self._device = device

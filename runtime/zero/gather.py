@@ -113,8 +113,9 @@ class ParameterGather:
     def _plan_chunks(
         self, members: Members, name: str, ranges: dict[int, list[Range]], runs: list[tuple[int, Tensor]]
     ) -> None:
-        """Plan the chunks of one group. :param ranges: ranges that each member sends. :param runs: memory of
-        elements by the first element, ascending.
+        """Plan the chunks of one group.
+        :param ranges: ranges that each member sends.
+        :param runs: memory of elements by the first element, ascending.
         """
         dtype = getattr(torch, name)
         most = max(CHUNK_BYTES // dtype.itemsize // len(members), 1)

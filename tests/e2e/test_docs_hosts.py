@@ -168,4 +168,4 @@ def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Re
     assert codes == [0, 0], said(hosts)
     told = re.findall(r"^([01]) 12 \d", said(hosts), re.M)
     assert sorted(told) == ["0", "1"], said(hosts)
-    assert "needs a keeper" not in said(hosts)
+    assert "needs a snapshot agent" not in said(hosts)

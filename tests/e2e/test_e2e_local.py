@@ -130,7 +130,7 @@ def test_nothing_is_left_however_it_ends(
     assert not any(path.exists() for path in memory)
     if how is not signal.SIGKILL:
         assert run.returncode == 128 + how
-        assert "cleaned up" in printed
+        assert "temporary files are removed" in printed
         assert "the run ended before the job did" in printed
         assert Report.from_json(json.loads(path.read_text())).outcome == "unfinished"
         assert leftovers(home) == []

@@ -86,7 +86,9 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def shoot(self, path: Path, *, whole: bool = False) -> None:
-        """A screenshot as PNG. :param whole: with what lies below the window."""
+        """A screenshot as PNG.
+        :param whole: with what lies below the window.
+        """
         answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 
@@ -109,7 +111,9 @@ class Browser:
         self._trace_over = asyncio.Event()
 
     async def call(self, method: str, *, session: str | None = None, **params: Any) -> Json:
-        """One command and its result. :raises RuntimeError: the browser says no."""
+        """One command and its result.
+        :raises RuntimeError: the browser says no.
+        """
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params}

@@ -52,7 +52,9 @@ def problem_of(topic: str, payload: bytes) -> str | None:
 
 
 def message_of(channel: str, message: Json) -> str:
-    """Its name in the contract. :raises LookupError: the channel has none of this name."""
+    """Its name in the contract.
+    :raises LookupError: the channel has none of this name.
+    """
     match channel:
         case "events":
             name = message["event"]

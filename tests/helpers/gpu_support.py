@@ -8,7 +8,9 @@ from runtime.device import CudaRuntime
 
 
 class CudaComputing(CudaRuntime):
-    """The runtime of a GPU. :param number: index of the GPU."""
+    """The runtime of a GPU.
+    :param number: index of the GPU.
+    """
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(torch.device("cuda", number))

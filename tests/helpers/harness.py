@@ -235,7 +235,9 @@ class Cluster:
         arenas: Path | None = None,
         arena_limit_bytes: int | None = None,
     ) -> None:
-        """Prepare trainers. :param arenas: directory of snapshots, which are written to its ``device-<d>``."""
+        """Prepare trainers.
+        :param arenas: directory of snapshots, which are written to its ``device-<d>``.
+        """
         for trainer in trainers:
             arena = "" if arenas is None else str(arenas / f"device-{trainer.device}")
             trainer.send(
@@ -266,7 +268,9 @@ class Cluster:
         transfers: Sequence[p.TransferData] = (),
         **snapshots: Any,
     ) -> None:
-        """Send Resume: ``ranks[r]`` becomes rank r. :param snapshots: further fields of Resume."""
+        """Send Resume: ``ranks[r]`` becomes rank r.
+        :param snapshots: further fields of Resume.
+        """
         for rank, trainer in enumerate(ranks):
             frame = self.resume_frame(rank, len(ranks), pipelines, step, vote, transfers)
             trainer.send(msgspec.structs.replace(frame, **snapshots))

@@ -41,8 +41,8 @@ _COUNTS_CHANGES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class LateStream:
-    """A stream that delays its operations. :param delay: returns the seconds before the next operation; called
-    on the stream's thread.
+    """A stream that delays its operations.
+    :param delay: returns the seconds before the next operation; called on the stream's thread.
     """
 
     def __init__(self, delay: Callable[[], float]) -> None:

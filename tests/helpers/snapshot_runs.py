@@ -73,7 +73,9 @@ def run(
     snap_behind: int = 2,
     place: Callable[[int], str] = lambda rank: f"device-{rank}",
 ) -> list[Rank]:
-    """Run steps with snapshots. :param place: path of a rank's arena below ``arenas``."""
+    """Run steps with snapshots.
+    :param place: path of a rank's arena below ``arenas``.
+    """
     size = sum(len(stage.ranks) for one in pipelines for stage in one.stages)
     ranks = [Rank(data, arenas / place(rank)) for rank in range(size)]
     world = p.WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("127.0.0.1",) * size)

@@ -51,7 +51,7 @@ def test_a_planner_restored_from_bytes_plans_alike_and_maps_nothing(monkeypatch:
     assert second.precomputed() == first.precomputed()
 
     def never(*_: object) -> None:
-        raise AssertionError("made anew")
+        raise AssertionError("compute it again")
 
     monkeypatch.setattr("planner.templates.Mapper", never)
     monkeypatch.setattr("planner.pipelines.search.Search.quickest", never)

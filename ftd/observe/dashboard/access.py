@@ -65,7 +65,9 @@ class DashboardAccess:
         return hmac.compare_digest(token.strip().encode("utf-8", "surrogateescape"), self._token)
 
     def set_cookie(self, answer: web.StreamResponse, *, secure: bool) -> None:
-        """Give the browser its cookie. :param secure: whether the browser came by HTTPS, through a proxy."""
+        """Give the browser its cookie.
+        :param secure: whether the browser came by HTTPS, through a proxy.
+        """
         answer.set_cookie(
             self._cookie,
             self._pass,

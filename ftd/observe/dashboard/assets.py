@@ -40,7 +40,9 @@ class PlotlyAsset:
         self._making: asyncio.Future[Asset] | None = None
 
     async def get(self) -> Asset:
-        """Return the file. :raises OSError: plotly is not installed completely."""
+        """Return the file.
+        :raises OSError: plotly is not installed completely.
+        """
         if self._making is None or (self._making.done() and self._making.exception() is not None):
             self._making = asyncio.ensure_future(asyncio.to_thread(_plotly))
         return await asyncio.shield(self._making)

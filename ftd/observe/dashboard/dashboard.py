@@ -71,7 +71,9 @@ class Dashboard:
         self._last_message_at = time.monotonic()
 
     def on_event(self, message: EventMessage, own: bool) -> None:
-        """Add a published event. :param own: whether the coordinator published it."""
+        """Add a published event.
+        :param own: whether the coordinator published it.
+        """
         if self._server is None:
             return
         try:

@@ -238,7 +238,9 @@ class DashboardServer:
 
 
 async def _sent(answer: web.StreamResponse, frame: bytes) -> None:
-    """Send a frame. :raises TimeoutError: the page does not accept it."""
+    """Send a frame.
+    :raises TimeoutError: the page does not accept it.
+    """
     async with asyncio.timeout(WRITE_S):
         await answer.write(frame)
 

@@ -32,7 +32,9 @@ class MlflowSink:
     name = "mlflow"
 
     def __init__(self, policy: MlflowPolicy, run: str, parameters: Mapping[str, Any]) -> None:
-        """:param run: the job's id. :param parameters: the job's parameters, shown with the run."""
+        """:param run: the job's id.
+        :param parameters: the job's parameters, shown with the run.
+        """
         self._policy, self._run, self._parameters = policy, run, parameters
         self._client: MlflowClient | None = None
         self._id = ""

@@ -38,7 +38,9 @@ class TensorBoardSink:
         self._size = 0
 
     def reopen(self, superseded: Sequence[int]) -> Cursor:
-        """See ``TrackingSink``. :raises OSError: the file cannot be read or written."""
+        """See ``TrackingSink``.
+        :raises OSError: the file cannot be read or written.
+        """
         self.close(None)
         self._directory.mkdir(parents=True, exist_ok=True)
         files = sorted(self._directory.glob(f"events.out.tfevents.*{_OURS}"))
@@ -56,7 +58,9 @@ class TensorBoardSink:
         return cursor
 
     def write(self, rows: Sequence[LoggedRow]) -> None:
-        """See ``TrackingSink``. :raises OSError: the rows cannot be written; none of them is."""
+        """See ``TrackingSink``.
+        :raises OSError: the rows cannot be written; none of them is.
+        """
         self._append([_event(row) for row in rows])
 
     def close(self, outcome: str | None) -> None:

@@ -174,7 +174,9 @@ class TrackingWriter:
         return True
 
     def _holds_lock(self, writer_lock: WriterLock) -> bool:
-        """Return whether we hold the lock. :raises OSError: another writer has held it for ``LEAVE_S``."""
+        """Return whether we hold the lock.
+        :raises OSError: another writer has held it for ``LEAVE_S``.
+        """
         if writer_lock.try_lock():
             return True
         self._waiting_since = self._waiting_since or time.monotonic()
@@ -278,7 +280,9 @@ _TO_WRITER: msgspec.json.Decoder[ToWriter] = msgspec.json.Decoder(ToWriter)
 
 
 def _make_sink(name: str, assignment: WriterAssignment, directory: Path) -> TrackingSink:
-    """Create a sink. :raises ImportError: its package is not installed."""
+    """Create a sink.
+    :raises ImportError: its package is not installed.
+    """
     policy, job, parameters = assignment.policy, assignment.job, assignment.parameters
     if name == "tensorboard":
         from ftd.observe.tracking.tensorboard_sink import TensorBoardSink

@@ -29,7 +29,9 @@ _NAME_WIDTH = 20
 
 
 def plain_table(gap: int = 2) -> Table:
-    """Return an empty table without lines. :param gap: blanks after each column."""
+    """Return an empty table without lines.
+    :param gap: blanks after each column.
+    """
     return Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
 
 

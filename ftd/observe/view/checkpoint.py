@@ -11,7 +11,9 @@ from ftd.observe.view.text import JsonMap, format_size
 
 
 def render_checkpoints(document: JsonMap) -> RenderableType:
-    """Return the table of checkpoints. :param document: what ``ftd checkpoint list --json`` prints."""
+    """Return the table of checkpoints.
+    :param document: what ``ftd checkpoint list --json`` prints.
+    """
     if not document["checkpoints"]:
         return Group(Text(f"{document['url']} has no complete checkpoint"), *_ignored_lines(document))
     table = plain_table()
@@ -37,7 +39,9 @@ def render_checkpoints(document: JsonMap) -> RenderableType:
 
 
 def render_verified(document: JsonMap) -> RenderableType:
-    """Return a line for each checkpoint. :param document: what ``ftd checkpoint verify --json`` prints."""
+    """Return a line for each checkpoint.
+    :param document: what ``ftd checkpoint verify --json`` prints.
+    """
     lines: list[Any] = []
     for one in document["checkpoints"]:
         problems = one["problems"]

@@ -17,7 +17,9 @@ _ROWS = (
 
 
 def render_reliability(question: ReliabilityInput, answers: JsonMap) -> RenderableType:
-    """Return the table and the sentences. :param answers: what ``ftd reliability --json`` prints."""
+    """Return the table and the sentences.
+    :param answers: what ``ftd reliability --json`` prints.
+    """
     protection = question.protection
     table = plain_table()
     table.add_column("state in host memory")

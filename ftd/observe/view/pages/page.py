@@ -74,7 +74,10 @@ def render_table(
     left: Iterable[int] = (),
     marked: Iterable[int] = (),
 ) -> str:
-    """Return a table. :param left: columns aligned to the left. :param marked: highlighted rows."""
+    """Return a table.
+    :param left: columns aligned to the left.
+    :param marked: highlighted rows.
+    """
     aligned, bold = set(left), set(marked)
 
     def row_of(tag: str, cells: Sequence[str]) -> str:

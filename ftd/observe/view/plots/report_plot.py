@@ -53,7 +53,9 @@ def plot_report(report: Report, path: Path) -> None:
 
 
 def render_plot(report: Report, kind: str) -> bytes:
-    """Return the image of a report with steps. :param kind: ``svg`` or ``png``."""
+    """Return the image of a report with steps.
+    :param kind: ``svg`` or ``png``.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -74,7 +74,9 @@ def draw_trace(rows: Sequence[RankTrace], *, name: str) -> Figure:
 
 
 def _draw_row(axes: Axes, row: RankTrace, level: int, begin: float) -> None:
-    """Draw the bars of one rank. :param level: lower edge of its row."""
+    """Draw the bars of one rank.
+    :param level: lower edge of its row.
+    """
     waits = row.spans_of(*WAITS)
     main = [bar for span in row.spans if (bar := _main_bar(span)) is not None]
     copier = [(s.began_us, s.ended_us, _copy_colour(s, waits)) for s in row.spans_of("copy")]
