@@ -1,5 +1,5 @@
 """The reader of scenario files: TOML that is checked and turned into the values of
-``ftd.faults.chaos.values``. See docs/chaos.md.
+``ftd.faults.chaos.values``. See docs/how-to/chaos.md.
 
 A field that would have no effect is an error, because whoever wrote it expects something else. The error
 for an unknown field suggests the nearest known one.

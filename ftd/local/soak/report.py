@@ -1,4 +1,4 @@
-"""The report of a soak, which ``ftd chaos soak --report`` writes. docs/soak.md explains it."""
+"""The report of a soak, which ``ftd chaos soak --report`` writes. docs/how-to/soak.md explains it."""
 
 import statistics
 from collections import Counter
