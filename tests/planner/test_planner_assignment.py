@@ -1,4 +1,4 @@
-"""Nodes are seated so that no choice of nodes moves fewer bytes."""
+"""No other assignment of nodes to slots moves fewer bytes."""
 
 from itertools import pairwise, permutations
 
@@ -25,7 +25,7 @@ def lacks(held: int, first: int, end: int) -> int:
 
 
 def moved(held: Held, place: NodeSlot) -> int:
-    """All ways to put a node's devices into a place."""
+    """Return the fewest bytes over all ways to put a node's devices into a slot."""
     return min(
         sum(lacks(mask, *part) for mask, part in zip(order, place, strict=True))
         for order in permutations(held)
@@ -44,8 +44,8 @@ def bytes_of(found: Assignment, pipelines: list[list[NodeSlot]], masks: dict[str
 
 
 @st.composite
-def seatings(draw: st.DrawFn) -> tuple[list[list[NodeSlot]], dict[str, Held], dict[str, tuple[int, int]]]:
-    """Pipelines of one to three nodes, nodes that come from such places, hold more, or nothing."""
+def layouts(draw: st.DrawFn) -> tuple[list[list[NodeSlot]], dict[str, Held], dict[str, tuple[int, int]]]:
+    """Draw pipelines of one to three nodes, and nodes that come from such slots, hold more, or hold nothing."""
     devices = draw(st.integers(1, 3))
 
     def pipeline() -> list[NodeSlot]:
@@ -70,12 +70,12 @@ def seatings(draw: st.DrawFn) -> tuple[list[list[NodeSlot]], dict[str, Held], di
     return pipelines, masks, habits
 
 
-@given(seatings())
+@given(layouts())
 @settings(max_examples=300)
 def test_no_assignment_moves_fewer_bytes(
-    seating: tuple[list[list[NodeSlot]], dict[str, Held], dict[str, tuple[int, int]]],
+    layout: tuple[list[list[NodeSlot]], dict[str, Held], dict[str, tuple[int, int]]],
 ) -> None:
-    pipelines, masks, habits = seating
+    pipelines, masks, habits = layout
     nodes = list(masks)
     places = [place for slots in pipelines for place in slots]
     assigner = Assigner(PROFILE)
@@ -101,7 +101,7 @@ def test_no_assignment_moves_fewer_bytes(
 def check_loads(
     found: Assignment, pipelines: list[list[NodeSlot]], masks: dict[str, Held], assigner: Assigner
 ) -> None:
-    """The fullest receiver, and the fullest sender of bytes that are spread evenly, counted one by one."""
+    """Check the fullest receiver, and the fullest sender of bytes that are spread evenly, by counting."""
     received: list[int] = []
     wanted = [0.0] * LAYERS
     holders: list[int] = []
@@ -120,7 +120,7 @@ def check_loads(
 
 
 def test_nodes_that_hold_just_what_they_need_stay() -> None:
-    """Four equal pipelines; the second lost a node, and the one that replaces it takes that very place."""
+    """Four equal pipelines: the second lost a node, and the node that replaces it takes that very slot."""
     slots: list[NodeSlot] = [((0, 3),), ((3, 6),)]
     low, high = (0b000111,), (0b111000,)
     masks: dict[str, Held] = {f"n{p}{o}": (low, high)[o] for p in range(4) for o in (0, 1)}
@@ -142,7 +142,7 @@ def test_of_equal_nodes_those_without_a_pipeline_fill_the_gaps() -> None:
     )
 
 
-def test_a_cover_takes_few_nodes_and_says_what_cannot_be_seated() -> None:
+def test_a_cover_takes_few_nodes_and_names_what_is_not_covered() -> None:
     masks = {"a": (0b0011,), "b": (0b0110,), "c": (0b1100,), "d": (0b0001,)}
     assert sorted(cover("abcd", whole_layers(masks, 4), 2)) == ["a", "c"]
     with pytest.raises(StateLostError, match="no pipeline has a place for"):

@@ -1,4 +1,4 @@
-"""Batch distribution against all distributions, and against the integer program."""
+"""Batch distribution compared with all distributions, and with the integer program."""
 
 from functools import partial
 from itertools import accumulate, product
@@ -35,7 +35,7 @@ def lookup(table: list[float], microbatches: int) -> float:
 
 
 def random_costs(random: Random, pipelines: int, microbatches: int) -> list[Cost]:
-    """Growing tables, with plateaus and ties."""
+    """Return growing tables, with plateaus and ties."""
     steps = [
         [random.choice([0.0, 1.0, random.random()]) for _ in range(microbatches + 2)]
         for _ in range(pipelines)
@@ -112,7 +112,7 @@ def spread(times_ms: list[float], given: tuple[int, ...]) -> float:
 
 
 def random_times(random: Random, pipelines: int) -> list[float]:
-    """Some equal, some in ratios that balance exactly."""
+    """Return times of which some are equal, some in ratios that balance exactly."""
     kinds = [
         random.choice([1.0, 2.0, 3.0, random.uniform(0.2, 5)]) for _ in range(random.randint(1, pipelines))
     ]
@@ -142,12 +142,12 @@ def test_the_program_of_the_variance_agrees() -> None:
         assert spread(times_ms, modelled) == pytest.approx(spread(times_ms, given), rel=1e-6, abs=1e-9)
 
 
-def test_thousands_of_pipelines() -> None:
+def test_thousands_of_pipelines_are_distributed_optimally() -> None:
     random = Random(6)
     times_ms = [random.uniform(1, 4) for _ in range(7)] * 700
     given = least_variance(times_ms, 100_003)
     assert sum(given) == 100_003
-    # No single microbatch can be moved to advantage.
+    # No move of a single microbatch is an improvement.
     spent = [share * time for share, time in zip(given, times_ms, strict=True)]
     squares, total = sum(x * x for x in spent), sum(spent)
     least = squares - total**2 / len(spent)
@@ -164,7 +164,7 @@ def test_thousands_of_pipelines() -> None:
     assert done < 100_003
 
 
-def test_each_objective_is_the_best_at_what_it_minimises() -> None:
+def test_each_objective_finds_its_own_minimum() -> None:
     clocks = [PipelineClock([1.0] * s, [2.0] * s, [0.1] * (s - 1)) for s in (1, 2, 4)]
     slow = PipelineClock([3.0, 1.0], [5.0, 2.0], [0.1])
     costs: list[Cost] = [*(clock.makespan_ms for clock in clocks), slow.makespan_ms, slow.makespan_ms]
@@ -177,7 +177,7 @@ def test_each_objective_is_the_best_at_what_it_minimises() -> None:
         assert score_ms(objective, costs, modelled) == pytest.approx(min(scores), rel=1e-6)
 
 
-def test_equal_pipelines_share_as_evenly_as_can_be_and_the_first_gets_more() -> None:
+def test_equal_pipelines_share_as_evenly_as_possible_and_the_first_gets_more() -> None:
     clock = PipelineClock([1.0, 1.0], [2.0, 2.0], [0.0])
     assert distribute([clock.makespan_ms] * 3, 128) == (43, 43, 42)
 
@@ -207,7 +207,7 @@ def test_the_nearest_batches_are_recommended(
         check_batch(better, rows, pipelines)
 
 
-def test_fewer_microbatches_than_pipelines_are_refused_by_both() -> None:
+def test_both_solvers_reject_fewer_microbatches_than_pipelines() -> None:
     clock = PipelineClock([1.0], [1.0], [])
     for method in (distribute, distribute_by_model):
         with pytest.raises(BatchError):

@@ -1,4 +1,4 @@
-"""The tables of stage costs, and what is said of profiles and policies that make no sense."""
+"""The tables of stage costs, and the errors for invalid profiles and policies."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def test_the_time_and_the_memory_of_a_selective_recomputation_are_checked() -> N
         (with_split(split(backward_ms=INF)), r"layers\[1\]\.split\[0\]\.backward_ms is inf"),
     ],
 )
-def test_measured_splits_that_make_no_sense_are_named(profile: ModelProfile, message: str) -> None:
+def test_invalid_measured_splits_are_named(profile: ModelProfile, message: str) -> None:
     with pytest.raises(InfeasibleError, match=rf"profile\.{message}"):
         StageCosts(profile, policy_of(devices_per_node=2))
 
@@ -107,7 +107,7 @@ def test_stage_devices_are_ascending_numbers(sizes: tuple[int, ...]) -> None:
         (Link(bytes_per_s=-1.0), "bytes_per_s"),
     ],
 )
-def test_links_that_make_no_sense_are_named(name: str, link: Link, field: str) -> None:
+def test_invalid_links_are_named(name: str, link: Link, field: str) -> None:
     changes: dict[str, Link] = {name: link}
     profile = replace(profile_of([1.0]), **changes)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match=rf"profile\.{name}\.{field}"):
@@ -115,7 +115,7 @@ def test_links_that_make_no_sense_are_named(name: str, link: Link, field: str) -
 
 
 @pytest.mark.parametrize("wrong", [0, -5])
-def test_memory_that_is_not_there_is_named(wrong: int) -> None:
+def test_invalid_memory_sizes_are_named(wrong: int) -> None:
     with pytest.raises(InfeasibleError, match=r"profile\.device_memory_bytes"):
         StageCosts(profile_of([1.0], memory_bytes=wrong), policy_of())
     with pytest.raises(InfeasibleError, match=r"policy\.device_memory_bytes"):
@@ -123,7 +123,7 @@ def test_memory_that_is_not_there_is_named(wrong: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["devices_per_node", "global_batch", "microbatch_rows"])
-def test_policies_that_make_no_sense_are_named(name: str) -> None:
+def test_invalid_policies_are_named(name: str) -> None:
     with pytest.raises(InfeasibleError, match=rf"policy\.{name} is 0; it must be ≥ 1"):
         StageCosts(profile_of([1.0]), policy_of(**{name: 0}))
 
@@ -133,7 +133,7 @@ def test_a_node_has_no_more_devices_than_tables_can_hold() -> None:
         StageCosts(profile_of([1.0]), policy_of(devices_per_node=1_000_000))
 
 
-def test_times_that_no_number_holds_are_refused() -> None:
+def test_times_whose_sum_overflows_are_rejected() -> None:
     with pytest.raises(InfeasibleError, match="add up to more"):
         StageCosts(profile_of([5e307] * 4), policy_of())
 
@@ -149,7 +149,7 @@ def test_times_that_no_number_holds_are_refused() -> None:
         ((3, 4), 5, "any", r"devices_per_node is 5.* use 4 or 6 devices per node"),
     ],
 )
-def test_nodes_that_cannot_be_split_hear_what_can(
+def test_the_error_for_nodes_that_cannot_be_split_recommends_sizes(
     sizes: tuple[int, ...] | None, devices: int, split: str, message: str
 ) -> None:
     profile = replace(profile_of([1.0] * 8, rows=8), stage_devices=sizes)

@@ -1,4 +1,4 @@
-"""What a preview comes to: numbers that add up, and the integer program's word on the shares."""
+"""The description of a preview: consistent numbers, and shares that the integer program confirms."""
 
 from dataclasses import replace
 
@@ -21,43 +21,47 @@ def seen(nodes: int = 6) -> Preview:
 
 
 def test_the_description_adds_up() -> None:
-    told, planner = describe(seen()), Planner(profile_of([1.0] * 8, memory_bytes=150), POLICY)
-    assert told.memory_limit_bytes == 150 and (told.nodes, told.idle_nodes, told.layers) == (6, 0, 8)
-    assert [row.nodes for row in told.templates] == list(planner.templates(6).sizes)
-    for row in told.templates:
+    description, planner = describe(seen()), Planner(profile_of([1.0] * 8, memory_bytes=150), POLICY)
+    assert description.memory_limit_bytes == 150 and (
+        description.nodes,
+        description.idle_nodes,
+        description.layers,
+    ) == (6, 0, 8)
+    assert [row.nodes for row in description.templates] == list(planner.templates(6).sizes)
+    for row in description.templates:
         assert [stage.first_layer for stage in row.stages][1:] == [s.end_layer for s in row.stages][:-1]
         assert row.memory_bytes == max(stage.memory_bytes for stage in row.stages) <= 150
         clock = planner.costs.clock(planner.templates(6).by_nodes[row.nodes].stages)
         assert row.objective_ms == clock.makespan_ms(row.microbatches)
         assert row.gap >= 0 and (row.gap == 0) == row.proved_optimal
     best = planner.instantiator(6).best(6)
-    assert sum(row.count * row.nodes for row in told.pipelines) == 6
-    assert sum(row.count * row.microbatches for row in told.pipelines) == 16
-    assert {row.step_ms for row in told.pipelines} == set(best.pipeline_ms)
-    assert max(row.step_ms for row in told.pipelines) == told.iteration_ms == best.iteration_ms
-    assert all(0 <= row.bubble_ratio < 1 for row in told.pipelines)
-    assert told.samples_per_s == 64 / (told.iteration_ms / 1e3)
+    assert sum(row.count * row.nodes for row in description.pipelines) == 6
+    assert sum(row.count * row.microbatches for row in description.pipelines) == 16
+    assert {row.step_ms for row in description.pipelines} == set(best.pipeline_ms)
+    assert max(row.step_ms for row in description.pipelines) == description.iteration_ms == best.iteration_ms
+    assert all(0 <= row.bubble_ratio < 1 for row in description.pipelines)
+    assert description.samples_per_s == 64 / (description.iteration_ms / 1e3)
 
 
 def test_the_timeline_of_a_pipeline_takes_its_makespan() -> None:
-    told = describe(seen())
-    for row in told.pipelines:
-        drawn = timeline_of(told.template(row.nodes), row.microbatches)
+    description = describe(seen())
+    for row in description.pipelines:
+        drawn = timeline_of(description.template(row.nodes), row.microbatches)
         assert drawn.makespan_ms == pytest.approx(row.makespan_ms)
         waits = drawn.idle_ms.mean() / drawn.makespan_ms
         assert waits == pytest.approx(row.bubble_ratio)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 8), (2, 8), (4, 12)])
-def test_equal_stages_wait_the_well_known_part_of_a_step(stages: int, microbatches: int) -> None:
-    """(S - 1) / (N + S - 1), as of GPipe: only the pipeline's filling and emptying."""
+def test_equal_stages_have_the_known_bubble_ratio(stages: int, microbatches: int) -> None:
+    """(S - 1) / (N + S - 1), as in GPipe: only the filling and draining of the pipeline."""
     # A layer's state is 12 bytes and its activations 1: a device has room for one layer.
     profile = profile_of([1.0] * stages, memory_bytes=12 + stages)
     policy = Policy(global_batch=microbatches, microbatch_rows=1, tolerate=0)
-    told = describe(preview(profile, policy, stages))
-    (row,) = told.pipelines
+    description = describe(preview(profile, policy, stages))
+    (row,) = description.pipelines
     assert row.bubble_ratio == pytest.approx((stages - 1) / (microbatches + stages - 1))
-    assert told.bubble_ratio == pytest.approx(row.bubble_ratio)
+    assert description.bubble_ratio == pytest.approx(row.bubble_ratio)
 
 
 def test_the_integer_program_checks_the_shares() -> None:
@@ -108,7 +112,9 @@ def test_one_size_makes_as_many_pipelines_as_it_can() -> None:
         (2, {"devices_per_node": 9, "microbatch_rows": 1}, "8 layers cannot fill even one node"),
     ],
 )
-def test_a_size_that_cannot_be_says_which_can(size: int, changes: dict[str, int], says: str) -> None:
+def test_the_error_for_an_impossible_size_names_possible_ones(
+    size: int, changes: dict[str, int], says: str
+) -> None:
     policy = msgspec.structs.replace(POLICY, **{"tolerate": 0, **changes})  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError) as caught:
         preview(profile_of([1.0] * 8), policy, 12, template_nodes=size)

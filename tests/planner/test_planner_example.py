@@ -1,10 +1,10 @@
-"""What the package says of itself as a library is so."""
+"""The example in the package's documentation works as described."""
 
 import doctest
 
 import planner
 
 
-def test_the_example_of_the_package_runs_as_it_says() -> None:
+def test_the_example_of_the_package_runs_as_documented() -> None:
     found = doctest.testmod(planner)
     assert (found.failed, found.attempted) == (0, 13)

@@ -1,4 +1,4 @@
-"""Instantiation against every multiset of templates and every share of the batch."""
+"""Instantiation compared with every multiset of templates and every share of the batch."""
 
 import math
 from collections import Counter
@@ -108,7 +108,7 @@ def test_against_every_multiset_of_up_to_32_nodes(
 
 
 def test_of_equally_quick_ones_the_most_pipelines_are_made() -> None:
-    """All of them take no time; or there is one microbatch, and so there can be one pipeline."""
+    """All of them take no time; or there is one microbatch, and so only one pipeline is possible."""
     free = Link(latency_ms=0.0, bytes_per_s=math.inf)
     for time_ms, microbatches in ((0.0, 16), (1.0, 1)):
         profile = replace(profile_of([time_ms] * 4), ring=free)

@@ -1,4 +1,4 @@
-"""The interval between snapshots against trying out every interval, and against failures drawn one by one."""
+"""The interval between snapshots compared with every interval, and with failures drawn one by one."""
 
 import random
 
@@ -27,7 +27,7 @@ def test_the_best_interval_is_the_best_of_all(cost: SnapshotCost, most: int) -> 
 
 
 def simulated_share(every: int, cost: SnapshotCost, pieces: int) -> float:
-    """Pieces of work under failures drawn one by one: the time that they took over the work, minus one."""
+    """Return the lost share of work whose pieces run under failures drawn one by one: total time / work − 1."""
     draw, spent_s = random.Random(7), 0.0
     piece_s = every * cost.step_s + cost.cost_s
     for _ in range(pieces):
@@ -53,7 +53,7 @@ def chosen(share: float, present: int, *, settled: bool = True, horizon_s: float
     return choose_interval(cost, present=present, most=10_000, cheap_share=0.01, settled=settled).every_steps
 
 
-def test_what_costs_next_to_nothing_is_taken_behind_every_step_and_stays_so_for_a_while() -> None:
+def test_very_cheap_snapshots_are_taken_after_every_step_with_hysteresis() -> None:
     assert chosen(0.0, 5) == chosen(0.01, 5) == 1
     assert chosen(0.012, 5) > 1
     assert chosen(0.014, 1) == 1
@@ -71,9 +71,9 @@ def test_an_interval_stays_while_another_one_saves_little() -> None:
 
 def test_the_reason_has_the_figures() -> None:
     cost = SnapshotCost(step_s=0.1, cost_s=0.02, horizon_s=7200.0)
-    told = choose_interval(cost, present=5, most=1000, cheap_share=0.01)
-    assert told.reason == (
+    choice = choose_interval(cost, present=5, most=1000, cheap_share=0.01)
+    assert choice.reason == (
         "a snapshot costs 20 ms of a step of 100 ms (20.00%), and a failure is expected every 2 h: every 170 "
         "steps loses 0.24% of the time, every 5 would lose 4.00%"
     )
-    assert told.lost_share == pytest.approx(lost_share(told.every_steps, cost))
+    assert choice.lost_share == pytest.approx(lost_share(choice.every_steps, cost))

@@ -1,4 +1,4 @@
-"""The quickest mapping for the microbatches really run, against all mappings there are."""
+"""The quickest mapping for the microbatches that are really run, compared with all mappings."""
 
 from random import Random
 
@@ -53,7 +53,7 @@ def template_of(profile: ModelProfile, policy: Policy, nodes: int, microbatches:
 
 
 def check(random: Random, cases: int) -> tuple[list[float], int]:
-    """Objective over optimum of every feasible case, and how many were proved."""
+    """Return objective over optimum of every feasible case, and how many were proved."""
     ratios, proved = [], 0
     while len(ratios) < cases:
         profile, policy, nodes, microbatches = random_case(random)
@@ -79,7 +79,7 @@ def check(random: Random, cases: int) -> tuple[list[float], int]:
     return ratios, proved
 
 
-def test_few_mappings_are_all_looked_at() -> None:
+def test_a_few_mappings_are_all_enumerated() -> None:
     ratios, proved = check(Random(1), 60)
     assert max(ratios) < 1 + 1e-11 and proved == 60
 

@@ -33,7 +33,7 @@ def test_the_clock_the_batch_and_the_operation_list_agree(
         assert path_bounds(*arrays, microbatches)[0] <= expected + 1e-9
 
 
-def test_a_balanced_pipeline_takes_n_plus_s_minus_one_turns() -> None:
+def test_a_balanced_pipeline_takes_n_plus_s_minus_one_rounds() -> None:
     assert PipelineClock([1] * 4, [2] * 4, [0] * 3).makespan_ms(8) == (8 + 4 - 1) * 3
 
 

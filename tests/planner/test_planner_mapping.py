@@ -1,4 +1,4 @@
-"""GPU–stage mapping against all mappings there are."""
+"""GPU–stage mapping compared with all mappings."""
 
 from dataclasses import replace
 from math import inf
@@ -25,7 +25,9 @@ def best(profile: ModelProfile, policy: Policy, nodes: int, microbatches: int = 
 
 
 def table_3_layer() -> LayerProfile:
-    """1 ms forward, 2 ms backward, and all-reduces that grow with the devices, once in each direction."""
+    """Return a layer with 1 ms forward, 2 ms backward, and an all-reduce in each direction that grows with the
+    devices.
+    """
     all_reduce_ms = {2: 0.03125, 4: 0.046875, 8: 0.0546875}
     return LayerProfile(
         forward_ms=1.0,
@@ -118,7 +120,7 @@ def test_all_sizes_at_once_are_as_good_as_one_by_one(objective: str) -> None:
 
 
 def test_the_search_finds_what_a_scan_of_all_slowest_times_finds() -> None:
-    """Of models too large to look at all mappings, where memory decides and where it does not."""
+    """Models too large to enumerate all mappings, some of them limited by memory."""
     random, decided = Random(2), 0
     for memory_bytes in (None, *(random.randint(40, 200) for _ in range(12))):
         layers = tuple(

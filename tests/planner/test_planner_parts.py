@@ -1,4 +1,4 @@
-"""ZeRO-1: who together have all of a layer; what a plan must cover, moves, and takes of memory."""
+"""ZeRO-1: devices that together have all of a layer; what a plan must cover, moves, and takes of memory."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -37,7 +37,7 @@ def part(layer: int, number: int, parts: int, *, replica: bool = False) -> State
 
 @st.composite
 def reported(draw: st.DrawFn) -> dict[Device, tuple[StatePart, ...]]:
-    """Up to five nodes with ranges of layers that are cut in one way, or in two."""
+    """Draw up to five nodes with ranges of layers that are cut in one way, or in two."""
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
     any_part = st.tuples(st.integers(0, LAYERS - 1), st.sampled_from(counts), st.booleans()).flatmap(
         lambda some: st.sets(st.integers(0, some[1]), min_size=2, max_size=2).map(
@@ -51,7 +51,7 @@ def reported(draw: st.DrawFn) -> dict[Device, tuple[StatePart, ...]]:
 
 
 def elements(parts: tuple[StatePart, ...], layer: int, count: int) -> set[int]:
-    """The oracle: element by element."""
+    """Return the elements of a layer that the parts have, one by one (the oracle)."""
     return {
         n for p in parts if p.layer == layer for n in range(p.start * count // p.of, p.end * count // p.of)
     }
@@ -59,25 +59,25 @@ def elements(parts: tuple[StatePart, ...], layer: int, count: int) -> set[int]:
 
 @given(reported(), st.integers(1, 60))
 def test_what_counts_as_complete_is_complete_in_elements(
-    told: dict[Device, tuple[StatePart, ...]], count: int
+    reports: dict[Device, tuple[StatePart, ...]], count: int
 ) -> None:
-    lacking = incomplete(told.values(), LAYERS)
+    lacking = incomplete(reports.values(), LAYERS)
     for layer in range(LAYERS):
-        there: set[int] = set().union(*(elements(parts, layer, count) for parts in told.values()))
+        there: set[int] = set().union(*(elements(parts, layer, count) for parts in reports.values()))
         if layer not in lacking:
             assert there == set(range(count))
-        elif count % 12 == 0:  # no part of up to four is empty
+        elif count % 12 == 0:  # No part of up to four is empty.
             assert there != set(range(count))
 
 
 @given(reported(), st.integers(1, 5))
 def test_a_cover_is_found_exactly_where_there_is_one(
-    told: dict[Device, tuple[StatePart, ...]], most: int
+    reports: dict[Device, tuple[StatePart, ...]], most: int
 ) -> None:
-    nodes = sorted(holder.node for holder in told)
-    needs = part_needs(nodes, 1, told, LAYERS)
+    nodes = sorted(holder.node for holder in reports)
+    needs = part_needs(nodes, 1, reports, LAYERS)
     exists = any(
-        not incomplete([told[device(node)] for node in some], LAYERS)
+        not incomplete([reports[device(node)] for node in some], LAYERS)
         for size in range(1, most + 1)
         for some in combinations(nodes, size)
     )
@@ -88,7 +88,7 @@ def test_a_cover_is_found_exactly_where_there_is_one(
         assert set(error.layers) <= set(range(LAYERS)) and error.layers
     else:
         assert exists and len(found) <= most
-        assert not incomplete([told[device(node)] for node in found], LAYERS)
+        assert not incomplete([reports[device(node)] for node in found], LAYERS)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def own(number: int, parts: int, *, replica: bool = False) -> tuple[StatePart, .
 
 
 def lost_one(*, aor: bool) -> Situation:
-    """Three pipelines of one node each, of which ``b`` is lost; nobody has gathered the last step."""
+    """Return a situation of three one-node pipelines that lost ``b``; no node has gathered the last step."""
     parts = {
         device("a"): own(0, 3) + (own(1, 3, replica=True) if aor else ()),
         device("c"): own(2, 3) + (own(0, 3, replica=True) if aor else ()),
@@ -187,13 +187,13 @@ def test_bytes_that_move_are_what_is_lacking() -> None:
 
 @given(reported(), st.integers(1, 4))
 def test_bytes_that_move_are_counted_element_by_element(
-    told: dict[Device, tuple[StatePart, ...]], owners: int
+    reports: dict[Device, tuple[StatePart, ...]], owners: int
 ) -> None:
-    """Ranges of any cuts against pipelines of one node each; layers of 12 elements, so that no part is cut."""
-    whole = {holder: frozenset({0}) for holder in told}
+    """Ranges of any cuts and pipelines of one node each; layers of 12 elements, so that no element is divided."""
+    whole = {holder: frozenset({0}) for holder in reports}
     lacking = 0
     for number, name in enumerate("abcd"[:owners]):
-        parts = told.get(device(name), ())
+        parts = reports.get(device(name), ())
         own = set(range(number * 12 // owners, (number + 1) * 12 // owners))
         for layer in range(4):
             has = elements(parts, layer, 12)
@@ -202,7 +202,7 @@ def test_bytes_that_move_are_counted_element_by_element(
                 lacking += (12 - len(has)) * 12
     small = replace(LAYER, parameter_bytes=144, optimizer_bytes=288)
     model = ModelProfile(layers=(small,) * 4, microbatch_rows=1)
-    assert moved_bytes(model, placed(*"abcd"[:owners]), whole, told, zero1=True) == lacking
+    assert moved_bytes(model, placed(*"abcd"[:owners]), whole, reports, zero1=True) == lacking
 
 
 def test_equal_ranges_are_equal() -> None:
@@ -223,7 +223,7 @@ def test_a_device_keeps_one_of_so_many_parts_of_the_optimizer_s_state() -> None:
     assert state(policy(zero1=False)) - state(policy(tolerate=3)) == 4 * 1500
 
 
-def test_sharded_state_makes_a_replica_fit_on_fewer_nodes_and_wants_all_replicas() -> None:
+def test_sharded_state_makes_a_replica_fit_on_fewer_nodes_and_needs_all_replicas() -> None:
     """A layer takes 4000 bytes and 10 or 40 of activations, with ZeRO-1 3000: two, or three, of four fit."""
     tight = profile(9300)
     assert Planner(tight, policy(zero1=False)).n0 == 2
@@ -238,7 +238,7 @@ def test_sharded_state_makes_a_replica_fit_on_fewer_nodes_and_wants_all_replicas
     assert preview(tighter, policy(), 4).instantiation.sizes == (2, 2)
 
 
-def test_where_sharding_saves_no_node_one_pipeline_may_go_on() -> None:
+def test_one_pipeline_may_continue_where_sharding_saves_no_node() -> None:
     planner = Planner(profile(), policy())
     assert (planner.n0, planner.fewest_nodes) == (1, 1)
     assert not planner.costs.policy.zero1

@@ -1,4 +1,4 @@
-"""What is computed before the first failure, told while it is made, taken out and put back."""
+"""Precomputation before the first failure: its progress, its export and its restoration."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def made(planner: Planner, nodes: int = 7) -> Precomputed:
     return planner.precomputed()
 
 
-def test_progress_is_told_and_what_is_likely_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_and_likely_sizes_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     best = Instantiator.best
 
@@ -34,10 +34,10 @@ def test_progress_is_told_and_what_is_likely_comes_first(monkeypatch: pytest.Mon
         return best(self, nodes)
 
     monkeypatch.setattr(Instantiator, "best", noted)
-    told: list[tuple[int, int]] = []
-    planner_of().precompute(7, lambda done, of: told.append((done, of)), present=5)
+    reported: list[tuple[int, int]] = []
+    planner_of().precompute(7, lambda done, of: reported.append((done, of)), present=5)
     assert asked == [5, 4, 3, 2, 6, 7]
-    assert told == [(done, 6) for done in range(7)]
+    assert reported == [(done, 6) for done in range(7)]
     asked.clear()
     planner_of().precompute(4)
     assert asked == [4, 3, 2]
@@ -72,7 +72,7 @@ def test_a_cluster_that_outgrew_what_was_restored_gets_new_templates() -> None:
     assert second.plan(situation) == planner_of().plan(situation)
 
 
-def test_of_another_job_is_refused() -> None:
+def test_the_precomputation_of_another_job_is_rejected() -> None:
     for other in (planner_of(layers=9), planner_of(global_batch=60), planner_of(devices_per_node=2)):
         target = planner_of()
         with pytest.raises(RestoreError, match="belong to this job"):
@@ -81,7 +81,7 @@ def test_of_another_job_is_refused() -> None:
             target.precomputed()
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_precomputations_are_rejected() -> None:
     planner = planner_of()
     good = made(planner)
     template, best = good.templates[0], good.instantiations[4]

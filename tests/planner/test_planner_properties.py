@@ -1,4 +1,4 @@
-"""Whatever fails and joins, in whatever order: a valid plan comes out as long as one can."""
+"""Any failures and joins, in any order, give a valid plan while one is possible."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,7 +57,7 @@ def planners(draw: st.DrawFn) -> Planner | None:
 
 
 def owned(plan: Plan, holdings: Holdings, keep_old: bool) -> Holdings:
-    """Holdings under a plan; until its first commit trainers also keep what they had."""
+    """Return the holdings under a plan; until its first commit trainers also keep what they had."""
     kept: Holdings = dict(holdings) if keep_old else {}
     for each in plan.released_layers if keep_old else ():
         kept[each.device] = kept[each.device].difference(each.dropped)
@@ -70,7 +70,9 @@ def owned(plan: Plan, holdings: Holdings, keep_old: bool) -> Holdings:
 
 
 def check_considered(plan: Plan) -> None:
-    """The plan is the first that was considered, and none of the others was expected to be quicker."""
+    """Check that the plan is the first that was considered, and that none of the others was expected to be
+    quicker.
+    """
     if plan.method == "unchanged":
         assert not plan.considered
         return

@@ -1,4 +1,4 @@
-"""Which stages recompute their activations, where the planner chooses."""
+"""Stages that recompute their activations, where the planner chooses."""
 
 from dataclasses import replace
 from itertools import product
@@ -36,7 +36,7 @@ from tests.helpers.oracles import (
 
 
 def model(layers: int = 8, memory_bytes: int | None = None, selective: bool = True) -> ModelProfile:
-    """Equal layers: 12 bytes of state, 8 of activations, 3 if selected, 1 of inputs."""
+    """Return equal layers: 12 bytes of state, 8 of activations, 3 if selected, 1 of inputs."""
     measured = Recomputation(activation_bytes=3, recompute_ms=0.25) if selective else None
     one = layer(activation_bytes=8, output_bytes=1, selective=measured)
     return ModelProfile(layers=(one,) * layers, microbatch_rows=4, device_memory_bytes=memory_bytes)
@@ -58,7 +58,7 @@ def ways_of(template: Template) -> list[Recompute]:
 
 
 @pytest.mark.parametrize("objective", ["paper", "iteration"])
-def test_stages_recompute_only_where_they_must(objective: str) -> None:
+def test_stages_recompute_only_where_memory_requires_it(objective: str) -> None:
     """Stage s of 4 has 4 − s microbatches in flight: the first stages lack memory, the last one does not."""
     auto = policy_of("auto", objective=objective)
     assert ways_of(best(model(memory_bytes=400), auto, 4)) == ["none"] * 4
@@ -116,7 +116,7 @@ def test_no_other_choice_for_any_stage_is_better() -> None:
 def test_the_search_is_exact_where_recomputation_decides(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tight memory, and mappings treated as too many to look at all of them."""
+    """Tight memory, and mappings treated as too many to enumerate."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     random, mixed, proved = Random(objective), 0, 0
     cases = 120

@@ -1,4 +1,4 @@
-"""What happens to pipelines, nodes and bytes when nodes fail and come."""
+"""Effects of failing and joining nodes on pipelines, nodes and the bytes that move."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.helpers.oracles import check_plan, layer, profile_of
 
 
 def planner_of(layers: int = 8, memory_bytes: int | None = 120, **changes: object) -> Planner:
-    """With 120 bytes a device, 8 layers need two nodes and so does nothing less."""
+    """Return a planner whose devices have 120 bytes: 8 layers need two nodes, and fewer nodes do not suffice."""
     settings: dict[str, object] = {"global_batch": 64, "microbatch_rows": 4, **changes}
     return Planner(profile_of([1.0] * layers, memory_bytes=memory_bytes), Policy(**settings))  # type: ignore[arg-type]
 
@@ -26,7 +26,7 @@ def names(count: int) -> tuple[str, ...]:
 
 
 def owned(plan: Plan) -> dict[Device, frozenset[int]]:
-    """What devices hold once training goes on under a plan."""
+    """Return the holdings of devices once training continues under a plan."""
     return {
         device: frozenset(range(stage.first_layer, stage.end_layer))
         for pipeline in plan.pipelines
@@ -40,7 +40,7 @@ def after(plan: Plan, lost: set[str], joined: tuple[str, ...] = ()) -> Situation
     return Situation(nodes=left + joined, holdings=owned(plan), previous=plan)
 
 
-def test_simple() -> None:
+def test_pipelines_shrink_to_their_survivors() -> None:
     assert (r := reinstantiate([4, 3], [3, 3], [2, 3, 4])) and (r.sizes, r.method) == ((3, 3), "simple")
 
 
@@ -55,7 +55,7 @@ def test_borrow_takes_from_the_largest() -> None:
     )
 
 
-def test_merge_when_nobody_can_spare_a_node() -> None:
+def test_merge_when_no_pipeline_can_spare_a_node() -> None:
     assert (r := reinstantiate([2, 2, 2], [1, 2, 2], [2, 3])) and (r.sizes, r.method) == ((3, 0, 2), "merge")
 
 
@@ -64,8 +64,8 @@ def test_merge_that_finds_no_template_is_a_dead_end() -> None:
     assert reinstantiate([2], [1], [2, 3]) is None
 
 
-def test_the_survivors_that_a_careless_merge_makes_one_pipeline_of_stay_two() -> None:
-    """f = 1, n₀ = 2, survivors [1, 1, 2]: merging [3, 1] and then [4] would leave one copy; 2 + 2 works."""
+def test_survivors_that_a_greedy_merge_would_join_stay_two_pipelines() -> None:
+    """f = 1, n₀ = 2, survivors [1, 1, 2]: merging [3, 1] and then [4] would leave one replica; 2 + 2 works."""
     planner = planner_of(tolerate=1)
     planner.precompute(6)
     assert planner.n0 == 2
@@ -130,7 +130,7 @@ def test_a_failure_of_a_whole_pipeline_moves_nothing() -> None:
 
 
 def test_the_fewest_bytes_move() -> None:
-    """Of two survivors, the one that holds most of the first stage becomes the first stage."""
+    """The survivor that holds most of the first stage becomes the first stage."""
     planner = planner_of(memory_bytes=120, tolerate=0)
     most, rest = frozenset(range(5)), frozenset(range(3, 8))
     holdings = {Device(node="b", index=0): most, Device(node="a", index=0): rest}
@@ -155,7 +155,7 @@ def test_sources_are_near_first_and_then_share_the_load() -> None:
     assert len(load) > 1 and max(load.values()) - min(load.values()) <= 12
 
 
-def test_layers_that_nobody_holds_are_named() -> None:
+def test_layers_that_no_node_holds_are_named() -> None:
     planner = planner_of(tolerate=0)
     holdings = {Device(node=n, index=0): frozenset(range(6)) for n in ("a", "b")}
     with pytest.raises(StateLostError, match="layers 6, 7") as raised:
@@ -185,7 +185,7 @@ def test_an_idle_node_that_alone_holds_a_layer_is_taken_into_the_plan() -> None:
 
 
 def test_the_only_holder_is_chosen_even_where_that_moves_more() -> None:
-    """Both places would be cheapest for a and b, but only c holds layer 1."""
+    """Both slots would be cheapest for a and b, but only c holds layer 1."""
     profile = ModelProfile(layers=(layer(state_bytes=4000), layer(state_bytes=0)), microbatch_rows=4)
     assigner = Assigner(profile)
     holdings = {Device(node=n, index=0): frozenset({0}) for n in "ab"}
@@ -206,7 +206,7 @@ def test_too_few_nodes_say_how_many_are_needed() -> None:
     assert (raised.value.needed, raised.value.present) == (4, 3)
 
 
-def test_one_replica_goes_on_below_oobleck_s_minimum() -> None:
+def test_one_replica_continues_below_oobleck_s_minimum() -> None:
     planner = planner_of(tolerate=1)
     plan = planner.plan(planner.initial_situation(names(3)))
     assert [len(p.nodes) for p in plan.pipelines] == [3]
@@ -225,7 +225,7 @@ def test_the_order_of_nodes_and_holdings_does_not_matter() -> None:
     assert first.plan(situation) == second.plan(shuffled) == first.plan(situation)
 
 
-def test_nodes_are_numbered_as_people_count() -> None:
+def test_node_names_are_sorted_by_their_numbers() -> None:
     assert sorted(["node-10", "node-2", "a", "node-1"], key=natural_key) == [
         "a",
         "node-1",
@@ -238,7 +238,10 @@ def test_nodes_are_numbered_as_people_count() -> None:
 
 
 def heavy(horizon_s: float | None, lost: set[str], joined: tuple[str, ...] = ()) -> Plan:
-    """Nine nodes as pipelines of 3, 2, 2, 2; a layer takes 300 ms and 3 GB, which the link moves in 3 s."""
+    """Return the plan that follows nine nodes as pipelines of 3, 2, 2, 2 after ``lost`` and ``joined``.
+
+    A layer takes 300 ms and 3 GB, which the link moves in 3 s.
+    """
     layers = tuple(layer(forward_ms=100, backward_ms=200, state_bytes=4 * 10**9) for _ in range(6))
     free = Link(latency_ms=0.0, bytes_per_s=1e15)
     profile = ModelProfile(

@@ -1,4 +1,4 @@
-"""New cuts for given stages of different speeds, against all cuts there are."""
+"""New cuts for given stages of different speeds, compared with all cuts."""
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -52,7 +52,7 @@ def slowed_ms(
 
 
 def ratios(random: Random, cases: int) -> list[float]:
-    """How many times as long as with the best cuts there are."""
+    """Return the time with the cuts found over the time with the best cuts, for random cases."""
     found: list[float] = []
     while len(found) < cases:
         layers, microbatches = random.randint(3, 9), random.randint(1, 12)
@@ -102,7 +102,7 @@ def ratios(random: Random, cases: int) -> list[float]:
     return found
 
 
-def test_few_cuts_are_all_looked_at() -> None:
+def test_a_few_cuts_are_all_enumerated() -> None:
     assert max(ratios(Random(1), 200)) < 1 + 1e-9
 
 

@@ -1,4 +1,4 @@
-"""REFT §5 against its published figures, against counting, and against a small simulation by hand."""
+"""REFT §5 compared with its published figures, with counting, and with a small simulation."""
 
 import math
 from itertools import product
@@ -43,7 +43,7 @@ def test_equation_5_as_printed_gives_less() -> None:
 
 
 def counted(protection: Protection, days: float) -> float:
-    """Every way in which the nodes can be up or down, weighed."""
+    """Return the probability of survival, from every combination of nodes that are up or down."""
     up = math.exp(protection.hardware.log_survival(days))
     groups = [
         range(first, min(first + protection.group, protection.nodes))
@@ -90,7 +90,7 @@ def test_a_law_of_a_mean_has_that_mean(mean: float, shape: float) -> None:
     assert FailureDistribution.of_mean(mean, shape).mean_days == pytest.approx(mean, rel=1e-9)
 
 
-def test_a_mean_beyond_all_days_is_for_ever() -> None:
+def test_a_mean_beyond_the_range_of_numbers_is_infinite() -> None:
     assert FailureDistribution(rate=1e-300, shape=0.1).mean_days == math.inf
     assert FailureDistribution.of_mean(1e-300, 5.0).rate == math.inf
 

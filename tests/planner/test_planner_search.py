@@ -1,4 +1,4 @@
-"""What the search over instantiations is made of: clocks of many pipelines, and the exact fill."""
+"""Components of the search over instantiations: clocks of many pipelines, and the exact fill."""
 
 from random import Random
 
@@ -12,7 +12,9 @@ from tests.helpers.oracles import simulated_makespan_ms
 
 
 def random_pipelines(random: Random) -> list[Stages]:
-    """Some with equal stages and slow links, whose schedules repeat after several rounds only."""
+    """Return pipelines, some of them with equal stages and slow links, whose schedules repeat after several
+    rounds only.
+    """
     pipelines: list[Stages] = []
     even = random.random() < 0.5
     for _ in range(random.randint(1, 6)):
@@ -36,8 +38,8 @@ def test_many_clocks_agree_with_the_operation_list() -> None:
             assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_far_microbatches_are_told_from_the_period() -> None:
-    """Against the schedule itself, simulated to the end by a clock that does not know about periods."""
+def test_times_of_many_microbatches_follow_from_the_period() -> None:
+    """Compare with the schedule itself, simulated to the end by a clock that does not know about periods."""
     random = Random(2)
     for _ in range(6):
         pipelines = random_pipelines(random)
@@ -64,7 +66,7 @@ def test_the_most_in_a_limit_is_what_counting_gives() -> None:
 
 
 def all_work(sizes: list[int], shares: list[int], nodes: int, most: int) -> list[int | None]:
-    """Of 0, 1, … ``most`` templates of ``nodes`` nodes in all."""
+    """Return the most work of 0, 1, … ``most`` templates of ``nodes`` nodes in all."""
     tables: list[dict[int, int]] = [{0: 0}]
     for _ in range(most):
         grown: dict[int, int] = {}

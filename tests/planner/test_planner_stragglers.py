@@ -1,4 +1,4 @@
-"""Slow nodes: their pipelines get less, they are put together, and nothing gets slower for it."""
+"""Slow nodes: their pipelines get less work, they are grouped, and nothing gets slower for it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,7 +36,7 @@ Cuts = tuple[tuple[int, int], ...]
 def planner_of(
     times_ms: list[float], *, microbatches: int = 8, devices: int = 1, link_bytes_per_s: float = 1e9
 ) -> Planner:
-    """Activations and the all-reduce cost nothing, nothing is limited by memory."""
+    """Return a planner where activations and the all-reduce cost nothing and memory has no limit."""
     link = Link(latency_ms=0.0, bytes_per_s=link_bytes_per_s)
     profile = replace(profile_of(times_ms), link=link)
     policy = Policy(global_batch=4 * microbatches, microbatch_rows=4, tolerate=1, devices_per_node=devices)
@@ -44,7 +44,7 @@ def planner_of(
 
 
 def pipeline(nodes: str, cuts: Cuts, microbatches: int = 1) -> PipelinePlacement:
-    """One-device stages on nodes named by single letters."""
+    """Return a pipeline of one-device stages on nodes named by single letters."""
     return PipelinePlacement(
         stages=tuple(
             StagePlacement(first_layer=u, end_layer=v, devices=(Device(node=node, index=0),))
@@ -97,8 +97,8 @@ def test_shares_are_the_best_of_all(
     assert sum(p.microbatches for p in found) == count
 
 
-def seatings(rows: list[str]) -> Iterator[list[str]]:
-    """All ways to change nodes between equal places; rows are pipelines of the same cuts."""
+def exchanges(rows: list[str]) -> Iterator[list[str]]:
+    """Yield all ways to exchange nodes between equal slots; rows are pipelines of the same cuts."""
     for columns in product(*(permutations(column) for column in zip(*rows, strict=True))):
         yield ["".join(row) for row in zip(*columns, strict=True)]
 
@@ -108,7 +108,7 @@ def seatings(rows: list[str]) -> Iterator[list[str]]:
 def test_equally_slow_nodes_are_put_together_as_well_as_can_be(
     slow: set[str], factor: float, count: int
 ) -> None:
-    """With microbatches enough that a pipeline's steady state counts, not its filling."""
+    """There are so many microbatches that a pipeline's steady state counts, not its filling."""
     planner = planner_of([10.0, 10.0, 10.0, 10.0], microbatches=count)
     cuts: Cuts = ((0, 2), (2, 4))
     speeds = dict.fromkeys(slow, factor)
@@ -119,7 +119,7 @@ def test_equally_slow_nodes_are_put_together_as_well_as_can_be(
 
     together = group_slow_nodes([pipeline(row, cuts) for row in rows], speeds)
     assert step_s(redistribute_batch(planner.costs, together, speeds)) == pytest.approx(
-        min(best_s(names) for names in seatings(rows))
+        min(best_s(names) for names in exchanges(rows))
     )
     assert sorted(node for p in together for node in p.nodes) == list("abcdef")
 
@@ -217,7 +217,7 @@ def test_a_slow_pipeline_gets_less_and_its_share_back() -> None:
 
 @st.composite
 def disturbed(draw: st.DrawFn) -> tuple[Planner, Plan, Situation]:
-    """A plan, and nodes that become slow, are lost or join."""
+    """Draw a plan, and nodes that become slow, are lost or join."""
     planner = planner_of(
         draw(st.lists(st.sampled_from([4.0, 6.0, 10.0, 24.0]), min_size=3, max_size=7)),
         microbatches=draw(st.integers(6, 12)),
@@ -239,7 +239,7 @@ def disturbed(draw: st.DrawFn) -> tuple[Planner, Plan, Situation]:
 
 @given(disturbed())
 @settings(max_examples=150)
-def test_plans_with_slow_nodes_are_sound_and_never_slower_for_knowing(
+def test_plans_that_know_slow_nodes_are_valid_and_never_slower(
     case: tuple[Planner, Plan, Situation],
 ) -> None:
     planner, _, situation = case

@@ -1,4 +1,4 @@
-"""Memory, n₀, template sizes, and what is said when there are none."""
+"""Memory, n₀, template sizes, and the errors when there are none."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ def test_in_flight_falls_towards_the_last_stage_and_never_exceeds_the_batch() ->
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_stage_bytes_term_by_term(recompute: Recompute, devices: int) -> None:
-    """What a layer keeps on two devices is measured, on three it is the share by rows."""
+    """Activations on two devices are measured, on three they are the share by rows."""
     layers = tuple(
         replace(
             layer(state_bytes=4 * n, activation_bytes=7 * n, output_bytes=3 * n),
@@ -62,8 +62,9 @@ def test_the_policy_overrides_the_device_memory() -> None:
 
 
 def covers_all(templates: Templates) -> bool:
-    """Return whether Theorem A.1's conditions hold: p > n₀ − 1 sizes, consecutive. Then no number of nodes from n₀ on
-    leaves a node idle."""
+    """Return whether Theorem A.1's conditions hold: p > n₀ − 1 sizes, consecutive. Then no number of nodes
+    from n₀ on leaves a node idle.
+    """
     consecutive = templates.sizes[-1] - templates.sizes[0] + 1 == len(templates.sizes)
     return consecutive and len(templates.sizes) > templates.n0 - 1
 
@@ -78,7 +79,7 @@ def test_sizes_run_from_n0_to_n_minus_f_n0() -> None:
 
 
 def test_sizes_reach_far_enough_for_a_single_replica() -> None:
-    """Four nodes, n₀ = 2, f = 1: the paper makes size 2 only; with three left a size of 3 wastes nobody."""
+    """Four nodes, n₀ = 2, f = 1: the paper makes size 2 only; with three left a size of 3 leaves no node idle."""
     costs = StageCosts(profile_of([1.0] * 8, memory_bytes=120), policy_of(tolerate=1))
     templates = Templates(costs, 4)
     assert (templates.n0, templates.sizes, covers_all(templates)) == (2, (2, 3), True)
@@ -96,7 +97,7 @@ def test_a_layer_that_fits_nowhere_is_named_with_its_bytes() -> None:
         Planner(profile, policy_of())
 
 
-def test_a_cluster_below_n0_hears_how_many_nodes_would_do() -> None:
+def test_the_error_for_a_cluster_below_n0_names_the_nodes_needed() -> None:
     planner = Planner(profile_of([1.0] * 8, memory_bytes=40), policy_of())
     with pytest.raises(InfeasibleError, match=f"start {planner.n0} nodes or more"):
         planner.precompute(planner.n0 - 1)
@@ -124,13 +125,13 @@ def test_f_too_large_for_the_batch_recommends_a_batch() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
-def test_a_profile_that_makes_no_sense_is_refused_by_name(wrong: float) -> None:
+def test_invalid_profile_entries_are_named(wrong: float) -> None:
     profile = ModelProfile(layers=(layer(), layer(backward_ms=wrong)), microbatch_rows=4)
     with pytest.raises(InfeasibleError, match=r"profile\.layers\[1\]\.backward_ms"):
         Planner(profile, policy_of())
 
 
-def test_no_layers_and_no_devices_are_refused() -> None:
+def test_no_layers_and_no_devices_are_rejected() -> None:
     with pytest.raises(InfeasibleError, match="no layers"):
         Planner(ModelProfile(layers=(), microbatch_rows=4), policy_of())
     with pytest.raises(InfeasibleError, match="devices_per_node"):
@@ -175,7 +176,7 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
     assert {None, 1, 2} <= outcomes
 
 
-def test_a_large_model_that_fits_nowhere_is_told_so_at_once() -> None:
+def test_a_large_model_that_fits_nowhere_is_rejected_quickly() -> None:
     """96 layers: looking for the fullest stage of all cuts one by one took minutes."""
     profile = profile_of([1.0] * 96, memory_bytes=14)
     with pytest.raises(
@@ -185,7 +186,7 @@ def test_a_large_model_that_fits_nowhere_is_told_so_at_once() -> None:
 
 
 def test_a_layer_larger_than_a_device_is_named_with_its_bytes() -> None:
-    """What the bytes are for is said, and no advice is given that cannot help."""
+    """The error names the purpose of the bytes, and gives no advice that cannot help."""
     small, large = layer(), layer(state_bytes=1600)
     profile = ModelProfile(layers=(small, small, large, small), microbatch_rows=4, device_memory_bytes=1000)
     with pytest.raises(InfeasibleError) as refused:
@@ -197,7 +198,7 @@ def test_a_layer_larger_than_a_device_is_named_with_its_bytes() -> None:
     assert "(1000 bytes)" in said and "smaller microbatch" not in said and "smaller layers" in said
 
 
-def test_too_few_nodes_are_told_which_stage_is_too_large() -> None:
+def test_the_error_for_too_few_nodes_names_the_stage_that_is_too_large() -> None:
     profile = profile_of([1.0] * 4, memory_bytes=40)
     planner = Planner(profile, policy_of())
     assert planner.fewest_nodes > 1

@@ -1,4 +1,4 @@
-"""Which stages are tensor-parallel, where the planner chooses, and what that takes."""
+"""Tensor-parallel stages, where the planner chooses, and their cost."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,9 @@ SPLIT = TensorSplit(
 
 
 def model(layers: int = 4, memory_bytes: int | None = None, **changes: Any) -> ModelProfile:
-    """Equal layers: 100 bytes of parameters, 100 of gradients, 800 of optimizer state, 40 of activations; the first one
-    is not divided."""
+    """Return equal layers: 100 bytes of parameters, 100 of gradients, 800 of optimizer state, 40 of
+    activations; the first one is not divided.
+    """
     one = LayerProfile(
         forward_ms=4.0,
         backward_ms=8.0,
@@ -53,7 +54,7 @@ def policy_of(within: WithinNode, **changes: Any) -> Policy:
 
 
 def test_a_device_keeps_its_part_of_the_state_columns_and_the_activations_of_all_rows() -> None:
-    """By hand: two layers of which half of the state, and of each 40 bytes of columns half twice, are kept."""
+    """Counted by hand: of two layers, half of the state is kept, and twice half of 40 bytes of columns each."""
     memory = MemoryModel(model(), policy_of("tensor"))
     found = memory.breakdown(1, 3, 2, 1, "none", "tensor")
     assert (found.parameters, found.gradients, found.optimizer) == (2 * (50 + 20), 2 * (50 + 20), 800)
@@ -142,14 +143,14 @@ def test_plans_say_it_and_expected_times_leave_communication_out() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], devices: int, words: str) -> None:
+def test_impossible_tensor_parallelism_is_rejected(changes: dict[str, Any], devices: int, words: str) -> None:
     with pytest.raises(InfeasibleError, match=f"within_node = tensor, and no stage can .*{words}"):
         if "tensor_counts" in changes:
             changes = {**changes, "stage_devices": (2, 4)}
         StageCosts(model(**changes), policy_of("tensor", devices_per_node=devices))
 
 
-def test_a_profile_without_a_plan_is_refused() -> None:
+def test_a_profile_without_a_plan_is_rejected() -> None:
     plain = model()
     profile = replace(plain, layers=(plain.layers[0],) * 4)
     with pytest.raises(InfeasibleError, match="measured without a tensor-parallel plan"):

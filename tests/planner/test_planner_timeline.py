@@ -1,4 +1,4 @@
-"""The timeline against the clock, the operation list and the rules of 1F1B."""
+"""The timeline compared with the clock, the operation list and the rules of 1F1B."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,7 @@ from tests.helpers.oracles import check_plan, layer, profile_of
 
 
 def planner_of(layers: int = 8, memory_bytes: int | None = 120, **changes: object) -> Planner:
-    """A layer takes 12 bytes, 9 of which move, and 4 for each microbatch in flight."""
+    """Return a planner whose layers take 12 bytes, 9 of which move, and 4 for each microbatch in flight."""
     settings: dict[str, object] = {"global_batch": 64, "microbatch_rows": 4, **changes}
     return Planner(profile_of([1.0] * layers, memory_bytes=memory_bytes), Policy(**settings))  # type: ignore[arg-type]
 
@@ -39,7 +39,9 @@ def after(plan: Plan, lost: set[str], *joined: str) -> Situation:
 
 
 def tight(**changes: object) -> Planner:
-    """Eight layers of 40 bytes, 30 of which move; a device has room for three and for nothing beside them."""
+    """Return a planner for eight layers of 40 bytes, 30 of which move; a device has room for three and nothing
+    else.
+    """
     profile = replace(profile_of([1.0] * 8), device_memory_bytes=130)
     profile = replace(profile, layers=(layer(state_bytes=40, activation_bytes=1),) * 8)
     settings: dict[str, object] = {"global_batch": 64, "microbatch_rows": 4, **changes}
@@ -53,7 +55,7 @@ def tight(**changes: object) -> Planner:
 def test_layers_are_dropped_where_enough_others_hold_them_and_parked_elsewhere(
     pipelines: int, tolerate: int, parks: bool, drops: bool
 ) -> None:
-    """Full stages hold the layer before them, too: f + 1 nodes must keep it, and two at least."""
+    """Full stages hold the previous layer, too: f + 1 nodes must keep it, and two at least."""
     planner = tight(tolerate=tolerate)
     start = planner.plan(replace(planner.initial_situation(names(3 * pipelines))))
     holdings = {
@@ -83,8 +85,8 @@ def test_no_limit_and_no_memory_taken_release_nothing() -> None:
     assert planner.plan(replace(lost, in_memory=False)).released_layers == ()
 
 
-def test_of_two_places_a_node_takes_the_one_that_has_room_for_its_old_layers() -> None:
-    """Both move as many bytes, and the node's own habit is the place without room."""
+def test_of_two_slots_a_node_takes_the_one_with_room_for_its_old_layers() -> None:
+    """Both move as many bytes, and the node was in the slot without room."""
     assigner = Assigner(profile_of([1.0] * 4))
     masks = {"a": (0b1111,), "b": (0b0011,)}
     pipelines, habits = [[((0, 2),)], [((0, 2),)]], {"a": (0, 0), "b": (1, 0)}
@@ -95,7 +97,7 @@ def test_of_two_places_a_node_takes_the_one_that_has_room_for_its_old_layers() -
     assert both.taken == (("b",), ("a",)) and both.excess_bytes == 12
 
 
-def test_devices_of_a_node_count_each_for_itself() -> None:
+def test_each_device_of_a_node_counts_separately() -> None:
     assigner = Assigner(profile_of([1.0] * 4))
     masks = {"a": (0b1100, 0b0011)}
     found = assigner.assign([[((0, 2), (2, 4))]], "a", masks, {}, rooms=[[(0, 0)]])

@@ -1,4 +1,4 @@
-"""Which stages hold shards, where the planner chooses, and what shards take."""
+"""Stages that hold shards, where the planner chooses, and the cost of shards."""
 
 from dataclasses import replace
 from itertools import product
@@ -40,7 +40,9 @@ from tests.helpers.oracles import (
 
 
 def model(layers: int = 4, memory_bytes: int | None = None, **changes: Any) -> ModelProfile:
-    """Equal layers: 100 bytes of parameters, 100 of gradients, 800 of optimizer state, 40 of activations."""
+    """Return equal layers: 100 bytes of parameters, 100 of gradients, 800 of optimizer state, 40 of
+    activations.
+    """
     one = LayerProfile(
         forward_ms=4.0,
         backward_ms=8.0,
@@ -75,7 +77,7 @@ def withins(template: Template) -> set[tuple[int, Within]]:
 
 
 def test_a_shard_takes_its_part_of_the_state_and_what_is_gathered_of_one_layer() -> None:
-    """By hand: four layers on two devices, each with one of two microbatches' rows."""
+    """Counted by hand: four layers on two devices, each with one of two microbatches' rows."""
     memory = MemoryModel(model(), policy_of("shard"))
     replicas = memory.breakdown(0, 4, 2, 1, "none")
     assert (replicas.parameters, replicas.gradients, replicas.optimizer) == (400, 400, 3200)
@@ -127,7 +129,7 @@ def test_shards_reduce_only_their_part_among_pipelines() -> None:
 
 
 def test_the_instantiation_counts_the_all_reduce_of_shards() -> None:
-    """The search reckons with arrays what ``sync_ms`` says one by one."""
+    """The search computes with arrays what ``sync_ms`` computes one by one."""
     profile = replace(model(layers=8, memory_bytes=3000), ring=Link(latency_ms=0.0, bytes_per_s=1e4))
     planner = Planner(profile, policy_of("auto", tolerate=1))
     planner.precompute(6)
@@ -191,7 +193,7 @@ def test_the_choice_is_in_the_plan_and_what_is_computed_does_not_change() -> Non
     assert computing[stage.devices[0]] == pytest.approx(6.0 * (stage.end_layer - stage.first_layer))
 
 
-def test_a_pipeline_cut_anew_for_a_slow_node_keeps_shards_only_where_it_must() -> None:
+def test_a_pipeline_cut_again_for_a_slow_node_keeps_shards_only_where_it_must() -> None:
     planner = Planner(
         model(layers=12, memory_bytes=6000, stage_devices=(2,)), policy_of("auto", global_batch=256)
     )
@@ -210,14 +212,14 @@ def test_a_pipeline_cut_anew_for_a_slow_node_keeps_shards_only_where_it_must() -
 
 
 def heavy(random: Random, profile: ModelProfile) -> ModelProfile:
-    """Ten times the optimizer's state, so that shards pay, and tight memory."""
+    """Return the profile with ten times the optimizer's state, so that shards pay, and tight memory."""
     layers = tuple(replace(x, optimizer_bytes=10 * x.optimizer_bytes) for x in profile.layers[:6])
     return replace(profile, layers=layers, device_memory_bytes=random.randint(80, 160))
 
 
 @pytest.mark.parametrize("objective", ["paper", "iteration"])
 def test_the_search_is_exact_where_shards_decide(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tight memory, and mappings treated as too many to look at all of them."""
+    """Tight memory, and mappings treated as too many to enumerate."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     random, mixed, sharded, proved = Random(objective), 0, 0, 0
     for _ in range(110):
@@ -278,7 +280,7 @@ def test_no_other_choice_for_any_stage_is_notably_better() -> None:
     assert sharded >= 3 and compared >= 10
 
 
-def test_what_was_precomputed_with_another_choice_is_refused() -> None:
+def test_a_precomputation_with_another_choice_is_rejected() -> None:
     profile = model(memory_bytes=2600, stage_devices=(2,))
     planner = Planner(profile, policy_of("auto"))
     planner.precompute(2)
@@ -291,7 +293,7 @@ def test_what_was_precomputed_with_another_choice_is_refused() -> None:
 # --- what cannot be --------------------------------------------------------------------------------
 
 
-def test_shards_that_cannot_be_are_refused() -> None:
+def test_impossible_shards_are_rejected() -> None:
     reason = "its optimizer Muon is not known to update each element by itself"
     muon = replace(model(memory_bytes=2600, stage_devices=(2,)), shard_problem=reason)
     with pytest.raises(
@@ -333,7 +335,7 @@ def test_a_model_that_would_fit_with_shards_says_so() -> None:
         smallest_pipeline(StageCosts(tighter, policy_of("replicate")))
 
 
-def test_a_layer_larger_than_a_device_even_as_shards_is_told_with_its_bytes() -> None:
+def test_a_layer_larger_than_a_device_even_as_shards_is_named_with_its_bytes() -> None:
     profile = model(layers=2, memory_bytes=700, stage_devices=(2,))
     with pytest.raises(
         InfeasibleError,
@@ -343,7 +345,7 @@ def test_a_layer_larger_than_a_device_even_as_shards_is_told_with_its_bytes() ->
         Planner(profile, policy_of("auto"))
 
 
-def test_shards_that_do_not_fit_where_replicas_would_are_told() -> None:
+def test_shards_that_do_not_fit_where_replicas_would_are_named() -> None:
     """A layer without optimizer state: gathering it takes more than two devices save."""
     plain = layer(state_bytes=0, activation_bytes=0)
     big = replace(plain, parameter_bytes=100, gradient_bytes=100)
