@@ -1,12 +1,12 @@
-"""Planning, pure: no I/O, no clock, no randomness. Start at ``planner.planner.Planner``.
+"""The planner, which is pure: no I/O, no clock, no randomness. Start at ``planner.planner.Planner``.
 
-values, errors       what goes in and comes out
-stages               milliseconds and bytes of every possible stage, and of pipelines of them
+values, errors       inputs and results
+stages               time and bytes of every possible stage, and of pipelines of them
 mapping              layers and devices of each stage of a template
-templates            which sizes of pipelines there are, each mapped
-pipelines            which of them to make of so many nodes, and how many microbatches each gets
-precomputed          all of that as values, found before the first failure
-changes              after a failure or a join: layouts, the trade between them, places, transfers, stragglers
+templates            the sizes of pipelines, each with its best mapping
+pipelines            which pipelines a number of nodes forms, and the microbatches of each
+precomputed          all of that as values, computed before the first failure
+changes              after a failure or a join: layouts, the choice among them, slots, transfers, stragglers
 reasons, describe    for people; preview, timeline: for ``ftd plan``
 intervals            how often to take snapshots
 reliability          how long state in memory is safe, and which f to buy
@@ -20,12 +20,12 @@ An example:
 ...     optimizer_bytes=8_000_000, activation_bytes=1_000_000, output_bytes=100_000)
 >>> profile = ModelProfile(layers=(layer,) * 8, microbatch_rows=4, device_memory_bytes=100_000_000)
 >>> planner = Planner(profile, Policy(global_batch=64, microbatch_rows=4, tolerate=1))
->>> planner.precompute(5)  # The slow part: all that up to five nodes may need.
->>> plan = planner.plan(planner.fresh(["a", "b", "c", "d", "e"]))
+>>> planner.precompute(5)  # The slow part: everything that up to five nodes may need.
+>>> plan = planner.plan(planner.initial_situation(["a", "b", "c", "d", "e"]))
 >>> [(pipeline.nodes, pipeline.microbatches) for pipeline in plan.pipelines]
 [(('a', 'b', 'c'), 9), (('d', 'e'), 7)]
 
-A node fails. Who is left holds the layers of its stages, and these alone:
+A node fails. The remaining devices hold the layers of their stages and no others:
 
 >>> stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
 >>> held = {
@@ -34,6 +34,6 @@ A node fails. Who is left holds the layers of its stages, and these alone:
 >>> after = planner.plan(Situation(nodes=("a", "c", "d", "e"), holdings=held, previous=plan))
 >>> [(pipeline.nodes, pipeline.microbatches) for pipeline in after.pipelines]
 [(('a', 'c'), 8), (('d', 'e'), 8)]
->>> len(after.transfers)  # Layers that "a" and "c" lack, and who sends them.
+>>> len(after.transfers)  # One for each layer that "a" or "c" lacks.
 3
 """

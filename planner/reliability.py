@@ -4,7 +4,7 @@ A node survives t days with probability P = exp(−λ·t^c) (Weibull; REFT §5, 
 Without protection the state in memory survives while all k nodes do (Eq. 6); with it, while in no sharding
 group of n nodes more fail than its code can decode (Eq. 5, there for one loss). Nodes that failed are not
 replaced in these curves: they say how long a snapshot that nothing renews would last. ``loss_rate_per_day``
-says how often state is lost when each lost node is replaced, and the group protected anew, within a time.
+says how often state is lost when each lost node is replaced, and the group protected again, within a time.
 
 The paper's Figure 8 (k = 3072, n = 6, λ = 1e-4 and 1e-5, c = 1.3, survival 0.9) says 16.22 days with
 protection and 0.50 without. They follow from Eq. 5 *without* its factor P_re^k, here the reading ``figure``,

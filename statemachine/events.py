@@ -197,7 +197,7 @@ class ExportCompleted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFailed(Event):
-    """Answer to ``ExportCheckpoint``: the export failed and left nothing behind."""
+    """Answer to ``ExportCheckpoint``: the export failed and left nothing."""
 
     job_id: str
     step: int

@@ -36,7 +36,7 @@ MOST_OWNERS_AEC2 = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """What each of ``owners`` owners holds of a bucket of ``owners · cells`` cells."""
+    """Cells that each of ``owners`` owners holds of a bucket of ``owners · cells`` cells."""
 
     owners: int
     cells: int

@@ -49,7 +49,7 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a layer consists of, regardless of the parts."""
+    """Contents of a layer, regardless of the parts."""
 
     layer: int
     tensors: tuple[TensorInfo, ...]
@@ -67,7 +67,7 @@ class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     role: Literal["parameter", "optimizer"]
     key: str
-    """Of the optimizer's state; empty for parameters."""
+    """Name in the optimizer's state; empty for parameters."""
     dtype: str
     on_host: bool
     start: int

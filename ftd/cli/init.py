@@ -88,9 +88,9 @@ def init(
 
     _check_place(path, force=force)
     ask = _Questions(wanted=not yes and sys.stdin.isatty())
-    beside = path.absolute().parent
+    job_directory = path.absolute().parent
     if function is None:
-        sources = _model_and_data(ask, model, size, data, field, tokenizer, beside)
+        sources = _model_and_data(ask, model, size, data, field, tokenizer, job_directory)
     elif model is not None or data is not None:
         raise ConfigurationError(
             "a training function provides the model and the data",
@@ -99,7 +99,9 @@ def init(
         )
     else:
         script, _, called = function.rpartition(":")
-        function = f"{path_relative_to(script, beside)}:{called}" if script.endswith(".py") else function
+        function = (
+            f"{path_relative_to(script, job_directory)}:{called}" if script.endswith(".py") else function
+        )
         sources = {}
     if length is None and {"tokens", "text", "instructions", "megatron"} & sources.get("data", {}).keys():
         length = ask.number("Tokens per sample (0: 1024, or the model's maximum)", None, 0) or None
@@ -173,7 +175,7 @@ def _model_and_data(
     data: list[str] | None,
     field: str | None,
     tokenizer: str | None,
-    beside: Path,
+    job_directory: Path,
 ) -> "Tables":
     """Return the tables ``model`` and ``data``.
 
@@ -189,9 +191,9 @@ def _model_and_data(
     )
 
     def model_of(written: str) -> "Tables":
-        made = model_table(written, size or DEFAULT_SIZE, beside)
+        made = model_table(written, size or DEFAULT_SIZE, job_directory)
         if "architecture" in made:
-            made = model_table(written, ask.one_of("Size", size, SIZES, DEFAULT_SIZE), beside)
+            made = model_table(written, ask.one_of("Size", size, SIZES, DEFAULT_SIZE), job_directory)
         return made
 
     made = ask.until_good(
@@ -204,18 +206,18 @@ def _model_and_data(
         "Data: file, pattern (corpus/*.jsonl) or directory",
         data[0] if data else None,
         "--data",
-        lambda written: data_table([written, *(data or [])[1:]], field, beside),
+        lambda written: data_table([written, *(data or [])[1:]], field, job_directory),
     )
     if "images" in read:
-        made["overrides"] = made.get("overrides", {}) | image_overrides(beside / read["images"], made)
+        made["overrides"] = made.get("overrides", {}) | image_overrides(job_directory / read["images"], made)
         if "architecture" in made:
             made["task"] = "image-classification"
     elif tokenizer is not None or "text" in read or "instructions" in read:
-        directory = beside / made.get("huggingface", "")
+        directory = job_directory / made.get("huggingface", "")
         own = "huggingface" in made and (directory / "tokenizer.json").is_file()
         if tokenizer is not None or not own:
             chosen = ask.text("Tokenizer: directory, or bytes", tokenizer, "bytes")
-            read["tokenizer"] = chosen if chosen == "bytes" else path_relative_to(chosen, beside)
+            read["tokenizer"] = chosen if chosen == "bytes" else path_relative_to(chosen, job_directory)
     return {"model": made, "data": read}
 
 

@@ -111,7 +111,7 @@ class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     name: str | None = None
     """Name of this coordinator, unique among those of the cluster. Default: the name of the host."""
     priority: int = 0
-    """Of several coordinators that could take over, the one with the highest priority does."""
+    """Rank among coordinators that could take over: the one with the highest priority does."""
     state_dir: str | None = None
     """Directory of the journal; without the journal, a restarted coordinator knows no job. Default:
     ``~/.local/state/ftd`` and the cluster's name.

@@ -72,11 +72,11 @@ def build_tables(choices: JobChoices) -> Tables:
     }
 
 
-def model_table(written: str, size: str, beside: Path) -> Tables:
+def model_table(written: str, size: str, job_directory: Path) -> Tables:
     """Return ``[model]`` for a directory, a name in the local Hugging Face cache, or an architecture.
 
     :param size: size of a model that is built from an architecture alone.
-    :param beside: directory of the job file.
+    :param job_directory: directory of the job file.
     :raises ConfigurationError: ``written`` is none of these.
     """
     try:
@@ -86,22 +86,24 @@ def model_table(written: str, size: str, beside: Path) -> Tables:
             raise
         return {"architecture": written, "overrides": _sizes(written, size)}
     named = place == (Path.cwd() / Path(written).expanduser()).resolve()
-    return {"huggingface": path_relative_to(written, beside) if named else written}
+    return {"huggingface": path_relative_to(written, job_directory) if named else written}
 
 
-def data_table(written: Sequence[str], field: str | None, beside: Path) -> Tables:
+def data_table(written: Sequence[str], field: str | None, job_directory: Path) -> Tables:
     """Return ``[data]`` for files or a directory, with the kind recognised by names and content.
 
     :raises ConfigurationError: there are no files, or their kind is not clear.
     """
     [first, *others] = written
     paths: str | list[str] = (
-        [path_relative_to(one, beside) for one in written] if others else path_relative_to(first, beside)
+        [path_relative_to(one, job_directory) for one in written]
+        if others
+        else path_relative_to(first, job_directory)
     )
     place = Path(first).expanduser()
     prefix = Path(re.sub(r"\.(bin|idx)$", "", str(place)))
     if prefix.with_name(f"{prefix.name}.idx").is_file():
-        return {"megatron": path_relative_to(str(prefix), beside)}
+        return {"megatron": path_relative_to(str(prefix), job_directory)}
     if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return {"huggingface": paths}
     try:
@@ -129,11 +131,11 @@ def image_overrides(images: Path, model: Tables) -> Tables:
     return {"num_labels": classes} | (size if "architecture" in model else {})
 
 
-def path_relative_to(written: str, beside: Path) -> str:
-    """Return a path that is relative to this process's directory as one that is relative to ``beside``."""
+def path_relative_to(written: str, job_directory: Path) -> str:
+    """Return a path that is relative to this process's directory as one that is relative to ``job_directory``."""
     if Path(written).is_absolute() or written.startswith(("~", "$")):
         return written
-    return os.path.relpath(Path.cwd() / written, beside.resolve())
+    return os.path.relpath(Path.cwd() / written, job_directory.resolve())
 
 
 def _text_table(first: Path, paths: str | list[str], field: str | None) -> Tables:

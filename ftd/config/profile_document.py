@@ -96,7 +96,7 @@ class TensorSplitEntry(_Entry, frozen=True, kw_only=True):
 
 
 class LayerEntry(_Entry, frozen=True, kw_only=True):
-    """Values of one layer that the planner uses, and the measurements behind them."""
+    """Values of one layer that the planner uses, and the measurements from which they come."""
 
     name: Text | None = None
     forward_ms: TimeMs

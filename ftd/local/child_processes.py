@@ -95,8 +95,8 @@ class ChildProcess:
 class ChildProcesses:
     """The child processes of one cluster: starts, signals and ends them.
 
-    Children die with this process (parent-death signal), and this process adopts what a killed child leaves
-    behind. So the kernel itself confirms at the end that no child is left.
+    Children die with this process (parent-death signal), and this process adopts the orphans of a killed
+    child. So the kernel itself confirms at the end that no child is left.
     """
 
     logs: Path
@@ -160,7 +160,7 @@ class ChildProcesses:
                 await self.kill(child.name)
 
     def reap_adopted(self) -> None:
-        """Reap the processes that killed nodes left behind, since nobody else waits for them."""
+        """Reap the processes that killed nodes left, because nothing else waits for them."""
         reap(child_pids() - {child.pid for child in self.children.values()})
 
     async def end(self) -> None:

@@ -28,7 +28,7 @@ _LOG_BYTES = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterResources:
-    """What a cluster gets for itself on this machine."""
+    """Resources that a cluster has for itself on this machine."""
 
     memory_mib: int | None = None
     """The memory for the snapshots of all nodes together; ``None`` means all that this machine has."""

@@ -43,7 +43,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _remove_left_behind(prefix: str) -> None:
-    """Delete the namespaces that killed processes left behind; the names contain the process that created
+    """Delete the namespaces that killed processes left; the names contain the process that created
     them.
     """
     for line in _ip("netns", "list").splitlines():

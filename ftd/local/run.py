@@ -62,7 +62,7 @@ class LocalOptions:
 async def run_local(options: LocalOptions, console: Console) -> int:
     """Run the job to its end, and return the exit code: 0 if it finished, 1 if it failed or was stopped.
 
-    Cancelling the call (Ctrl-C) ends everything and leaves nothing behind; the summary of what happened so
+    Cancelling the call (Ctrl-C) ends everything and leaves nothing; the summary of what happened so
     far is printed.
 
     :raises ConfigurationError: job, scenario or options are wrong; nothing was started.
@@ -116,7 +116,7 @@ class LocalRun:
         self._scheduler: FaultScheduler | None = None
         self._paused_at: float | None = None
         self._stuck = ""
-        """What the paused job waits for although nobody will provide it; empty unless the run was abandoned
+        """Condition for which the paused job waits although nothing will fulfil it; empty unless the run was abandoned
         for that reason.
         """
         self._outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()

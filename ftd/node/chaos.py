@@ -38,7 +38,7 @@ MAX_LATE_S = 60.0
 
 
 class FaultActions(Protocol):
-    """What fault injection may do to this node, implemented by the daemon."""
+    """Actions of fault injection on this node, implemented by the daemon."""
 
     def trainer_pids(self, device: int | None) -> list[int]: ...
 

@@ -11,7 +11,7 @@ from statemachine.messages.cluster import ToNode
 
 
 class NodeMessageHandler(Protocol):
-    """What handles the decoded messages; implemented by the daemon."""
+    """Handler of the decoded messages; implemented by the daemon."""
 
     @property
     def incarnation(self) -> int:

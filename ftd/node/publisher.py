@@ -1,4 +1,4 @@
-"""What a node publishes over MQTT: its retained state with the last will, signals, events and answers."""
+"""The messages that a node publishes over MQTT: its retained state with the last will, signals, events and answers."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What protects a job's snapshots on the pipelines of a preview: the groups, the losses each withstands, and
+"""The protection of a job's snapshots on the pipelines of a preview: the groups, the losses each withstands, and
 its bytes.
 
 The groups are those of a real plan (``statemachine.cluster.snapshots.snapshots.groups_of``): maximal runs

@@ -100,7 +100,7 @@ class StagedStateLoader:
         self._states = states
         self._tick = tick
         self._files: dict[str, Bytes] = {}
-        self._lenders: set[BorrowedSnapshot] = set()
+        self._borrowed: set[BorrowedSnapshot] = set()
         self._reused: ReusedMemory | None = {} if reuse else None
         self._loading: _LoadingLayer | None = None
         self._staging: Bytes = np.empty(0, dtype=np.uint8)
@@ -138,7 +138,7 @@ class StagedStateLoader:
         ]
         self.finish()
         self._loading = _LoadingLayer(layer, tasks, others)
-        self._lenders |= set(staged.borrowed)
+        self._borrowed |= set(staged.borrowed)
         if others:
             self.finish()  # The next layer uses the same memory.
 
@@ -149,9 +149,9 @@ class StagedStateLoader:
             been overwritten meanwhile.
         """
         self.finish()
-        for lender in self._lenders:
-            if not lender.is_present():
-                raise StagingCorruptedError(f"{lender.manifest} is missing or was replaced")
+        for snapshot in self._borrowed:
+            if not snapshot.is_present():
+                raise StagingCorruptedError(f"{snapshot.manifest} is missing or was replaced")
 
     def finish(self) -> None:
         """Wait until the last layer has been copied.

@@ -94,7 +94,7 @@ class SnapshotContents:
     def _walk(self, *, fresh: bool = False) -> tuple[TensorImage, Callable[[], dict[str, Any]]]:
         """Describe the current state of all registered objects without copying anything but plain data.
 
-        :param anew: ignore what earlier snapshots found out.
+        :param fresh: ignore what earlier snapshots found out.
         :returns: the tensors, and a function that makes the header's content except for their entries. The
             function is for one thread, and the next snapshot changes what it returned.
         """

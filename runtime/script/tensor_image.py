@@ -96,7 +96,7 @@ def memory_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
 
 @dataclass(slots=True)
 class KnownTensor:
-    """What an earlier snapshot found out about a tensor."""
+    """Facts that an earlier snapshot found out about a tensor."""
 
     tensor: Tensor
     address: int

@@ -1,1 +1,1 @@
-"""What processes say to each other. No torch in here: the daemons import it."""
+"""Messages between our processes. Nothing here imports torch, because the daemons import it."""

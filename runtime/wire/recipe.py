@@ -50,7 +50,7 @@ class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     architecture: Annotated[str | None, Meta(examples=["llama"])] = None
     """Model type of transformers, in place of ``huggingface``; ``[model.overrides]`` has its sizes."""
     task: Annotated[Task | None, Meta(examples=["causal-lm"])] = None
-    """What the model is trained for; left out: what its configuration names, or the usual of its type."""
+    """Task for which the model is trained; default: the one of its configuration, or the usual one of its type."""
     weights: Literal["auto", "random", "required"] = "auto"
     """``auto``: start from the directory's weights, or from random ones where it has none."""
     new: list[str] = []

@@ -37,7 +37,7 @@ SOCKET = "snapshot-agent.sock"
 
 
 class RankSnapshotLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank's snapshot consists of, as stored in ``SnapshotManifest.layout``."""
+    """Contents of a rank's snapshot, as stored in ``SnapshotManifest.layout``."""
 
     kind: str = "snapshotter"
     rank: int

@@ -29,7 +29,7 @@ def order_snapshot(a: Agent, command: TakeSnapshot) -> None:
     """Order a snapshot, once for each order: a late duplicate would begin a snapshot that the coordinator does
     not expect.
 
-    Only one trainer is told, because a second one might be told after the VOTE in which the first one
+    Only one trainer gets the order, because a second one might get it after the VOTE in which the first one
     asked, and begin another snapshot.
     """
     order = command.generation, command.after_step

@@ -103,7 +103,7 @@ class TrainerRecord:
     reading: bool = False
     """Whether it read samples of the data set, as last reported."""
     build_progress: str = ""
-    """What it did before it was prepared, as last reported."""
+    """Activity before it was prepared, as last reported."""
 
     @property
     def alive(self) -> bool:
@@ -169,7 +169,7 @@ class Agent:
     lineage: int = 0
     """Lineage of the last Resume obeyed, to which ``history`` belongs."""
     stepping: bool = False
-    """Whether the current group has committed a step, so that hangs can be told from work."""
+    """Whether the current group has committed a step, so that hangs can be distinguished from work."""
     committed: CommittedStep | None = None
     """Newest step that the current trainers are known to have committed."""
     history: dict[int, CommittedStep] = field(default_factory=dict)

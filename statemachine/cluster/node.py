@@ -99,9 +99,9 @@ class NodeMachine:
     prepare_sent: bool = False
     """Whether ``Prepare`` was sent for the current job and is not answered."""
     lost_message: tuple[str, float] | None = None
-    """What is missing according to its heartbeats, and since when (``acknowledgement``)."""
+    """Order or report that is missing according to its heartbeats, and since when (``acknowledgement``)."""
     build_progress: str = ""
-    """What its trainers do to build the job, in words."""
+    """Progress of its trainers in building the job, in words."""
     prepared: bool = False
     """Whether every trainer has built the current job."""
     build_error: str | None = None

@@ -60,7 +60,7 @@ class Quiescing:
     reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
     """Reports of these nodes alone."""
     planned_ahead_for: int = 0
-    """Number of expected nodes when the planner was last told to plan ahead."""
+    """Number of expected nodes when the planner was last ordered to plan ahead."""
 
     @property
     def reported(self) -> bool:
@@ -178,7 +178,7 @@ class Paused:
     decided: bool = False
     """Whether it ended after the decision."""
     reason: str
-    """What it waits for."""
+    """Condition for which it waits."""
     pause_limited: bool = False
     """Whether only absent nodes hold some state, so that the pause ends after a time limit."""
     discarded_steps: int = 0

@@ -10,7 +10,7 @@ A failure at any moment starts it again with the next generation. Which failures
 * QUIESCING: a failure of any expected node, since trainers may wait for it at a boundary. In mode
   ``abort``, only a failure of trainers: a node that is gone has no report to send, and no node waits for
   it;
-* RECOVERING before the Resume: a failure of any node whose report counted, since the planner was told of
+* RECOVERING before the Resume: a failure of any node whose report counted, since the planner was informed of
   it;
 * RECOVERING after the Resume, and RUNNING: a failure of any planned node.
 

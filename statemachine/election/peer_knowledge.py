@@ -1,4 +1,4 @@
-"""What a coordinator knows about its peers, for the case that the broker loses the leader's record.
+"""Knowledge of a coordinator about its peers, for the case that the broker loses the leader's record.
 
 Then only the coordinators themselves can tell who led last and who has the newest state. How long a
 coordinator leaves it to the others follows from whom it met, and from the journals that they said they

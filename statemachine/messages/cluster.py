@@ -104,7 +104,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     corrupt_step: int = 0
     """Step of the snapshot that has corrupt bytes here which cannot be repaired; 0: none."""
     build_progress: str = ""
-    """What a trainer here does to build the job, in words; empty once all have built it."""
+    """Progress of a trainer of this node in building the job, in words; empty once all have built it."""
     acknowledgement: Acknowledgement | None = None
     """Orders and reports so far; ``None``: the sender makes no statement."""
 

@@ -122,7 +122,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     stages that would not fit otherwise.
     """
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What carries tensors between trainers: nccl between GPUs, one for each trainer; gloo through host
+    """Backend that carries tensors between trainers: nccl between GPUs, one for each trainer; gloo through host
     memory, also between trainers that share a GPU.
     """
     zero1: bool = False
@@ -352,7 +352,7 @@ class TrainerHeartbeat(Message, frozen=True, kw_only=True):
     reading: bool = False
     """Whether it reads samples of the data set."""
     build_progress: str = ""
-    """What the trainer does before it is prepared, in words: "measuring layer 3 of 10"."""
+    """Activity of the trainer before it is prepared, in words: "measuring layer 3 of 10"."""
 
 
 class Raised(Message, frozen=True, kw_only=True):
@@ -386,7 +386,7 @@ class Output(Message, frozen=True, kw_only=True):
     """First frame on a trainer's *second* connection; all bytes after it are its raw stdout and stderr.
 
     Read it with ``readexactly(4)`` and ``readexactly(length)``, then plain ``read`` until the end of the
-    stream. A socket leaves no file behind, and it ends with the process group.
+    stream. A socket leaves no file, and it ends with the process group.
     """
 
     device: int

@@ -319,7 +319,7 @@ class Fault:
     device: int | None = None
     """``None`` means every trainer of the node."""
     for_s: float | None = None
-    """``None`` means for ever (stop, slow), or the fault's own default."""
+    """``None`` means without end (stop, slow), or the fault's own default."""
     factor: float | None = None
     size_mib: int | None = None
     """For fill_memory and fill_disk: the most that may be taken."""
@@ -330,7 +330,7 @@ class Fault:
     """For lossy: each message is delayed by up to this much; the order of one sender's messages is kept."""
     restart_after_s: float = 0.0
     expect: tuple[Expectation, ...] = ()
-    """What must follow this fault before the next one is injected or the scenario ends."""
+    """Events and states that must follow this fault before the next one is injected or the scenario ends."""
 
     @property
     def duration_s(self) -> float:

@@ -42,13 +42,13 @@ class SimArena:
     node: str
     oracle: Oracle
     retained: dict[int, int] = field(default_factory=dict)
-    """By device: the step that its running trainer was told to retain."""
+    """Step that the running trainer of each device was ordered to retain."""
     pinned: dict[int, int] = field(default_factory=dict)
     """By device: the step that is being written to the disk."""
     slots: dict[int, list[SimShard]] = field(default_factory=dict)
     """By device, the newest last."""
     retained_copies: int = 0
-    """The step from which on this daemon was told to retain snapshot copies; 0 until it was told."""
+    """Step from which on this daemon was ordered to retain snapshot copies; 0 before the order."""
     copies: dict[str, list[SimSnapshotCopy]] = field(default_factory=dict)
     """By owner, the newest last."""
     persisting: Persist | None = None

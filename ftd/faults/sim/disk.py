@@ -29,7 +29,7 @@ class SimDisk:
         self._name = name
         self._database: sqlite3.Connection | None = None
         self.content: Content = (None, {})
-        """What is written, including a transaction that may still be open."""
+        """Written data, including a transaction that may still be open."""
         self._unforced: list[Content] = []
         """The contents that may be found after a power loss: what was forced last, and every commit since."""
         self.knew = (0, 0)

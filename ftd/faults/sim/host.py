@@ -27,7 +27,7 @@ class StepTiming:
 
 
 class SimHost(ABC):
-    """What trainers and the parts of a daemon use of the host that they run on."""
+    """Interface of the host for its trainers and for the parts of its daemon."""
 
     def __init__(
         self,

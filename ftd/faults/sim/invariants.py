@@ -51,7 +51,7 @@ class Invariants(Oracle):
         self.journal_tail_lost = False
         """Whether the end of the newest journal was ever lost with its host's power or the broker's memory."""
         self.resumed_job = False
-        """Whether a group of the current job was told to start."""
+        """Whether a group of the current job was ordered to start."""
         self.replicated = (0, 0)
         """The position of the newest journal that was ever at the broker."""
         self.replicated_by = ""

@@ -60,7 +60,7 @@ class NodeClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFaults:
-    """What happens to messages between a node and the coordinator."""
+    """Faults of the messages between a node and the coordinator."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -79,7 +79,7 @@ class BrokerLink:
         """The number of the node's connection, from 1; 0 if it has none."""
         self.cut = False
         self.held: list[tuple[bool, Callable[..., None], tuple[Any, ...]]] = []
-        """What waits for a cut link to heal, in order: whether this host sent it, and what to do then."""
+        """Actions that wait for a cut link to heal, in order, each with whether this host sent the message."""
         self.since = 0.0
 
 

@@ -25,7 +25,7 @@ _LAYER_BYTES = 16_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioSetup:
-    """What a scenario is played on."""
+    """Cluster and job on which a scenario is played."""
 
     job: Job
     profile: ModelProfile

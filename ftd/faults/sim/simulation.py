@@ -47,7 +47,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedOverrides:
-    """What every seed has in addition to what it draws, so that tests for one thing find it soon, whatever
+    """Settings that every seed has in addition to what it draws, so that tests for one thing find it soon, whatever
     else is drawn.
 
     ``None`` leaves the choice to the seed.

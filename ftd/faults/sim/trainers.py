@@ -81,7 +81,7 @@ class SimTrainer:
         self.frozen = False
         """Whether the process is stopped (SIGSTOP): no heartbeat, no progress."""
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """What it does when it continues."""
+        """Action when it continues."""
         self.asleep = False
         """Whether the main thread sleeps while the control thread sends heartbeats."""
         self.built = False
@@ -513,7 +513,7 @@ class SimGroup:
             self.world.call_later(self.world.between(0.005, 0.05), self._form)
 
     def left(self, trainer: SimTrainer) -> None:
-        """Remove a member that stopped, died or was told to leave. Its vote may or may not have been sent."""
+        """Remove a member that stopped, died or was ordered to leave. Its vote may or may not have been sent."""
         self.incomplete = True
         if self.members.get(trainer.rank) is trainer:
             del self.members[trainer.rank]
@@ -685,7 +685,7 @@ class SimGroups:
         """Check that a trainer that obeys a Resume does not lose a step that it committed."""
         if trainer.committed > resume.step and trainer.lineage == resume.lineage:
             self.oracle.violated(
-                f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is told to "
+                f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is ordered to "
                 f"resume at {resume.step}"
             )
 

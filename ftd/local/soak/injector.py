@@ -42,7 +42,7 @@ _REQUESTS: dict[str, tuple[NodeFault, Process]] = {
     "flip": ("flip", "trainer"),
     "fill_memory": ("fill_memory", "node"),
 }
-"""What a node injects into itself when it is asked over MQTT."""
+"""Faults that a node injects into itself when it is asked over MQTT."""
 
 
 class SoakInjector:
@@ -278,7 +278,7 @@ class SoakInjector:
     # --- the end -----------------------------------------------------------------------------------
 
     async def end_nodes(self, at_s: float, grace_s: float) -> None:
-        """Send SIGTERM to all nodes. Each must end by itself and leave no process behind."""
+        """Send SIGTERM to all nodes. Each must end by itself and leave no process."""
         fleet = self._cluster.processes
         for name in self._cluster.nodes:
             self._monitor.on_injected(name, "end", at_s + grace_s)

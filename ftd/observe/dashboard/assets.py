@@ -12,7 +12,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent / "page"
 PLOTLY = f"plotly-{version('plotly')}.js"
-"""The name contains the version, so that browsers may cache the file for ever."""
+"""The name contains the version, so that browsers may cache the file without end."""
 _TYPES = {".js": "text/javascript", ".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml"}
 
 

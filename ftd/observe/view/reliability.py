@@ -79,7 +79,7 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
 def days(value: float | None) -> str:
     """Return a number of days in years, days, hours or minutes, whichever reads best."""
     if value is None:
-        return "for ever"
+        return "without end"
     if value >= 1000:
         return f"{value / 365.25:.3g} years"
     if value >= 1:

@@ -52,7 +52,7 @@ class PartCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParts:
-    """What one device of a node holds of a group: the small part, and a reader for shard and replica."""
+    """Data that one device of a node holds of a group: the small part, and a reader for shard and replica."""
 
     node: str
     small: SnapshotPart

@@ -93,11 +93,11 @@ class ReadPlan:
     ranges: list[ByteRange] = field(default_factory=list)
     """All ranges, ascending."""
     copied: list[tuple[ByteRange, int, int]] = field(default_factory=list)
-    """What is copied into memory: a range, the owner of the shard, and the first byte in that shard."""
+    """Bytes that are copied into memory: a range, the owner of the shard, and the first byte in that shard."""
     decoded: list[ByteRange] = field(default_factory=list)
-    """What is decoded into memory."""
+    """Bytes that are decoded into memory."""
     placed: dict[int, "InPlaceReceive"] = field(default_factory=dict)
-    """What is received in place, by the first byte of the decoded range."""
+    """Bytes that are received in place, by the first byte of the decoded range."""
     size_bytes: int = 0
     """Size of the memory."""
 

@@ -27,7 +27,7 @@ LocatedLayer = tuple[LayerImage, Sequence[ByteRange]]
 
 
 class RestoreTarget(Protocol):
-    """What a restore fills."""
+    """Target that a restore fills."""
 
     @property
     def borrows(self) -> bool:

@@ -50,7 +50,7 @@ class Corruption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaSnapshot:
-    """What one device's arena holds of a snapshot."""
+    """Part of a snapshot that one device's arena holds."""
 
     manifest: SnapshotManifest
     directory: Path

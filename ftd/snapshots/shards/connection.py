@@ -24,7 +24,7 @@ _MOST_AT_ONCE_BYTES = 1024 * 1024
 
 
 class ResponseSink(Protocol):
-    """What a request asks for, and the memory for it."""
+    """Requested range of a request, and the memory for it."""
 
     def check_head(self, status: int, headers: Mapping[str, str]) -> None:
         """Check the head of the answer.

@@ -39,7 +39,7 @@ STALL_BYTES = 64 * 1024
 
 
 class NodeManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one node holds of a snapshot: a manifest for each device that wrote one."""
+    """Parts of a snapshot that one node holds: a manifest for each device that wrote one."""
 
     manifests: tuple[SnapshotManifest, ...]
     corrupt: tuple[str, ...] = ()

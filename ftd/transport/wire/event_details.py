@@ -35,7 +35,7 @@ class StageData(Details, frozen=True, kw_only=True):
     recompute: Recompute = "none"
     """The activations that are computed again in the backward pass: none, all but matrix products, or all."""
     within: Within = "replicate"
-    """What each device of the stage holds: all parameters and state of the stage, or a shard of them."""
+    """State that each device of the stage holds: all parameters and state of the stage, or a shard of them."""
 
 
 class PipelineData(Details, frozen=True, kw_only=True):
@@ -212,7 +212,7 @@ class NodeRejected(RateLimited, frozen=True, kw_only=True):
 
 
 class NodeFenced(Details, frozen=True, kw_only=True):
-    """A stale incarnation was told to end its trainers and to return as a new one."""
+    """A stale incarnation was ordered to end its trainers and to return as a new one."""
 
     incarnation: int
 
@@ -225,7 +225,7 @@ class PeerSuspected(RateLimited, frozen=True, kw_only=True):
 
 
 class GenerationStarted(Details, frozen=True, kw_only=True):
-    """A new generation started: all nodes are told to stop."""
+    """A new generation started: all nodes are ordered to stop."""
 
     mode: QuiesceMode
     why: str

@@ -119,7 +119,7 @@ class RestoreFailed(Details, frozen=True, kw_only=True):
 
 
 class CheckpointStarted(Details, frozen=True, kw_only=True):
-    """Nodes were told to write a snapshot to the disk."""
+    """Nodes were ordered to write a snapshot to the disk."""
 
     url: str
     layers: dict[str, int]

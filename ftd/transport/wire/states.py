@@ -105,7 +105,7 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     step_s: float | None
     samples_per_s: float | None
     waiting_for: str
-    """What has to happen next, in words; empty while training runs."""
+    """Condition that has to be fulfilled next, in words; empty while training runs."""
     pause_limited: bool = False
     """Whether the PAUSED phase has a time limit. Afterwards the job returns to a checkpoint, looks for one
     again, or fails.

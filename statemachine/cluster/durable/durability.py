@@ -22,8 +22,8 @@ def durability_key(parts: dict[str, Any]) -> tuple[Any, ...]:
     """Return a key of the durable state; the state is forced to the disk if the key differs from the one last
     forced, or if its generation is not reserved.
 
-    Everything else can be lost: nodes know the newest steps, and what no node was told to resume is decided
-    again. But only the journal can tell which nodes continued with which plan.
+    Everything else can be lost: nodes know the newest steps, and a generation that no node was ordered to
+    resume is decided again. But only the journal knows which nodes continued with which plan.
 
     :param parts: of ``durable.write``.
     """

@@ -1,7 +1,7 @@
 """Snapshots of the whole cluster: ordered, followed on every node, complete everywhere or abandoned.
 
 A snapshot counts once every planned node has sent ``SnapshotCompleted``: that is made durable, and only
-then are nodes told to release its predecessor (``RetainSnapshot``). So one snapshot is always complete
+then are nodes ordered to release its predecessor (``RetainSnapshot``). So one snapshot is always complete
 everywhere, whichever node dies or is slow. Heartbeats confirm ``RetainSnapshot``; no other snapshot is
 ordered before all of them have, since only three fit into a node's memory (``storage.arena``).
 """
