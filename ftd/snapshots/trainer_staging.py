@@ -174,7 +174,7 @@ class TrainerStaging:
                 StagingDirectory(self._directory, borrows=not retry, staged=self._on_layer_staged),
             )
         except LayerRestoreError as error:
-            self._fail(str(error), error.bad, damaged=error.corrupt)
+            self._fail(str(error), error.bad, corrupt=error.corrupt)
         except (OSError, ValueError) as error:
             self._fail(f"layers cannot be staged in {self._arenas.root}: {error}")
         except Exception as error:
@@ -222,12 +222,12 @@ class TrainerStaging:
                 trainer.informed = True
                 trainer.send(str(self._directory))
 
-    def _fail(self, detail: str, bad: tuple[str, ...] = (), *, damaged: bool = False) -> None:
+    def _fail(self, detail: str, bad: tuple[str, ...] = (), *, corrupt: bool = False) -> None:
         assert self._resume is not None, "only a running staging can fail"
         generation = self._resume.generation
         log.warning("staging_failed", generation=generation, reason=detail, bad=bad)
         self._trainers.clear()
-        failure = RestoreFailed(generation=generation, detail=detail, bad=bad, damaged=damaged)
+        failure = RestoreFailed(generation=generation, detail=detail, bad=bad, corrupt=corrupt)
         self._feed(StagingFailed(**self._stamp(), failure=failure))
 
 

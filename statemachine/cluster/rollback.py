@@ -320,7 +320,7 @@ def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) ->
             c.nodes[name].part_failures[key_of(c, newest)] += 1
     c.emit("RestoreFailed", signal.detail, node=node.name, bad=list(signal.bad))
     what = f"{'checkpoint' if restore.url else 'snapshot'} of step {restore.step}"
-    if restore.url and signal.damaged:
+    if restore.url and signal.corrupt:
         c.checkpoints.corrupt_steps.add(restore.step)
         c.emit("CheckpointSkipped", f"{node.name}: {signal.detail}", step=restore.step, url=restore.url)
     elif restore.url:

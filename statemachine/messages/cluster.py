@@ -170,8 +170,8 @@ class RestoreFailed(Message, frozen=True, kw_only=True):
     generation: int
     detail: str
     bad: tuple[str, ...] = ()
-    """Nodes whose shards are unavailable or damaged; empty: the cause is on this node."""
-    damaged: bool = False
+    """Nodes whose shards are unavailable or corrupt; empty: the cause is on this node."""
+    corrupt: bool = False
     """Whether the checkpoint is at fault: a byte differs from what was written, or a file is missing."""
 
 

@@ -203,7 +203,7 @@ def test_damage_is_found_before_a_tensor_of_that_layer_is_filled(tmp_path: Path)
 def test_a_missing_checkpoint_is_reported_before_torch_reads(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMissingError, match="no complete checkpoint"):
         FtdCheckpointReader(tmp_path)
-    with pytest.raises(LocationError, match="not there"):
+    with pytest.raises(LocationError, match="does not exist"):
         FtdCheckpointReader(tmp_path / "nowhere")
     assert FtdCheckpointReader.validate_checkpoint_id(tmp_path)
     assert not FtdCheckpointReader.validate_checkpoint_id("nosuch://x")
@@ -237,6 +237,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.processes
 def test_ranks_fill_their_shards_of_a_distributed_tensor(tmp_path: Path) -> None:
     trainer = trained(1)
     save(trainer, tmp_path, 1)
