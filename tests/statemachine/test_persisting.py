@@ -261,7 +261,7 @@ def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:
     assert (restore.url, restore.job_name, restore.step) == ("/checkpoints", "tiny", 5)
     assert s.machine.snapshot is None
     # A node finds a corrupt byte: the next older one.
-    s.say("node-1", RestoreFailed(generation=generation, detail="layer 2 is damaged", damaged=True))
+    s.say("node-1", RestoreFailed(generation=generation, detail="layer 2 is damaged", corrupt=True))
     assert s.events("CheckpointSkipped")[0].step == 5
     for name in NODES:
         s.quiesced(name, generation + 1, report())

@@ -108,7 +108,7 @@ def test_a_checkpoint_of_an_abandoned_commit_is_skipped_once_its_steps_are_undon
     s.plan()
     assert s.events("RolledBack")[0].step == 5
     generation = s.machine.generation
-    s.say("node-1", RestoreFailed(generation=generation, detail="damaged", damaged=True))
+    s.say("node-1", RestoreFailed(generation=generation, detail="damaged", corrupt=True))
     for name in NODES:
         s.quiesced(name, generation + 1, report())
     s.plan_or_not()

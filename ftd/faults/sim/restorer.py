@@ -60,7 +60,7 @@ class SimRestorer:
                         generation=resume.generation,
                         detail="it cannot be had",
                         bad=bad,
-                        damaged=bool(restore.url) and not store.unavailable,
+                        corrupt=bool(restore.url) and not store.unavailable,
                     ),
                 )
             )
