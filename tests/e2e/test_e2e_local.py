@@ -172,7 +172,7 @@ def test_other_commands_reach_it_while_it_runs(
     printed, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1  # Stopped is not finished.
     assert "stopped" in printed
-    assert "coordinator has ended; coordinator-2 stays" in printed
+    assert "coordinator has ended; coordinator-2 still running" in printed
 
 
 def test_a_command_changes_only_the_cluster_that_it_names(
