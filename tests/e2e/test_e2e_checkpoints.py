@@ -116,7 +116,7 @@ def test_checkpoints_are_written_beside_training_and_a_place_that_fails_costs_no
 
     url.rename(tmp_path / "unmounted")
     given_up = ground.until_event("CheckpointAbandoned")
-    assert "not there" in given_up["reason"], given_up
+    assert "does not exist" in given_up["reason"], given_up
     ground.further()
     (tmp_path / "unmounted").rename(url)
     ground.until_event("CheckpointCompleted", times=len(run.named("CheckpointCompleted")) + 1)

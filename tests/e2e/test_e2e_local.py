@@ -237,7 +237,7 @@ def test_a_job_that_waits_for_nodes_nobody_starts_is_given_up(tmp_path: Path, ho
         (["{job}", "--nodes", 2, "--broker", "mqtt://127.0.0.1:9"], "127.0.0.1:9"),
         (["{job}", "--nodes", 2, "--chaos", "{bad_scenario}"], "there is no node-7"),
         (["{job}", "--nodes", 2, "--chaos", "{cut}"], "ftd chaos run --local"),
-        (["{job}", "--nodes", 2, "--broker", "mqtt://127.0.0.1:9", "--chaos", "{kill_broker}"], "not ours"),
+        (["{job}", "--nodes", 2, "--broker", "mqtt://127.0.0.1:9", "--chaos", "{kill_broker}"], "was not started by this command"),
         (["{job}", "--nodes", 2, "--report", "/proc/nothing/report.json"], "--report"),
     ],
 )
@@ -274,4 +274,4 @@ def test_a_pause_that_ends_in_a_return_to_a_checkpoint_is_waited_for(
     done = ftd("local", job, "--nodes", 4, "--chaos", scenario, home=patient)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "waiting for their return for 8 s, then the newest checkpoint is searched for" in done.stdout
-    assert "by a persistent checkpoint" in done.stdout and "abandoned:" not in done.stdout
+    assert "with a persistent checkpoint" in done.stdout and "abandoned:" not in done.stdout
