@@ -1,10 +1,11 @@
-"""Persistent checkpoints against the disk itself: written, verified, read back layer by layer.
+"""Rates of persistent checkpoints against the disk itself: writing, verifying and reading layer by layer.
 
     python -m benchmarks.checkpoints --directory /checkpoints --mebibytes 512
 
-The disk's own speed is that of a plain loop over the same number of files (4 MiB at a time, fsync at the end
-of each), as ``dd conv=fsync`` would do it, alternating with ours in the same run. Before each reading the
-files' pages are dropped from the page cache. CPU seconds are of this process, the kernel's part included.
+The disk's own speed is that of a plain loop over the same number of files (4 MiB at a time, fsync at the
+end of each), as ``dd conv=fsync`` would do it. It alternates with ftd in the same run. Before each reading,
+the pages of the files are dropped from the page cache. CPU seconds are those of this process, including
+time in the kernel.
 """
 
 import os
@@ -28,7 +29,7 @@ ROUNDS = 5
 MIB = 1024 * 1024
 PIECE_BYTES = 4 * MIB
 LEAST = 0.7
-"""Of the disk's own speed: the digests of what is written and read are part of ours."""
+"""Smallest allowed share of the disk's own speed: ftd also computes digests of what it writes and reads."""
 
 Chunk = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -97,7 +98,7 @@ def drop_pages(directory: Path) -> None:
 
 
 def timed(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds by the clock and of the CPU."""
+    """Return the wall-clock and the CPU seconds of ``work``."""
     cpu, wall = time.process_time(), time.perf_counter()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
@@ -122,7 +123,8 @@ def measure(root: Path, size_bytes: int) -> dict[str, list[tuple[float, float]]]
         for name in sorted(
             work, key=lambda name: (not name.startswith("write"), step % 2 == ("ftd" in name))
         ):
-            # Each writer follows the removal of as many bytes: their memory and their blocks are reused.
+            # Each writer runs after the same number of bytes was removed, so memory and disk blocks are
+            # reused.
             if name.startswith("write"):
                 shutil.rmtree(plain if name == "write, the disk" else root / "kept", ignore_errors=True)
                 store.location.create()

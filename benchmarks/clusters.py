@@ -1,4 +1,4 @@
-"""Real clusters for benchmarks: ``ftd local`` as a user runs it, default settings, and its report."""
+"""Real clusters for benchmarks: ``ftd local`` with default settings, as a user runs it, and its report."""
 
 import json
 import os
@@ -14,7 +14,7 @@ FTD = Path(sys.executable).parent / "ftd"
 
 LIMIT_S = 1800.0
 Fault = dict[str, Any]
-"""One ``[[fault]]`` of a chaos scenario."""
+"""One ``[[fault]]`` table of a chaos scenario."""
 Report = dict[str, Any]
 
 
@@ -34,7 +34,7 @@ def run_local(
 ) -> Report:
     """Run a job with ``ftd local`` to its end and return its report.
 
-    :raises RuntimeError: the run failed; carries the end of what it printed.
+    :raises RuntimeError: the run failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="ftd-bench-") as directory:
         scenario = Path(directory) / "scenario.toml"
@@ -57,7 +57,7 @@ def run_local(
                 printed, _ = process.communicate(timeout=60)
                 raise RuntimeError(f"no end after {LIMIT_S} s:\n{printed[-3000:]}") from None
             except BaseException:
-                process.send_signal(signal.SIGINT)  # An interrupted benchmark leaves no cluster behind.
+                process.send_signal(signal.SIGINT)  # An interrupted benchmark leaves no cluster running.
                 raise
         if process.returncode != 0 or not report.exists():
             raise RuntimeError(f"ftd local ended with {process.returncode}:\n{printed[-3000:]}")

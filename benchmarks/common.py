@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine they ran on, medians with spread, tables, JSON, limits."""
+"""Shared parts of the benchmarks: facts about the machine, medians with spread, tables, JSON and limits."""
 
 import argparse
 import json
@@ -19,11 +19,13 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 LOAD_BEFORE = os.getloadavg()[0]
-"""Of the machine, before the benchmark itself is a part of it."""
+"""Load average of the machine before the benchmark itself adds to it."""
 
 
 def machine() -> dict[str, Any]:
-    """Where a figure comes from: enough to know whether two results may be compared."""
+    """Return facts about this machine and its packages, so that you can judge whether two results are
+    comparable.
+    """
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -49,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that was measured, with a mark when the work tree differs from it."""
+    """Return the commit that is measured, marked as dirty when the work tree differs from it."""
     root = Path(__file__).parent.parent
     try:
         done = subprocess.run(
@@ -99,7 +101,7 @@ class Limit:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """One benchmark's outcome: rows for people, ``data`` and limits for machines."""
+    """Result of one benchmark: rows and notes to read, ``data`` and limits for tools."""
 
     name: str
     what: str
@@ -110,7 +112,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
     def finish(self, out: Path | None = None) -> int:
-        """Print, write JSON, and return the exit code: 1 when a limit is missed."""
+        """Print the result, write it as JSON and return the exit code, which is 1 when a limit is missed."""
         console = Console(width=max(100, Console().width))
         console.print(self.what, style="bold", highlight=False)
         table = Table()
@@ -148,12 +150,12 @@ class Result:
 
 
 def command_line(what: str | None) -> argparse.ArgumentParser:
-    """A parser that shows ``what`` as it is written and knows ``--out``."""
+    """Return a parser that prints ``what`` without rewrapping it and has the option ``--out``."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser
 
 
 def main(result: Result, out: Path | None = None) -> None:
-    """End the process with the benchmark's exit code."""
+    """Finish the result and end the process with the benchmark's exit code."""
     sys.exit(result.finish(out))

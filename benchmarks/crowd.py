@@ -1,15 +1,16 @@
-"""Many nodes in one process, for ``benchmarks.thousand_nodes``: real sessions, no trainers.
+"""Many nodes in one process, for ``benchmarks.thousand_nodes``: real sessions without trainers.
 
     python -m benchmarks.crowd PORT CLUSTER
 
-Each node is an MQTT 3.1.1 session of its own, on a raw socket, with a last will, and says what ``ftd node``
-says, in its order: state, Hello, a Heartbeat every second, Prepared, Quiesced, Resumed, Stepped, snapshots;
-its state at once where it is another one, and what else is in that a tenth of a second later.
-Its trainers are imagined: they stop and resume at once, and commit a step each second where every planned
-node has resumed and is alive. A node is killed by closing its socket: the broker publishes its will.
+Each node has an MQTT 3.1.1 session on a raw socket, with a last will. It publishes the same messages as
+``ftd node`` in the same order: state, Hello, a Heartbeat every second, Prepared, Quiesced, Resumed,
+Stepped, snapshots. It publishes its state at once when the state changes, and changes of only the reason a
+tenth of a second later. Its trainers are simulated: they stop and resume at once, and commit a step each
+second while every planned node has resumed and is alive. A node is killed by closing its socket; the broker
+then publishes its will.
 
-Orders are lines of JSON on stdin, answers lines of JSON on stdout; times are of CLOCK_MONOTONIC, which all
-processes of a host share.
+Orders are lines of JSON on stdin, answers are lines of JSON on stdout. Times are those of CLOCK_MONOTONIC,
+which all processes of a host share.
 """
 
 import json
@@ -54,7 +55,7 @@ TICK_S = 0.005
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """Of a command; see ``ftd.transport.wire.codec``."""
+    """Envelope of a command; see ``ftd.transport.wire.codec``."""
 
     incarnation: int
     type: str
@@ -62,13 +63,13 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 def pairs(**fields: Any) -> bytes:
-    """Keys and values of a msgpack map, without its head."""
+    """Return keys and values of a msgpack map, without its header."""
     return msgspec.msgpack.encode(fields)[1:]
 
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """One session, and what its trainers are imagined to hold."""
+    """Session of one node, and the state that its simulated trainers hold."""
 
     name: str
     sock: socket.socket
@@ -84,11 +85,11 @@ class Node:
     kept: int = 0
     beat_at: float = 0.0
     state_at: float = math.inf
-    """When its state is to be told again."""
+    """Time at which its state is published again."""
     state: NodeState = NodeState.HEALTHY
     reason: str = ""
     envelope: bytes = b""
-    """What begins each signal of it, as msgpack."""
+    """Beginning of each of its signals, as msgpack."""
     out: bytearray = field(default_factory=bytearray)
     signal_topic: bytes = b""
     state_topic: bytes = b""
@@ -96,7 +97,7 @@ class Node:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The trainers of the present generation."""
+    """Trainers of the current generation."""
 
     generation: int = 0
     planned: frozenset[str] = frozenset()
@@ -107,7 +108,7 @@ class Group:
 
 
 class Crowd:
-    """The nodes, the steps they commit together, and the loop that serves them."""
+    """Nodes, the steps that they commit together, and the loop that serves them."""
 
     def __init__(self, port: int, cluster: str) -> None:
         self.port, self.topics = port, Topics(cluster=cluster)
@@ -151,7 +152,7 @@ class Crowd:
         )
 
     def kill(self, names: list[str]) -> dict[str, float]:
-        """When each one's socket was closed."""
+        """Close the sockets of the nodes and return the time at which each was closed."""
         closed = {}
         for name in names:
             node = self.nodes.pop(name)
@@ -174,7 +175,10 @@ class Crowd:
         return self.committed.step if self.committed is not None and node.held else 0
 
     def say(self, node: Node, *signals: m.Signal, reason: str = "") -> None:
-        """At once, but for the reason of its state, which follows; ``flush`` sends it."""
+        """Queue signals and, with a reason, the node's state; ``flush`` sends them.
+
+        The state is queued at once if it changes; a new reason alone follows after ``STATE_PERIOD_S``.
+        """
         if reason and node.state is not NodeState.HEALTHY:
             self.say_state(node, NodeState.HEALTHY, reason)
         elif reason:
@@ -255,7 +259,7 @@ class Crowd:
                 pass
 
     def command_of(self, body: bytes, payload: bytes) -> m.Command:
-        """All nodes get the same, and one process stands for all: what was read last is not read again."""
+        """Return the decoded command, from a cache of one: all nodes receive the same command in this process."""
         if self.read is None or self.read[0] != body:
             self.read = body, decode_to_node(payload).command
         return self.read[1]
@@ -315,7 +319,7 @@ class Crowd:
             self.group.step_at = time.monotonic() + STEP_S
 
     def commit(self) -> None:
-        """Everybody is there: one more step."""
+        """Commit one more step, now that every planned node has resumed."""
         group = self.group
         before = self.committed.step if self.committed is not None else 0
         vote = Vote(loss=1.0 / (before + 1), gradient_norm=1.0)
@@ -330,7 +334,7 @@ class Crowd:
                 self.snapshot(self.nodes[name], group.generation, step, vote)
 
     def snapshot(self, node: Node, generation: int, step: int, vote: Vote) -> None:
-        """Of one node; taken in no time."""
+        """Publish all messages of one node's snapshot, which takes no time."""
         completed = m.SnapshotCompleted(
             generation=generation, step=step, vote=vote, size_bytes=2**30, copy_s=0.1, stall_s=0.0
         )
@@ -370,7 +374,7 @@ class Crowd:
                 self.flush(node)
 
     def receive(self, node: Node) -> None:
-        data = node.sock.recv(1 << 16)  # More would be allocated, each time.
+        data = node.sock.recv(1 << 16)  # A larger buffer would be allocated at each call.
         if not data:
             raise SystemExit(f"the broker closed the session of {node.name}")
         acknowledged = bytearray()
@@ -381,10 +385,10 @@ class Crowd:
                     acknowledged += puback_packet(number)
                 if topic.endswith("/command"):
                     self.hear(node, topic, payload)
-            elif first == SUBACK:  # Subscribed: now it may be spoken to.
+            elif first == SUBACK:  # The subscription is active, so commands can arrive now.
                 self.say_state(node, NodeState.HEALTHY, "started")
                 self.say(node, self.hello(node))
-        node.out += acknowledged  # Behind what is more urgent.
+        node.out += acknowledged  # Acknowledgements come last; the other messages are more urgent.
         self.flush(node)
 
     def order(self) -> bool:

@@ -1,10 +1,11 @@
-"""The dashboard of a large cluster in a real browser: how soon it is there, and what an update costs.
+"""The dashboard of a large cluster in a real browser: time until it appears, and the cost of an update.
 
 ``python -m benchmarks.dashboard [--nodes 1000] [--events 10000] [--updates 60]`` serves the page from a
-coordinator's model of a cluster that never was, opens it in headless Chromium and feeds it. Then a real
-cluster on this machine, of which a node is killed: how long until the page shows it. Needs chromium and
-mosquitto, and no other work on the machine: loads and kills are by the clock. What an update costs is CPU
-time of the page's main thread: script, style, layout and paint of all its tasks until it is at rest again.
+coordinator's model of a simulated cluster, opens it in headless Chromium and sends it updates. Then it
+kills a node of a real cluster on this machine and measures how long it takes until the page shows the loss.
+It needs chromium and mosquitto, and no other work on the machine, as loads and kills are measured by the
+wall clock. The cost of an update is CPU time of the page's main thread: script, style, layout and paint of
+all its tasks until it is idle again.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ PAINT_S, UPDATE_MS, SHOWN_S = 2.0, 100.0, 1.0
 LOADS, KILLS = 5, 5
 STAGES, LAYERS = 8, 96
 KINDS = {"a step": 0, "a node lost": 1, "100 nodes lost": 100}
-"""An update → so many nodes are lost in it."""
+"""Kinds of updates → number of nodes that are lost in one."""
 LONG_TASKS = """
 globalThis.long = [];
 new PerformanceObserver((all) => long.push(...all.getEntries().map((e) => e.duration)))
@@ -37,7 +38,7 @@ new PerformanceObserver((all) => long.push(...all.getEntries().map((e) => e.dura
 
 
 class Crowd:
-    """A model with a past, and the server of its page."""
+    """Model of a cluster with a history, and the server of its page."""
 
     def __init__(self, nodes: int, events: int) -> None:
         self.names = [f"node-{i}" for i in range(nodes)]
@@ -78,7 +79,9 @@ class Crowd:
 
 
 async def cold_load(page: Page, url: str) -> dict[str, float]:
-    """From the navigation to the first paint, and to the first content that came from the coordinator."""
+    """Return the milliseconds from the navigation to the first paint and to the first content from the
+    coordinator.
+    """
     await page.call("Page.addScriptToEvaluateOnNewDocument", source=LONG_TASKS)
     await page.open(url)
     await page.until("performance.getEntriesByName('ftd-update').length", "the data")
@@ -96,9 +99,9 @@ async def cold_load(page: Page, url: str) -> dict[str, float]:
 
 
 def main_thread(events: list[dict[str, Any]]) -> tuple[list[float], float]:
-    """CPU time of each task of the page's main thread, in ms, and how much of it drew the chart.
+    """Return the CPU ms of each task of the page's main thread, and the CPU ms that drew the chart.
 
-    CPU time and not the clock's, so that another process on the machine does not count.
+    CPU time is independent of other processes on the machine.
     """
     named = [e for e in events if e.get("name") == "thread_name" and e["args"]["name"] == "CrRendererMain"]
     threads = {(e["pid"], e["tid"]) for e in named}
@@ -109,7 +112,7 @@ def main_thread(events: list[dict[str, Any]]) -> tuple[list[float], float]:
 
 
 async def updates(browser: Browser, page: Page, crowd: Crowd, count: int) -> dict[str, list[float]]:
-    """Deltas of each kind, one by one; the chart, which is drawn at most once a second, on its own."""
+    """Measure deltas of each kind one by one; the chart, drawn at most once a second, counts separately."""
     found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "the chart", "longest task of any")}
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]
@@ -126,14 +129,14 @@ async def updates(browser: Browser, page: Page, crowd: Crowd, count: int) -> dic
         found[kind].append(sum(tasks) - chart)
         found["the chart"].append(chart)
         found["longest task of any"].append(max(tasks))
-        if lost:  # They come back, unmeasured: the next one begins where this one did.
+        if lost:  # The nodes return, unmeasured, so that each update begins with the same state.
             crowd.show()
             await asyncio.sleep(2 * PERIOD_S + 1.2)
     return found
 
 
 async def large(nodes: int, events: int, count: int) -> dict[str, Any]:
-    """Loads and updates of a page with so many nodes and all of so many events."""
+    """Measure loads and updates of a page with ``nodes`` nodes that has read ``events`` events."""
     crowd = Crowd(nodes, events)
     await crowd.server.start()
     url = f"http://127.0.0.1:{crowd.server.port}/"
@@ -141,7 +144,7 @@ async def large(nodes: int, events: int, count: int) -> dict[str, Any]:
         async with chromium() as browser:
             loads = []
             for _ in range(LOADS):
-                page = await browser.page()  # With a cache of its own: empty.
+                page = await browser.page()  # Each page has its own cache, which is empty.
                 await page.look(1920, 1080, dark=False)
                 loads.append(await cold_load(page, url))
                 await page.call("Page.close")
@@ -162,7 +165,7 @@ async def large(nodes: int, events: int, count: int) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def watched(url: str) -> AsyncIterator[Page]:
-    """A page that notes when a node's chip goes offline, on this host's clock."""
+    """Open a page that records when a node's chip goes offline, by this host's clock."""
     async with chromium() as browser:
         page = await browser.page()
         await page.look(1280, 900, dark=False)
@@ -178,7 +181,7 @@ async def watched(url: str) -> AsyncIterator[Page]:
 
 
 def kills(count: int) -> list[float]:
-    """Seconds from the SIGKILL of a node's daemon to the page."""
+    """Return the seconds from each SIGKILL of a node's daemon until the page shows it."""
     from tests.helpers.playground import playground, tiny_job
 
     took: list[float] = []

@@ -1,10 +1,11 @@
-"""Slow data sets: how much of 20 ms per sample do worker processes keep out of the step?
+"""Slow data sets: how much of 20 ms per sample do worker processes hide from the step?
 
-Three engines train the same model alone, in alternating rounds in one process: on a data set whose samples are
-there at once, on one that needs 20 ms for each, read by the trainer itself, and on the same with workers that
-prefetch. Every sample is a picture (600 KB as float32), so the time that a batch takes from a worker to the
-trainer counts, too. By default a sample *waits* 20 ms, as for a network file system; with ``--busy`` it
-computes, as a decoder does, which workers can hide only on cores that the trainer leaves idle.
+Three engines train the same model alone, in alternating rounds in one process: on a data set whose samples
+are available at once, on one that needs 20 ms for each and is read by the trainer itself, and on the same
+with workers that prefetch. Every sample is a picture (600 KB as float32), so the time that a batch takes
+from a worker to the trainer counts as well. By default a sample *waits* 20 ms, as for a network file
+system; with ``--busy`` it computes, as a decoder does, which workers can hide only on cores that the
+trainer leaves idle.
 
     python -m benchmarks.data [--workers 4] [--decode-ms 20] [--rounds 4] [--busy]
 """
@@ -24,7 +25,7 @@ from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages.trainer import TrainingData
 
 STEPS = 6
-"""Steps of a round; the first is not counted, as the queue is full after a pause."""
+"""Number of steps of a round; the first does not count, as the queue is full after a pause."""
 GLOBAL_BATCH, MICROBATCH = 8, 4
 SCRIPT = """
 import time
@@ -126,7 +127,7 @@ def run() -> None:
     result.data = {"steps_ms": steps_ms, "workers": arguments.workers, "busy": arguments.busy}
     hidden = (slow - prefetched) / (slow - without)
     result.notes.append(f"{hidden:.0%} of the decoding is hidden; {os.cpu_count()} cores")
-    if not arguments.busy:  # Otherwise it is a question of the number of cores.
+    if not arguments.busy:  # With --busy, the result depends on the number of cores.
         result.limits.append(
             Limit(name="step with workers over step without decode", measured=prefetched / without, limit=1.1)
         )

@@ -1,13 +1,12 @@
-"""What a coordinator's durable write costs with 1,000 nodes: three are on the path of every loss.
+"""Cost of a coordinator's durable write with 1,000 nodes: recovery from each loss waits for three of them.
 
     python -m benchmarks.durable_writes
 
-CPU time of the coordinator's thread: gathering the state, encoding and deflating it
-(``ftd.transport.wire.incremental_compression``), and the journal's transaction, not forced to the disk.
-Between two writes happens
-what happens then: a node is lost, everybody reported and the members are settled, a plan was chosen, the
-group resumed, a step was committed, a node said Hello. Before each write other memory is walked over, as by
-the messages that are handled in between.
+It is CPU time of the coordinator's thread: gathering the state, encoding and deflating it
+(``ftd.transport.wire.incremental_compression``), and the journal's transaction, without forcing it to the
+disk. Between two writes the state changes as in a recovery: a node is lost, all nodes have reported and the
+members are known, a plan is chosen, the group has resumed, a step is committed, a node sent Hello. Before
+each write other memory is read, as the messages that are handled in between would do.
 """
 
 import gc
@@ -55,7 +54,7 @@ def plan_of(names: list[str]) -> Plan:
 
 
 def cluster(nodes: int) -> Cluster:
-    """Of a job that trains, and that recovered before."""
+    """Return the state of a cluster with a job that trains and has recovered before."""
     policy = Policy(devices_per_node=1, tolerate=1, global_batch=4096, microbatch_rows=1)
     c = Cluster(timing=Timing(), generation=1, job=Job(job_id="job-1", name="j", steps=10**6, policy=policy))
     for number in range(nodes):
@@ -77,7 +76,7 @@ def cluster(nodes: int) -> Cluster:
 
 
 def recovery(c: Cluster, number: int) -> Iterator[str]:
-    """What changes between its writes, and what each is called."""
+    """Apply the changes of one recovery and yield the label of each after which the state is written."""
     names = list(c.nodes)
     lost, generation = names[number % len(names)], c.generation + 1
     left = [name for name in names if name != lost]

@@ -1,7 +1,7 @@
-"""Engines for benchmarks, without a cluster: one that trains by itself, or one in each of some processes.
+"""Engines for benchmarks, without a cluster: one that trains alone, or one in each process of a group.
 
-Groups of processes that train the same model in different ways live at the same time and take turns of a few steps,
-so that they meet the same machine.
+Groups of processes that train the same model in different ways run at the same time and take turns of a few
+steps, so that they share the same conditions on the machine.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ from runtime.zero.parts import initial_holdings
 from statemachine.messages.trainer import ResumeRank, SnapshotReport, WorldData, WorldPipeline, WorldStage
 
 WIDTH = 1024
-"""Of the linear layers that groups of processes train."""
+"""Input and output features of the linear layers that groups of processes train."""
 PARAMETER_BYTES = WIDTH * (WIDTH + 1) * 4
-"""Of one of them."""
+"""Bytes of the parameters of one of these layers, in float32."""
 MIB = 1024 * 1024
 STEPS = 3
-"""Of one turn."""
+"""Number of steps of one turn."""
 _TOKEN = "benchmark"
 
 
-# --- by itself -----------------------------------------------------------------------------------
+# --- alone ---------------------------------------------------------------------------------------
 
 
 def enter_alone(engine: Engine, recompute: Recompute = "none") -> None:
-    """Have an engine train all layers by itself from now on."""
+    """Make an engine train all layers alone from now on."""
     data = engine.data
     stage = WorldStage(first_layer=0, end_layer=engine.model.layer_count, ranks=(0,), recompute=recompute)
     count = data.global_batch // data.microbatch_rows
@@ -71,8 +71,9 @@ def enter_alone(engine: Engine, recompute: Recompute = "none") -> None:
 
 
 def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport]) -> None:
-    """Have an engine take snapshots into an arena.
-    :param reports: gets what is reported of them.
+    """Make an engine take snapshots into an arena.
+
+    :param reports: list to which the snapshots' reports are appended.
     """
     engine.snapshots = SnapshotWriter(
         job_id="benchmark",
@@ -92,8 +93,9 @@ def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport
 def enter_group(
     engine: Engine, pipelines: tuple[WorldPipeline, ...], rank: int, port: int, protection: str = "none"
 ) -> None:
-    """Have an engine train with others on this host.
-    :param port: of the rendezvous.
+    """Make an engine train with the other processes of its group on this host.
+
+    :param port: port of the rendezvous.
     """
     count = sum(len(stage.ranks) for pipeline in pipelines for stage in pipeline.stages)
     world = WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",) * count)
@@ -116,9 +118,10 @@ def enter_group(
 
 
 def _work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -> None:
-    """Be one of a group's processes: make as many steps as each line on stdin says, and say how long each took.
+    """Run one process of a group: make as many steps as each line on stdin asks for, and print their times as
+    JSON.
 
-    :param more: what else is said after each turn; its time counts.
+    :param more: returns more fields to print after each turn; its time counts.
     """
     torch.set_num_threads(1)
     before_bytes = resident_bytes()
@@ -138,13 +141,13 @@ def _work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) 
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has, without what it has freed."""
+    """Return the resident bytes of this process after it has returned freed memory to the system."""
     give_back_memory()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class _Group:
-    """The processes that train in one way."""
+    """Processes that train in one way."""
 
     def __init__(
         self, module: str, way: str, count: int, layers: int, rows: int, port: int, directory: str
@@ -184,7 +187,7 @@ class _Group:
 
 
 def _serve() -> RendezvousServer:
-    """One for each way: a server forms one generation after the other."""
+    """Start a rendezvous server; each way needs its own, as a server forms generations one after the other."""
     loop = asyncio.new_event_loop()
     server = RendezvousServer(_TOKEN)
     loop.run_until_complete(server.start())
@@ -194,22 +197,24 @@ def _serve() -> RendezvousServer:
 
 @dataclass(slots=True)
 class Turns:
-    """What the processes of one way said."""
+    """Measurements of the processes that train in one way."""
 
     steps_s: list[float] = field(default_factory=list)
-    """Of each turn the median step of the slowest process."""
+    """Median step of the slowest process, seconds, for each turn."""
     computed_s: list[float] = field(default_factory=list)
-    """Of each turn the processor time of a step, all processes together."""
+    """CPU seconds of a step summed over all processes, for each turn."""
     last: list[dict[str, Any]] = field(default_factory=list)
-    """By each process after the last turn."""
+    """Answers of all processes after the last turn."""
 
     @property
     def memory_bytes(self) -> list[int]:
-        """What each process has grown by."""
+        """Bytes by which each process has grown."""
         return [one["memory_bytes"] for one in self.last]
 
     def times_beside(self, other: "Turns") -> tuple[str, str, str]:
-        """Return cells of a table: milliseconds of a step, and ratios of steps and of computing to another way's."""
+        """Return cells of a table: milliseconds of a step, and ratios of step time and of CPU time to another
+        way's.
+        """
         return (
             milliseconds(self.steps_s),
             _ratios(self.steps_s, other.steps_s),
@@ -220,10 +225,10 @@ class Turns:
 def _take_turns(
     module: str, ways: Sequence[str], *, count: int, layers: int, rows: int, rounds: int
 ) -> dict[str, Turns]:
-    """Have a group of ``count`` processes for each way train in turns.
+    """Make one group of ``count`` processes for each way train in turns.
 
-    :param module: is run for each process with ``--rank``, the rank, the way, ``count``, ``layers``, ``rows``, the
-        port of the rendezvous and the directory of the script.
+    :param module: module that each process runs, with ``--rank``, the rank, the way, ``count``, ``layers``,
+        ``rows``, the port of the rendezvous and the directory of the script.
     """
     turns = {way: Turns() for way in ways}
     with tempfile.TemporaryDirectory() as directory:
@@ -245,25 +250,25 @@ def _take_turns(
 
 
 def _ratios(mine_s: list[float], whole_s: list[float]) -> str:
-    """Of neighbouring turns."""
+    """Return minimum, median and maximum of the ratios of turns that follow each other."""
     found = [mine / whole for mine, whole in zip(mine_s, whole_s, strict=True)]
     return f"{min(found):.2f} / {statistics.median(found):.2f} / {max(found):.2f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process of a group, and what it trains."""
+    """One process of a group, and the configuration of its training."""
 
     way: str
     rank: int
     count: int
     layers: int
     rows: int
-    """Of a microbatch."""
+    """Rows of a microbatch."""
     port: int
-    """Of the rendezvous."""
+    """Port of the rendezvous."""
     directory: Path
-    """Of the script (``benchmarks.linear``)."""
+    """Directory of the script (``benchmarks.linear``)."""
 
 
 def compare_ways(
@@ -277,13 +282,15 @@ def compare_ways(
     more: Callable[[Engine], dict[str, Any]],
     show: Callable[[Result, dict[str, Turns], int, int], None],
 ) -> None:
-    """Run a benchmark ``python -m benchmarks.<name of the result>`` that trains the same model in several ways.
+    """Run a benchmark ``python -m benchmarks.<name of the result>`` that trains the same model in several
+    ways.
 
-    :param members: what the processes of a group stand for, in the plural; the name of the option, too.
-    :param rows: default of a microbatch.
+    :param members: plural noun for the processes of a group; also the name of the option for their number.
+    :param rows: default number of rows of a microbatch.
     :param make: makes the engine of one process.
-    :param more: what it says after each turn besides times and memory.
-    :param show: adds rows, notes and limits; gets the turns by way, the number of layers and that of members.
+    :param more: returns what a process reports after each turn in addition to times and memory.
+    :param show: adds rows, notes and limits; gets the turns by way, the number of layers and that of
+        members.
     """
     module = f"benchmarks.{result.name}"
     if sys.argv[1:2] == ["--rank"]:

@@ -1,19 +1,23 @@
-"""What ftd does on a GPU: speed of training, snapshots, the link to the host, XOR, recovery, restoring.
+"""Performance of ftd on a GPU: training, snapshots, the link to the host, XOR, recovery and restoring.
 
-    python -m benchmarks.gpu                        # the first GPU; writes benchmarks/results/gpu/<GPU>.json and .txt
+    python -m benchmarks.gpu                        # the first GPU; writes
+        benchmarks/results/gpu/<GPU>.json and .txt
     python -m benchmarks.gpu --parts train,link     # some parts
-    python -m benchmarks.gpu --device cpu --tiny    # the same code with a tiny model, without a GPU: no figures of use
+    python -m benchmarks.gpu --device cpu --tiny    # the same code with a tiny model, without a GPU: no
+        useful figures
 
-* ``train``: tokens per second and MFU (Chowdhery et al., PaLM, appendix B) of a llama of about 1.1 billion parameters
-  in bfloat16, each block compiled, with full activation checkpointing: one stage of the engine, then a plain PyTorch
-  loop with the same model, batches and optimizer.
+* ``train``: tokens per second and MFU (Chowdhery et al., PaLM, appendix B) of a llama of about 1.1 billion
+  parameters in bfloat16, each block compiled, with full activation checkpointing: one stage of the engine,
+  then a plain PyTorch loop with the same model, batches and optimizer.
 * ``snapshot``: seconds of a step with a snapshot after each step and with none, in alternating rounds.
-* ``link``: device to pinned host memory and back, beside what PCIe gives in one direction as nvidia-smi reports it.
+* ``link``: copies from the device to pinned host memory and back, against the PCIe bandwidth in one
+  direction as nvidia-smi reports it.
 * ``xor``: parity of three tensors made on the device and copied to host memory, in bytes read.
-* ``kill``: a node is killed in a small job of three nodes that share the device through gloo; the recovery by phase.
-* ``restore``: layers with their optimizer's state from shared memory into the device.
+* ``kill``: recovery by phase after a node is killed in a small job of three nodes that share the device
+  through gloo.
+* ``restore``: loading of layers with their optimizer's state from shared memory into the device.
 
-Without a GPU it ends with exit code 3, unless ``--device cpu`` is given. Nothing here has run on a GPU yet.
+Without a GPU it ends with exit code 3, unless you give ``--device cpu``. Nothing here has run on a GPU yet.
 """
 
 import gc
@@ -57,15 +61,15 @@ from storage.staged import write_staged_payload
 PARTS = ("train", "snapshot", "link", "xor", "kill", "restore")
 NO_GPU_EXIT = 3
 SKIPPED = 2
-"""Steps at the beginning of a measurement that do not count: compiling, first touch of memory."""
+"""Number of steps at the beginning of a measurement that do not count: they compile and touch memory first."""
 MIB = 1024 * 1024
 _LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""PCIe, one lane and direction, by generation (PCI-SIG)."""
+"""Bandwidth of one PCIe lane in one direction, GB/s, by generation (PCI-SIG)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A llama and its batches."""
+    """Sizes of a llama and its batches."""
 
     hidden: int
     layers: int
@@ -79,7 +83,7 @@ class Size:
 
     @property
     def arguments(self) -> dict[str, int]:
-        """What the job's training function takes."""
+        """Arguments of the job's training function."""
         return {
             "hidden": self.hidden,
             "layers": self.layers,
@@ -106,16 +110,16 @@ TINY = Size(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and with what is measured."""
+    """Device, sizes and directory of a measurement."""
 
     device: torch.device
     size: Size
     runtime: DeviceRuntime
     memory: Path
-    """A directory in a memory file system."""
+    """Directory in a memory file system."""
 
     def data(self, **changes: Any) -> TrainingData:
-        """Return what a trainer is given."""
+        """Return a trainer's data, with ``changes``."""
         size = self.size
         fields: dict[str, Any] = {
             "function": "llama.py:build",
@@ -134,13 +138,13 @@ class Bench:
         return TrainingData(**(fields | changes))
 
     def free(self) -> None:
-        """Give back the memory of what nobody holds any more."""
+        """Release the memory of objects that nothing refers to any more."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return how long the device takes for ``work``."""
+        """Return the seconds that the device takes for ``work``."""
         self.runtime.synchronize()
         started = time.perf_counter()
         work()
@@ -150,8 +154,9 @@ class Bench:
 
 @contextmanager
 def training(bench: Bench, reports: list[SnapshotReport] | None = None) -> Iterator[Engine]:
-    """An engine that trains all layers by itself.
-    :param reports: take snapshots, and put what is said of them here.
+    """Make an engine that trains all layers alone, and close it at the end.
+
+    :param reports: list for the snapshots' reports; without it no snapshots are taken.
     """
     engine = Engine(bench.data(), bench.device, ProgressMonitor())
     engine.warm_up()
@@ -167,7 +172,7 @@ def training(bench: Bench, reports: list[SnapshotReport] | None = None) -> Itera
 
 
 def steps_s(bench: Bench, engine: Engine, count: int, *, snaps: bool = False) -> list[float]:
-    """Return the seconds of so many steps."""
+    """Return the seconds of each of ``count`` steps."""
 
     def step() -> None:
         engine.step(lambda: False, lambda: snaps)
@@ -178,7 +183,7 @@ def steps_s(bench: Bench, engine: Engine, count: int, *, snaps: bool = False) ->
 
 
 def plain_steps_s(bench: Bench, count: int) -> list[float]:
-    """Return the seconds of so many steps of a plain loop over the same microbatches."""
+    """Return the seconds of each of ``count`` steps of a plain loop over the same microbatches."""
     size, data = bench.size, bench.data()
     torch.manual_seed(data.seed)
     model = make_model(size.hidden, size.layers, size.vocabulary).train().to(bench.device)
@@ -210,12 +215,14 @@ def plain_steps_s(bench: Bench, count: int) -> list[float]:
 
 
 def flops_per_token(size: Size, parameters: int) -> float:
-    """Return what the model needs for a token, forward and backward, nothing computed twice (PaLM, appendix B)."""
+    """Return the operations that the model needs for a token, forward and backward, without recomputation
+    (PaLM, appendix B).
+    """
     return 6.0 * parameters + 12.0 * size.layers * size.hidden * size.length
 
 
 def train(bench: Bench, result: Result) -> None:
-    """Tokens per second and MFU, beside a plain loop."""
+    """Measure tokens per second and MFU, of ftd and of a plain loop."""
     size = bench.size
     count = size.steps + SKIPPED
     with training(bench) as engine:
@@ -240,7 +247,7 @@ def train(bench: Bench, result: Result) -> None:
 
 
 def snapshot(bench: Bench, result: Result) -> None:
-    """A step with a snapshot after each, and with none, in turns."""
+    """Measure steps with a snapshot after each and with none, in turns."""
     reports: list[SnapshotReport] = []
     taken: dict[bool, list[float]] = {False: [], True: []}
     with training(bench, reports) as engine:
@@ -248,7 +255,7 @@ def snapshot(bench: Bench, result: Result) -> None:
         steps_s(bench, engine, SKIPPED, snaps=True)
         for _ in range(2):
             for snaps in (False, True):
-                # The first one of a round still waits for what the round before has begun.
+                # The first step of a round still waits for work that the previous round started.
                 taken[snaps] += steps_s(bench, engine, bench.size.steps + 1, snaps=snaps)[1:]
     failed = [report.detail for report in reports if isinstance(report, SnapshotFailed)]
     if failed:
@@ -269,7 +276,7 @@ def snapshot(bench: Bench, result: Result) -> None:
 
 
 def link(bench: Bench, result: Result) -> None:
-    """Copies between the device and pinned host memory."""
+    """Measure copies between the device and pinned host memory."""
     count = bench.size.copied_mib * MIB
     there = torch.zeros(count, dtype=torch.uint8, device=bench.device)
     here = bench.runtime.pinned(count, torch.uint8)
@@ -285,7 +292,7 @@ def link(bench: Bench, result: Result) -> None:
 
 
 def link_peak_gb_s() -> float | None:
-    """Return what PCIe gives this GPU in one direction, if nvidia-smi knows it."""
+    """Return the PCIe bandwidth of this GPU in one direction, GB/s, if nvidia-smi reports it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -298,7 +305,7 @@ def link_peak_gb_s() -> float | None:
 
 
 def xor(bench: Bench, result: Result) -> None:
-    """Parity of three tensors, as snapshots make it: the result alone crosses the link."""
+    """Measure the parity of three tensors as snapshots make it: only the result crosses the link."""
     count = bench.size.copied_mib * MIB // 4
     sources = [torch.full((count,), n, dtype=torch.uint8, device=bench.device) for n in (1, 2, 4)]
     target = bench.runtime.pinned(count, torch.uint8).numpy()
@@ -323,7 +330,7 @@ def xor(bench: Bench, result: Result) -> None:
 
 
 def kill(bench: Bench, result: Result) -> None:
-    """A node is killed: the time to the next committed step, by phase."""
+    """Measure the time from the kill of a node to the next committed step, by phase."""
     times, apart, nodes = (1, 20, 3) if bench.size is TINY else (5, 40, 3)
     with tempfile.TemporaryDirectory(prefix="ftd-bench-") as directory:
         name = "tiny.toml" if bench.size is TINY else "llama.toml"
@@ -339,7 +346,7 @@ def kill(bench: Bench, result: Result) -> None:
 
 
 def restore(bench: Bench, result: Result) -> None:
-    """Layers with their optimizer's state out of shared memory, as after a rollback."""
+    """Measure loading layers with their optimizer's state from shared memory, as after a rollback."""
     staged = bench.memory / "staged"
     staged.mkdir()
     with training(bench) as engine:
@@ -364,7 +371,7 @@ def restore(bench: Bench, result: Result) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return what the figures were measured on, beside the host."""
+    """Return the device on which the figures were measured, and its host."""
     if device.type == "cpu":
         return {"device": "cpu"}
     properties = torch.cuda.get_device_properties(device)

@@ -1,13 +1,13 @@
-"""Instantiation and batch distribution: how quick, and checked against enumeration and integer programs.
+"""Speed of instantiation and batch distribution, and their results against enumeration and integer programs.
 
     python -m benchmarks.instantiation
 
-* N' = 10,000 nodes from a cold start, seconds of CPU, for several jobs of 24 to 96 layers: the quickest
-  pipelines and their shares of the batch. Templates are even cuts of the layers here: how they are found is
-  `benchmarks.table3`'s subject.
+* N' = 10,000 nodes from a cold start, seconds of CPU, for several jobs of 24 to 96 layers: the fastest
+  pipelines and their shares of the batch. Templates are even cuts of the layers here; `benchmarks.table3`
+  measures how they are found.
 * All numbers of nodes up to 64, 256 and 1,000, as they are computed before a job's first failure.
 * Every N' ≤ 32 against every multiset of templates.
-* 1,000 random min-max distributions against HiGHS, and 1,000 by variance against brute force, 100 of which
+* 1,000 random min-max distributions against HiGHS, and 1,000 by variance against brute force, 100 of them
   against HiGHS too.
 """
 
@@ -32,7 +32,7 @@ from planner.values import LayerProfile, Link, ModelProfile, Policy, StageTempla
 NODES = 10_000
 ENUMERATED_NODES = 32
 CLOSE = 1e-8
-"""Relative, of times; what is exact to 1e-9 twice."""
+"""Relative tolerance of times, as two results that are each exact to 1e-9 can differ."""
 
 
 FREE = Link(latency_ms=0.0, bytes_per_s=1e30)
@@ -44,9 +44,9 @@ class Job:
     layers: int
     microbatches: int
     smallest: int = 2
-    """Nodes of the smallest template."""
+    """Number of nodes of the smallest template."""
     uneven: int | None = None
-    """Seed of the layers' times; ``None``: all equal."""
+    """Seed of the layers' times; with ``None`` all are equal."""
     ring: Link = USUAL
     tolerate: int = 1
 
@@ -76,7 +76,7 @@ BEFOREHAND = (Job(layers=24, microbatches=1024, uneven=1), Job(layers=96, microb
 
 
 def instantiator_of(job: Job) -> Instantiator:
-    """With a template of one device a node for every number of nodes that there can be."""
+    """Return an instantiator with a one-device-per-node template for every possible number of nodes."""
     random = Random(job.uneven)
     times_ms = [1.0 if job.uneven is None else random.uniform(0.5, 2.0) for _ in range(job.layers)]
     layers = tuple(
@@ -96,7 +96,7 @@ def instantiator_of(job: Job) -> Instantiator:
     costs = StageCosts(ModelProfile(layers=layers, microbatch_rows=1, link=link, ring=job.ring), policy)
     by_nodes = {size: even_cuts(job.layers, size) for size in range(job.smallest, job.layers + 1)}
     templates = Templates(costs, max(by_nodes), by_nodes)
-    # As if memory asked for so many nodes.
+    # The smallest template is set as if memory required this many nodes.
     templates.n0 = job.smallest
     return Instantiator(costs, templates)
 

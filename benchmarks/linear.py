@@ -1,4 +1,4 @@
-"""A training script of equal linear layers, whose state and time are plain to reckon with."""
+"""A training script of equal linear layers, whose state size and computing time are easy to calculate."""
 
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ def build(layers: int):
 
 
 def write_script(directory: Path) -> None:
-    """Write the script to where ``training_data`` names it."""
+    """Write the script to the path that ``training_data`` refers to."""
     (directory / "linear.py").write_text(_SCRIPT)
 
 
 def training_data(directory: Path, layers: int, **more: Any) -> TrainingData:
-    """Return what a trainer is given.
+    """Return a trainer's data for the script.
 
-    :param more: further fields, ``global_batch`` and ``microbatch_rows`` among them.
+    :param more: further fields, among them ``global_batch`` and ``microbatch_rows``.
     """
     return TrainingData(
         function="linear.py:build",

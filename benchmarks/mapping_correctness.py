@@ -1,14 +1,15 @@
-"""Mappings of random small models against a look at all of them, for both objectives.
+"""Mappings of random small models compared with all possible mappings, for both objectives.
 
     python -m benchmarks.mapping_correctness --cases 5000
 
-Models have one to seven layers and up to twelve devices, memory limits or none, times that doubles hold
-exactly and others, measured times on several devices, node splits in any order, aligned, or of few sizes.
-What they are compared with is the tests' oracle, which shares no code with the planner. The answer of either
-objective must be the best of all, and it must be said to be proved.
+Models have one to seven layers and up to twelve devices, with or without memory limits, with times that
+doubles represent exactly and with others, with times measured on several devices, and with node splits in
+any order, aligned, or of few sizes. The reference is the tests' oracle, which shares no code with the
+planner. The answer for either objective must be the best of all, and must be marked as proved.
 
-So few mappings are all looked at for the step really run. The third row has that switched off, as with large
-models: an answer may then be worse than the best, but never below its bound, and never if said to be proved.
+There are so few mappings that all are enumerated for the step really run. The third row has that disabled,
+as with large models: an answer may then be worse than the best, but never below its bound, and never if it
+is marked as proved.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from planner.mapping.mapper import Mapper
 from planner.stages.costs import StageCosts
 from planner.values import Template
 
-# The oracles are modules of the tests, which are no package.
+# The oracles are modules of the tests, which are not a package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
 import oracles
 
@@ -33,7 +34,7 @@ ROUNDING = 1e-12
 
 @dataclass(slots=True)
 class Count:
-    """What came out for one objective."""
+    """Numbers of results for one objective."""
 
     cases: int = 0
     infeasible: int = 0
@@ -45,7 +46,7 @@ class Count:
 
 
 def check(seed: int, objective: str, count: Count, must_be_best: bool) -> None:
-    """One model; the seed says which, so a mismatch can be looked at again."""
+    """Check the model of one seed; the seed of the first mismatch is recorded, so that you can reproduce it."""
     random = Random(seed)
     profile, policy, nodes = oracles.random_model(random, objective)
     microbatches = random.randint(1, 12)
@@ -77,7 +78,7 @@ def near(one_ms: float, other_ms: float) -> bool:
 
 
 def legal(template: Template, nodes: int) -> bool:
-    """Each node is used, in order."""
+    """Return whether each node is used, in order."""
     return [*dict.fromkeys(stage.node_offset for stage in template.stages)] == list(range(nodes))
 
 

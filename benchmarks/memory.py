@@ -1,12 +1,15 @@
-"""The most memory that each trainer has from the start of a job, measuring the model included, through some steps.
+"""Peak memory of each trainer from the start of a job, including the measurement of the model, through a few
+steps.
 
-    python -m benchmarks.memory                        # a llama of about 200 million parameters on four nodes
+    python -m benchmarks.memory                        # a llama of about 200 million parameters on four
+        nodes
 
-A trainer is to have memory for its own stage, not for the model: what the plan says of it, parameters, gradients,
-the optimizer's state (16 bytes for each parameter), and the activations of the microbatches in flight, as a profile
-made here measures them. The job is planned for devices that hold a little more than a quarter of the model, so that
-four nodes are one pipeline. The peak is what the kernel noted of each process (``VmHWM``); what a trainer has before it
-knows of a job, which is code of Python, torch and transformers, is its *base*. There are no reconfigurations in it.
+A trainer should need memory for its own stage, not for the whole model: what the plan states for its
+parameters, gradients, optimizer state (16 bytes for each parameter), and the activations of the
+microbatches in flight, as a profile made here measures them. The job is planned for devices that hold a
+little more than a quarter of the model, so that four nodes form one pipeline. The peak is the kernel's
+figure for each process (``VmHWM``). The memory of a trainer before it knows of a job, which is code of
+Python, torch and transformers, is its *base*. The run has no reconfigurations.
 """
 
 import argparse
@@ -36,7 +39,7 @@ NODES = 4
 STEPS = 5
 LIMIT = 1.35
 PLAN_LIMIT = 0.15
-"""Relative: by how much the plan may be wrong."""
+"""Largest allowed relative error of the plan."""
 _SAMPLE_S = 0.1
 
 
@@ -49,7 +52,7 @@ def parameters_of(first_layer: int, end_layer: int) -> int:
 
 @dataclass(slots=True)
 class Watched:
-    """The memory of the trainers of one node."""
+    """Memory of the trainers of one node, in MiB."""
 
     base_mib: float = 0.0
     peak_mib: float = 0.0
@@ -57,7 +60,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Watch:
-    """Notes the peak of every trainer below this process, until it is stopped."""
+    """Monitor that records the peak of every trainer below this process until it is stopped."""
 
     nodes: dict[str, Watched] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -68,13 +71,13 @@ class Watch:
                 try:
                     self._note(status.parent)
                 except (OSError, ValueError):
-                    continue  # It has ended.
+                    continue  # The process has ended.
 
     def stop(self) -> None:
         self._stop.set()
 
     def _note(self, process: Path) -> None:
-        """Note a process that was forked by the zygote of a node."""
+        """Record a process that the zygote of a node has forked."""
         if b"runtime.process.zygote" not in (process / "cmdline").read_bytes():
             return
         parent = Path("/proc") / _number(process, "PPid")
@@ -92,7 +95,10 @@ class Watch:
 
 
 def _number(process: Path, name: str) -> str:
-    """:raises ValueError: the process has no such number any more."""
+    """Return a number from the status of a process.
+
+    :raises ValueError: the status has no such number, as the process is ending.
+    """
     found = re.search(rf"^{name}:\s+(\d+)", (process / "status").read_text(), re.MULTILINE)
     if found is None:
         raise ValueError(name)
@@ -112,7 +118,7 @@ def job_file(directory: Path) -> Path:
 
 
 def planned(report: Report, job: Path) -> dict[str, StageMemory]:
-    """Return what the plan says that each node's device needs, from a profile that is made now."""
+    """Return the memory that the plan states for each node's device, from a profile that is made now."""
     submitted = load_job_data(job)
     training = msgspec.convert(submitted.training, TrainingData)
     model = Model(load_training(training), training, verified=True)

@@ -1,9 +1,10 @@
-"""What a message costs the coordinator on its way in and out, part by part: CPU time of its one thread.
+"""Cost of a message for the coordinator when it is received and sent, by part: CPU time of its only thread.
 
     python -m benchmarks.messages
 
-The real session behind mosquitto, as far as that is needed; a thousand nodes' messages at once, as they come
-when one of them is lost. The least of several rounds, since other processes' business only adds.
+Parts that need a session use a real one through mosquitto. A thousand nodes' messages arrive at once, as
+they do when one of the nodes is lost. The figure is the minimum of several rounds, since other processes
+can only add to it.
 """
 
 import asyncio
@@ -83,7 +84,7 @@ def quiesced(generation: int) -> m.Quiesced:
 
 
 def said(signal: m.Signal) -> list[tuple[str, bytes]]:
-    """By every node: topic and payload."""
+    """Return topic and payload of ``signal`` from every node."""
     return [
         (
             TOPICS.node_signal(node),
@@ -110,7 +111,7 @@ def decode_all(pairs: Sequence[tuple[bytes, str]]) -> None:
 
 
 def least_us(work: Callable[[], object], count: int = len(NODES)) -> float:
-    """CPU microseconds of this thread for each of ``count`` things that ``work`` does."""
+    """Return the CPU microseconds of this thread for each of the ``count`` items that ``work`` handles."""
     spent = []
     for _ in range(ROUNDS):
         began = time.thread_time()
@@ -120,13 +121,13 @@ def least_us(work: Callable[[], object], count: int = len(NODES)) -> float:
 
 
 class Sessions:
-    """Measures a session against a broker of its own."""
+    """Measurements of a session against a broker that serves nothing else."""
 
     def __init__(self, port: int) -> None:
         self.broker = BrokerAddress(host="127.0.0.1", port=port)
 
     async def hears(self, messages: Sequence[tuple[str, bytes]], *, acknowledged: bool) -> float:
-        """Until each message was handed on."""
+        """Return the CPU microseconds of each message from the socket until ``on_message`` was called."""
         heard, wanted, all_here = 0, 0, asyncio.Event()
 
         def on_message(_topic: str, _payload: bytes, _retained: bool) -> None:
@@ -167,7 +168,7 @@ class Sessions:
         return 1e6 * min(spent) / len(messages)
 
     async def says(self, payload: bytes, count: int) -> float:
-        """Until each message was acknowledged."""
+        """Return the CPU microseconds of each message until it was acknowledged."""
         session = MqttSession(self.broker, client_id="says", on_message=lambda *_: None)
         running = asyncio.create_task(session.run())
         await session.wait_connected(PATIENCE_S)
@@ -184,7 +185,7 @@ class Sessions:
 
 
 def quiescing() -> ClusterMachine:
-    """A cluster of all nodes that waits for their reports."""
+    """Return the machine of a cluster that has asked all nodes for their reports."""
     machine = ClusterMachine(Timing())
     policy = Policy(global_batch=4096, microbatch_rows=1, devices_per_node=1)
     job = Job(job_id="j", name="j", steps=1_000_000, policy=policy)
@@ -198,7 +199,7 @@ def quiescing() -> ClusterMachine:
 
 
 async def driven(machine: ClusterMachine, events: Sequence[SignalArrived]) -> float:
-    """Through the driver's queue and the machine."""
+    """Return the CPU microseconds of each event through the driver's queue and the machine."""
 
     def perform(effect: Effect) -> None:
         raise RuntimeError(f"{effect} is not for those who only report")

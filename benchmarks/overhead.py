@@ -1,9 +1,10 @@
-"""What the engine costs while nothing fails: against a plain loop, and against torch DDP.
+"""Overhead of the engine while nothing fails, against a plain loop and against torch DDP.
 
     python -m benchmarks.overhead --rounds 3
 
-Same model, data, microbatches and optimizer in all of them. Rounds alternate, so that a slow minute of a
-shared machine falls on both sides; a figure is the median step of a round without its first steps.
+All of them train with the same model, data, microbatches and optimizer. Rounds alternate, so that a slow
+minute of a shared machine affects both sides; a figure is the median step of a round without its first
+steps.
 """
 
 import argparse
@@ -26,7 +27,7 @@ SKIP_STEPS = 10
 
 
 def yardstick_ms(training: Path, steps: int, ranks: int) -> float:
-    """Median milliseconds of a step of the plain loop (one rank) or of torch DDP (several)."""
+    """Return the median milliseconds of a step of the plain loop (one rank) or of torch DDP (several ranks)."""
     port = free_port()
     workers = [
         subprocess.Popen(
@@ -45,7 +46,7 @@ def yardstick_ms(training: Path, steps: int, ranks: int) -> float:
 
 
 def ftd_ms(job: Path, steps: int, nodes: int) -> float:
-    """Median milliseconds from commit to commit of ``ftd local`` on ``nodes`` one-device nodes."""
+    """Return the median milliseconds from commit to commit of ``ftd local`` on ``nodes`` one-device nodes."""
     report = run_local(job, nodes=nodes, steps=steps, faults=[])
     return 1e3 * statistics.median(
         float(step["step_s"]) for step in report["steps"][SKIP_STEPS:] if step["step_s"]
@@ -91,7 +92,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Median of the ratios round by round."""
+    """Return the median of the ratios of the rounds."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 

@@ -1,5 +1,7 @@
-"""MQTT 3.1.1 packets for a crowd of a thousand sessions in one process, which a client library each would
-slow down to where the crowd, and not the coordinator, is measured. The daemons use aiomqtt.
+"""MQTT 3.1.1 packets for a crowd of a thousand sessions in one process.
+
+A client library for each session would be so slow that the crowd, and not the coordinator, would be
+measured. The daemons use aiomqtt.
 
 Source: the OASIS standard "MQTT Version 3.1.1", sections 2 and 3.
 """
@@ -11,7 +13,7 @@ SUBACK = 0x90
 
 
 def packet(first: int, body: bytes) -> bytes:
-    """``first`` is the type with its flags (2.2)."""
+    """Return a packet; ``first`` is its type with its flags (2.2)."""
     size = len(body)
     if size < 128:
         return bytes((first, size)) + body
@@ -24,7 +26,7 @@ def packet(first: int, body: bytes) -> bytes:
 
 
 def text(value: bytes) -> bytes:
-    """A string or binary field."""
+    """Return a string or binary field, which begins with its length."""
     return len(value).to_bytes(2, "big") + value
 
 
@@ -34,7 +36,7 @@ def connect_packet(
     keep_alive_s: int,
     will: tuple[str, bytes] | None = None,
 ) -> bytes:
-    """A clean session; ``will`` (topic, payload) is retained and of QoS 1 (3.1)."""
+    """Return a CONNECT that begins a clean session; ``will`` (topic, payload) is retained and has QoS 1 (3.1)."""
     flags, fields = 0x02, text(client_id.encode())
     if will is not None:
         flags |= 0x04 | 0x08 | 0x20
@@ -43,7 +45,7 @@ def connect_packet(
 
 
 def publish_packet(topic: bytes, payload: bytes, number: int, *, retain: bool = False) -> bytes:
-    """At QoS 1, or at QoS 0 where ``number`` is 0 (3.3)."""
+    """Return a PUBLISH at QoS 1, or at QoS 0 where ``number`` is 0 (3.3)."""
     if not number:
         return packet(PUBLISH | retain, text(topic) + payload)
     return packet(PUBLISH | 0x02 | retain, text(topic) + number.to_bytes(2, "big") + payload)
@@ -54,27 +56,27 @@ def puback_packet(number: int) -> bytes:
 
 
 def subscribe_packet(number: int, topics: Sequence[str], unacknowledged: Sequence[str] = ()) -> bytes:
-    """At QoS 1, and ``unacknowledged`` at QoS 0 (3.8)."""
+    """Return a SUBSCRIBE to ``topics`` at QoS 1 and to ``unacknowledged`` at QoS 0 (3.8)."""
     filters = b"".join(text(topic.encode()) + b"\x01" for topic in topics)
     filters += b"".join(text(topic.encode()) + b"\x00" for topic in unacknowledged)
     return packet(0x82, number.to_bytes(2, "big") + filters)
 
 
 def published(first: int, body: bytes) -> tuple[str, bytes, bool, int]:
-    """Topic, payload, retained, number (0: nothing is to be acknowledged) of a PUBLISH."""
+    """Return topic, payload, retained flag and number of a PUBLISH; number 0 needs no acknowledgement."""
     end = 2 + int.from_bytes(body[:2], "big")
     start = end + 2 if first & 0x06 else end
     return body[2:end].decode(), body[start:], bool(first & 1), int.from_bytes(body[end:start], "big")
 
 
 class Splitter:
-    """Cuts what comes in pieces into packets."""
+    """Splitter of a byte stream into MQTT packets."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """First byte and body of each packet that is whole now."""
+        """Take received bytes and return first byte and body of each packet that is now complete."""
         if self._rest:
             data = self._rest + data
         found: list[tuple[int, bytes]] = []
@@ -94,7 +96,7 @@ class Splitter:
 
 
 def _long_size(data: bytes, at: int) -> tuple[int, int]:
-    """A remaining length of several bytes (2.2.3) and where it ends; ``(0, 0)``: it is not all here yet."""
+    """Return a remaining length of several bytes (2.2.3) and its end, or ``(0, 0)`` if it is incomplete."""
     size = 0
     for place, digit in enumerate(data[at : at + 4]):
         size |= (digit & 0x7F) << 7 * place

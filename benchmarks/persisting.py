@@ -1,13 +1,14 @@
-"""A node's share of a persistent checkpoint, written out of memory: its rate, and what training loses by it.
+"""Rate at which a node writes its share of a persistent checkpoint from memory, and its effect on training.
 
     python -m benchmarks.persisting --directory /checkpoints --mebibytes 512
 
-Writing: all layers of a snapshot, out of its own arena, or half of each layer from the snapshot server
-of another node (a process of its own), against a plain loop over the same number of files (4 MiB at a time,
+Writing: all layers of a snapshot, from the node's own arena, or half of each layer from the snapshot server
+of another node (a separate process), against a plain loop over the same number of files (4 MiB at a time,
 fsync at the end of each), alternating in one run.
 
-Training: a process with one thread trains a small model all the time, while this process persists in every
-second round, at a bounded rate and then as fast as it goes. Step times are medians of all rounds of a kind.
+Training: a process with one thread trains a small model all the time, while this process writes the
+snapshot in every second round, at a bounded rate and then without a limit. Step times are medians of all
+rounds of a kind.
 """
 
 import asyncio
@@ -43,11 +44,11 @@ from storage.shards import ShardLayout, make_shard
 TOKEN = bearer_token("benchmark")
 JOB, STEP = "job", 1
 BOUNDED_MIB_S = 100
-"""What a user may let checkpoints take of a disk."""
+"""Rate of writing that a user may grant to checkpoints."""
 LEAST_S = 2.0
-"""Of a round beside training: some steps are to be in it."""
+"""Shortest round of the training measurement, seconds; it must contain several steps."""
 MOST_SLOWER = 1.1
-"""Step time beside persisting at that rate, over step time without."""
+"""Largest allowed ratio of the step time while persisting at that rate to the step time without."""
 
 
 def write_snapshot(
@@ -58,7 +59,7 @@ def write_snapshot(
     scheme: str = "none",
     headers: Sequence[bytes] = (),
 ) -> SnapshotGroup:
-    """One group of all layers, each owner's shard in its own arena below ``root``."""
+    """Write one group of all layers, each owner's shard in its own arena below ``root``, and return the group."""
     group = SnapshotGroup(first_layer=0, end_layer=len(payloads), owners=owners, protection=scheme)
     bucket = np.concatenate(payloads)
     layout = ShardLayout(code=make_code(scheme, len(owners)), bucket_bytes=len(bucket))
@@ -108,7 +109,7 @@ def write_snapshot(
 
 
 class Persisting:
-    """A node ``n0`` that writes a whole snapshot."""
+    """Node ``n0``, which writes a whole snapshot to persistent storage."""
 
     def __init__(self, root: Path, url: Path, group: SnapshotGroup, sources: dict[str, str]) -> None:
         self._arenas = NodeArenas(root / "n0", devices=1)
@@ -165,7 +166,7 @@ async def serve(root: Path) -> None:
 
 
 def train() -> None:
-    """For ever; a line for each step: when it ended, and how long it took, in seconds."""
+    """Train until the process is killed; print a line for each step: its end and its duration, in seconds."""
     import torch
     from torch import nn
 
@@ -183,7 +184,7 @@ def train() -> None:
 
 
 def writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
-    """Rows and limits of the rates."""
+    """Add rows and limits of the rates of writing."""
     plain, kept = root / "plain", root / "kept"
     own = Persisting(memory / "own", kept, write_snapshot(memory / "own", ("n0",), payloads), {})
     group = write_snapshot(memory / "shared", ("n0", "n1"), payloads)
@@ -199,7 +200,8 @@ def writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: 
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
         for number in range(ROUNDS + 1):
             for name in sorted(work, reverse=number % 2 == 1):
-                # Each follows the removal of as many bytes: their memory and their blocks are reused.
+                # Each writer runs after the same number of bytes was removed, so memory and disk blocks are
+                # reused.
                 shutil.rmtree(plain if name == "the disk" else kept, ignore_errors=True)
                 kept.mkdir(exist_ok=True)
                 seconds = timed(work[name])
@@ -225,7 +227,7 @@ def writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: 
 
 
 def beside_training(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
-    """Notes and limits of the step times."""
+    """Add notes and limits of the step times of training."""
     kept = root / "kept"
     persisting = Persisting(memory / "own", kept, write_snapshot(memory / "own", ("n0",), payloads), {})
     for rate_mib_s in (BOUNDED_MIB_S, None):

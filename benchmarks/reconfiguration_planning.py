@@ -1,10 +1,11 @@
-"""How long a plan takes on 1,000 nodes after 1, 10 and 100 failures, with everything precomputed.
+"""Time to plan for 1,000 nodes after 1, 10 and 100 failures, with everything precomputed.
 
     python -m benchmarks.reconfiguration_planning --seeds 5
 
-CPU time of ``Planner.plan`` alone: masks of what devices hold, layouts weighed, nodes assigned, the list of
-transfers. Templates and the best instantiations were made before, as in a job. Nodes fail at random. Counted
-beside it: the bytes that the plan moves, and those that the published steps (simple, borrow, merge) would.
+The figure is CPU time of ``Planner.plan`` alone: it computes masks of the layers that devices hold,
+compares the costs of layouts, assigns nodes and lists the transfers. Templates and the best instantiations
+were computed before, as in a job. Nodes fail at random. The table also has the bytes that the plan moves,
+and those that the published steps (simple, borrow, merge) would move.
 """
 
 import random
@@ -31,7 +32,7 @@ MICROBATCHES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model and its templates."""
+    """Sizes of a model and of its templates."""
 
     layers: int
     devices: int
@@ -50,7 +51,7 @@ SHAPES = (
 
 
 def profile(shape: Shape, seed: int) -> ModelProfile:
-    """Uneven layers of about 1 GB of state."""
+    """Return a profile of uneven layers of about 1 GB of state."""
     draw = random.Random(seed)
     layers = [
         LayerProfile(
@@ -68,7 +69,7 @@ def profile(shape: Shape, seed: int) -> ModelProfile:
 
 
 def prepared(shape: Shape, seed: int) -> Planner:
-    """A planner that knows templates of these sizes and no others."""
+    """Return a planner that has templates of these sizes and no others."""
     policy = Policy(
         devices_per_node=shape.devices,
         tolerate=2,
@@ -87,7 +88,7 @@ def prepared(shape: Shape, seed: int) -> Planner:
 
 
 def owned(plan: Plan) -> dict[Device, frozenset[int]]:
-    """What devices hold while they train under ``plan``."""
+    """Return the layers that each device holds while it trains under ``plan``."""
     return {
         device: frozenset(range(stage.first_layer, stage.end_layer))
         for pipeline in plan.pipelines
@@ -97,7 +98,7 @@ def owned(plan: Plan) -> dict[Device, frozenset[int]]:
 
 
 def published_bytes(planner: Planner, situation: Situation) -> str:
-    """GB that the published steps move, or why they do not come into question."""
+    """Return the GB that the published steps move, or ``none`` if no layout follows from them."""
     assert situation.previous is not None
     nodes = sorted(situation.nodes)
     usable = set(nodes)

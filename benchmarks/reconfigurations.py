@@ -1,11 +1,11 @@
-"""Fifty reconfigurations in one run: do file descriptors, threads, shared memory or memory grow?
+"""Fifty reconfigurations in one run: does the use of file descriptors, threads, shared memory or memory grow?
 
     python -m benchmarks.reconfigurations --times 25
 
-Each time the trainer of one node is SIGKILLed, which reconfigures the others twice (without it, and with
-it again). Watched: the coordinator, and the daemon and trainer of a node that nothing ever happens to.
-A calm stretch before the first fault is compared with a calm stretch behind the last one; threads that an
-abandoned gloo operation still holds end within its timeout (30 s), so the calm stretch is longer.
+Each time the trainer of one node is SIGKILLed, which reconfigures the others twice (without it, and with it
+again). The benchmark monitors the coordinator, and the daemon and trainer of a node that no fault hits. It
+compares a calm period before the first fault with one after the last fault. Threads that an abandoned gloo
+operation still holds end within its timeout (30 s), so the second period is longer.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CALM_AFTER_STEPS = 500
 SAMPLE_S = 0.5
 WATCHED_NODE = "node-0"
 GROWTH = {"fds": 0.0, "threads": 0.0, "memory_mib": 16.0}
-"""How much more of each is still noise."""
+"""Largest growth of each figure that still counts as noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Sample:
 
 
 def sample(pid: int) -> Sample | None:
-    """What process ``pid`` holds now; ``None`` when it is gone."""
+    """Return the resources that process ``pid`` holds now; ``None`` when it has ended."""
     try:
         fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         status = dict(
@@ -61,7 +61,9 @@ def children(pid: int) -> list[int]:
 
 
 def watched(root: int) -> dict[str, int]:
-    """Name → pid of the processes to watch, below ``ftd local``; empty until they are there."""
+    """Return name → pid of the processes to monitor, below ``ftd local``; empty until all of them have
+    started.
+    """
     found: dict[str, int] = {}
     for pid in children(root):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
@@ -110,7 +112,7 @@ def run(times: int, job: Path) -> tuple[dict[str, list[Sample]], list[int], dict
 
 
 def growth(samples: list[Sample], figure: str) -> tuple[float, float]:
-    """Medians of the calm stretches: the second eighth of the run, and the last tenth."""
+    """Return medians of the calm periods: the second sixteenth of the run, and the last tenth."""
     values = [float(getattr(taken, figure)) for taken in samples]
     before = values[len(values) // 16 : len(values) // 8] or values[:1]
     return statistics.median(before), statistics.median(values[-len(values) // 10 :])

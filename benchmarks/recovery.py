@@ -1,14 +1,14 @@
-"""From a failure to the next committed step, by phase, on real processes and default settings.
+"""Time from a failure to the next committed step, by phase, with real processes and default settings.
 
     python -m benchmarks.recovery --kind kill --times 20
-    python -m benchmarks.recovery --kind kill --times 20 --peer .peer-venv     # beside torchft
+    python -m benchmarks.recovery --kind kill --times 20 --peer .peer-venv     # torchft as well
     python -m benchmarks.recovery --model llama --times 5 --apart 16           # 30 million parameters
 
 Kinds: ``kill`` (daemon and trainer of one node SIGKILLed together), ``trainer`` (its trainer alone),
 ``stop`` (SIGSTOP of the trainer), ``hang`` (main thread asleep, other threads alive), ``join``.
 
-``besides`` is the time from the fault to the next commit without the step that is done then and without the
-meeting of the new group and the bytes that it moves (``state``).
+``besides`` is the time from the fault to the next commit without the step that is computed then, and
+without ``state``: the rendezvous of the new group and the bytes that it moves.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from ftd.config.job import load_job
 WARM_UP_STEPS = 30
 APART_STEPS = 80
 MODELS = ("tiny", "llama")
-"""``benchmarks/jobs``."""
+"""Jobs in ``benchmarks/jobs``."""
 BESIDES_LIMIT_MS = 150
 PHASES = ("detected_ms", "quiesce_ms", "plan_ms", "state_ms", "resume_ms", "total_ms")
 CAUSES = {"kill": "node_lost", "join": "node_joined"}
@@ -42,7 +42,7 @@ LIMITS_MS: dict[str, tuple[float, float]] = {
 
 
 def faults_of(kind: str, times: int, nodes: int, apart_steps: int = APART_STEPS) -> list[Fault]:
-    """``times`` faults, each long enough after the one before that the cluster is whole again."""
+    """Return ``times`` faults, far enough apart that the cluster is complete again before each."""
     faults: list[Fault] = []
     for number in range(times):
         step = min(WARM_UP_STEPS, apart_steps) + number * apart_steps
@@ -76,7 +76,7 @@ def besides_ms(report: Report, recoveries: list[dict[str, Any]]) -> tuple[float,
 
 
 def phase_rows(recoveries: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return name and milliseconds of each phase of which there are any."""
+    """Return name and milliseconds of each phase that occurs in the recoveries."""
     values = {phase: tuple(r[phase] for r in recoveries if r[phase] is not None) for phase in PHASES}
     return [
         (phase.removesuffix("_ms"), str(Summary(values=of_one))) for phase, of_one in values.items() if of_one
@@ -84,7 +84,7 @@ def phase_rows(recoveries: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def returns_ms(report: Report) -> list[float]:
-    """From each fault to the first step committed with the node back in the plan."""
+    """Return the milliseconds from each fault to the first step committed with the node back in the plan."""
     times = []
     for fault in report["faults"]:
         back = [
@@ -166,7 +166,9 @@ def add_kind_specific(
 
 
 def add_restarts(result: Result, report: Report, kind: str) -> None:
-    """No surviving process may have been restarted: a node that was never hit has one pid of each."""
+    """Add the limit that no surviving process was restarted: a node without faults has one pid of each
+    process.
+    """
     hit = {fault["node"] for fault in report["faults"]}
     restarted = 0
     for node, processes in report["processes"].items():
@@ -177,7 +179,7 @@ def add_restarts(result: Result, report: Report, kind: str) -> None:
 
 
 def add_peer(result: Result, arguments: argparse.Namespace) -> None:
-    """The same kill, the same model and batch, under torchft."""
+    """Add the same kill under torchft, with the same model and batch."""
     job = load_job(arguments.job)
     result.columns = (*result.columns, "recoveries")
     result.rows = [(*row, str(len(result.data["recoveries"]))) for row in result.rows]

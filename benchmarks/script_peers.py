@@ -1,4 +1,6 @@
-"""torch.save, torch.distributed.checkpoint and DLRover with the same state (``benchmarks.snapshot``)."""
+"""Measurements of torch.save, torch.distributed.checkpoint and DLRover with the same state, for
+``benchmarks.snapshot``.
+"""
 
 import contextlib
 import json
@@ -27,7 +29,7 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 def measure_peers(gib: float, disk: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds by ``SAVES`` (of async_save: that it blocks) and ``LOADS``."""
+    """Return the seconds of each of ``SAVES`` (of async_save: the seconds that it blocks) and ``LOADS``."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     model, optimizer, _ = state_of(gib)
@@ -87,7 +89,7 @@ def _beside(state: State, folder: Path, repeats: int) -> list[float]:
 
 
 def drop(file: Path) -> None:
-    """Write it out and let its pages go; in a memory file system that does nothing."""
+    """Write the file to disk and drop its pages; in a memory file system this has no effect."""
     descriptor = os.open(file, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(descriptor)
@@ -96,12 +98,13 @@ def drop(file: Path) -> None:
 
 
 def measure_dlrover(venv: Path, gib: float, rounds: int) -> dict[str, Any]:
-    """What its worker prints; ``problem`` where it does not run."""
+    """Return the JSON that DLRover's worker prints, or ``problem`` with the reason if it fails."""
     command = [venv / "bin/python", Path(__file__).parent / "peers/dlrover_worker.py",
                "--gib", str(gib), "--rounds", str(rounds)]  # fmt: skip
     before = set(SHM.glob("ckpt_shm_*"))
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
-        # Its saver process inherits what it writes to, and outlives it: no pipes, and a group to be killed.
+        # Its saver process inherits the output files and outlives it. So these are no pipes, and the
+        # process group is killed.
         process = subprocess.Popen(
             command,
             stdout=said,

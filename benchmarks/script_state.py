@@ -1,6 +1,7 @@
-"""A plain script's state, and what its machine can do: what all parts of ``benchmarks.snapshot`` need.
+"""State of a plain script and speed of its machine, for all parts of ``benchmarks.snapshot``.
 
-Matrices of 1024 × 1024 with Adam's state, and an optimizer that changes one of them: a step is computing.
+The state is matrices of 1024 × 1024 with Adam's state. The optimizer changes only one of them, so that a
+step consists of computing.
 """
 
 import json
@@ -27,7 +28,7 @@ SHM = Path("/dev/shm")
 
 
 class Light(torch.optim.Optimizer):
-    """Adam's state, and a step that changes one matrix of it."""
+    """Optimizer with Adam's state whose step changes one matrix."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -41,7 +42,7 @@ class Light(torch.optim.Optimizer):
 
 
 def state_of(gib: float) -> tuple[nn.Module, Light, list[Tensor]]:
-    """A model, its optimizer, and the tensors of both, ``gib`` GiB in all."""
+    """Return a model, its optimizer, and the tensors of both, ``gib`` GiB in all."""
     matrices = round(gib * GIB / (3 * 4 * WIDTH * WIDTH))
     model = nn.Module()
     model.layers = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(matrices))
@@ -57,7 +58,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def plain_copy(tensors: list[Tensor]) -> Callable[[], None]:
-    """One thread's, of as many bytes into memory that was touched: a part of them again and again."""
+    """Return a single-threaded copy of all tensors into warm memory for a quarter of them, which is reused."""
     some = tensors[: max(1, len(tensors) // 4)]
     warm = [torch.ones_like(t) for t in some]
 
@@ -69,26 +70,29 @@ def plain_copy(tensors: list[Tensor]) -> Callable[[], None]:
 
 
 def memcpy_s(tensors: list[Tensor]) -> float:
-    """A plain copy's."""
+    """Return the median seconds of a plain copy by one thread."""
     copy = plain_copy(tensors)
     return statistics.median(timed(copy) for _ in range(5))
 
 
 def memcpy_by_two_s(tensors: list[Tensor]) -> float:
-    """As ``memcpy_s``, by two threads."""
+    """Return the seconds of the same copy split over two threads."""
     with ThreadPoolExecutor(2) as threads:
         return max(threads.map(memcpy_s, (tensors[::2], tensors[1::2])))
 
 
 def first_touch_s(size_bytes: int) -> float:
-    """Of memory on huge pages by one thread; for a moment that memory is at hand for whoever comes next."""
+    """Return the seconds in which one thread touches new memory on huge pages.
+
+    After it that memory is free for a moment, so the next allocation gets it quickly.
+    """
     with mmap.mmap(-1, max(1, size_bytes)) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         return timed(partial(np.frombuffer(memory, dtype=np.uint8).fill, 0))
 
 
 def computing(seconds: float) -> Callable[[], None]:
-    """Matrix products for about so long; the number is fixed beforehand."""
+    """Return matrix products that take about ``seconds``; their number is fixed in advance."""
     a = torch.randn(512, 512)
     once = statistics.median(timed(lambda: [a @ a for _ in range(10)]) for _ in range(5)) / 10
     count = max(1, round(seconds / once))
@@ -101,17 +105,18 @@ def computing(seconds: float) -> Callable[[], None]:
 
 
 def free_bytes() -> int:
-    """Of memory that shared memory may take, too."""
+    """Return the free bytes that both processes and shared memory can use."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     return min(available, shutil.disk_usage(SHM).free)
 
 
 def phase(*options: str, environment: Mapping[str, str] | None = None) -> Any:
-    """What ``benchmarks.snapshot`` prints last when it is started so, which is JSON: a process of its own,
-    whose memory is free when it has ended.
+    """Run ``benchmarks.snapshot`` with these options in a new process and return the JSON that it prints last.
 
-    :raises subprocess.CalledProcessError: it failed.
+    The memory of that process is free when it has ended.
+
+    :raises subprocess.CalledProcessError: the process failed.
     """
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.snapshot", *options],
@@ -124,5 +129,5 @@ def phase(*options: str, environment: Mapping[str, str] | None = None) -> Any:
 
 
 def die_first() -> None:
-    """Should memory end after all, this process is the one to go."""
+    """Make the kernel choose this process if memory runs out."""
     Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,6 +1,6 @@
-"""What block digests and the reading of the kept snapshot cost: CPU time for each byte, in one thread.
+"""Cost of block digests and of scrubbing the retained snapshot: CPU time for each byte, in one thread.
 
-``python -m benchmarks.scrub [--mib 1024]``. Thread time, so that a busy machine does not count.
+``python -m benchmarks.scrub [--mib 1024]`` measures thread time, so that other processes do not count.
 """
 
 import time
@@ -14,7 +14,7 @@ from storage.manifest import SnapshotPart, digest_of
 
 
 def gb_per_s(size_bytes: int, work: Callable[[], object]) -> float:
-    """The best of three."""
+    """Return the highest rate of three runs of ``work``."""
     took_s = []
     for _ in range(3):
         began_s = time.thread_time()

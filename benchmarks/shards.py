@@ -1,9 +1,9 @@
 """Snapshot streaming between two processes on loopback, against a raw socket that copies the same bytes.
 
-A daemon's snapshot server in one process, its client in another: manifest, then all of the part in blocks
-straight into memory, digests verified: as a whole part, and as a range of it (whose blocks carry digests).
-Beside it, in the same run, the same bytes through one plain TCP socket: sendall from the same arena,
-recv_into the same memory.
+One process runs a daemon's snapshot server, another its client. The client fetches the manifest, then all
+of the part in blocks straight into memory, and verifies digests: as a whole part, and as a range of it
+(whose blocks carry digests). The same run sends the same bytes through one plain TCP socket: sendall from
+the same arena, recv_into the same memory.
 
     python -m benchmarks.shards [--gib 1] [--repeats 7]
 """
@@ -34,7 +34,7 @@ from storage.manifest import SnapshotManifest, SnapshotPart, digest_of
 TOKEN = bearer_token("benchmark")
 JOB, STEP, PART = "job", 1, "group-0/shard"
 RAW_BAR = 0.6
-"""Of what a raw socket copies."""
+"""Smallest allowed share of the raw socket's rate."""
 
 
 def arguments() -> argparse.Namespace:
@@ -60,7 +60,7 @@ def write_snapshot(root: Path, size_bytes: int) -> SnapshotPart:
 
 
 async def serve(root: Path) -> None:
-    """The other process: a snapshot server, and a raw socket that sends the part to whoever connects."""
+    """Run the other process: a snapshot server, and a raw socket that sends the part to each client."""
     arenas = NodeArenas(root, devices=1)
     (held,) = arenas.find(JOB, STEP)
     memory = arenas.view(held, held.manifest.parts[0])

@@ -1,4 +1,4 @@
-"""How many seeds a minute the deterministic simulator gets through on one core.
+"""Rate at which the deterministic simulator runs seeds, per minute on one core.
 
 python -m benchmarks.simulator --seeds 1000
 """

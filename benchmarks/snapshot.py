@@ -1,22 +1,23 @@
-"""Snapshots of a plain script: how long training stands still, what a kill costs, how quickly it loads.
+"""Snapshots of a plain script: the training stall, the effect of kills and the time to load.
 
-For a model with Adam's state of 1 GiB and of 4 GiB (1024 × 1024 matrices), in one run and on one thread, as a
-core must be left for the copy:
+It measures a model with Adam's state of 1 GiB and of 4 GiB (1024 × 1024 matrices), in one run and on one
+thread, as one core must be left for the copy:
 
 * stall: the time that a call blocks the training thread, when there is a forward pass until the next update
   (*there is time*), and when the update comes at once (*no time*: the call and the wait together); against
   one memcpy of the same bytes, torch.save, DCP save and DCP async_save into /dev/shm;
-* iteration time with a snapshot in every iteration against none, in alternating rounds, of a step that takes
-  3.5 times as long as the copy (matrix products; the optimizer changes one matrix, so the step is computing);
-  and beside a thread that copies as many bytes, which is what any copy costs on this machine;
-* start: allocating and mapping the arena, with memory as it is found and right behind a touch of as many
-  bytes. A virtual machine's host may take free memory back, and giving it again is its work, not ours: on
-  one with free page reporting a first touch behind two seconds without use took 15 to 20 times the
-  processor time of one at once;
-* load: restore() with its digests, in the process that wrote and in new ones (which map the memory and
-  make the optimizer's state), as scripts are started and with copies that pass the caches by
-  (docs/tutorials/snapshotter.md), and by decoding what one of three hosts kept, against torch.load and DCP load, from
-  /dev/shm and from a disk whose pages were dropped;
+* iteration time with a snapshot in every iteration against none, in alternating rounds, of a step that
+  takes 3.5 times as long as the copy (matrix products; the optimizer changes one matrix, so the step is
+  computing); and with a parallel thread that copies as many bytes, which is the cost of any copy on this
+  machine;
+* start: allocating and mapping the arena, with memory as it is found and right after a touch of as many
+  bytes. A virtual machine's host may take free memory back; the time to give it again is not ftd's: on one
+  with free page reporting a first touch after two seconds without use took 15 to 20 times the processor
+  time of one at once;
+* load: restore() with its digests, in the process that wrote and in new ones (which map the memory and make
+  the optimizer's state), as scripts are started and with copies that bypass the caches
+  (docs/tutorials/snapshotter.md), and by decoding the data of one of three hosts, against torch.load and
+  DCP load, from /dev/shm and from a disk whose pages were dropped;
 * with ``--peer``, DLRover's in-memory checkpoint of the same state, in an environment that holds
   ``dlrover==0.6.1`` and torch;
 * 20 kills at random moments of a process that takes one snapshot after another.
@@ -70,11 +71,13 @@ from storage.codes import make_code
 from storage.shards import ShardLayout, decode_bucket, make_fetch, make_shard
 
 LEAST_FREE_BYTES = 4.5
-"""Of memory, for each byte of state: two slots, a new process's state, and a touch of as much; and some."""
+"""Free memory needed for each byte of state: two slots, a new process's state, a touch of as much, and a
+margin.
+"""
 LARGE_GIB = 2
-"""From here on less is repeated."""
+"""Size in GiB above which measurements are repeated less often."""
 TIMES = 12.36
-"""As quick as restoring is to be, against loading from a disk: what the paper has."""
+"""Required ratio of the time to load from a disk to the time to restore, as the paper reports it."""
 KILLS = 20
 WIDTH = 4096
 NAME = "bench"
@@ -84,7 +87,7 @@ LOAD_TIMES = 5
 
 
 class Training:
-    """A loop that takes snapshots, and how long what takes."""
+    """Training loop that takes snapshots and measures its calls and iterations."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class Training:
         memcpy: float,
         beside: Callable[[], object],
     ) -> None:
-        """:param beside: copies as many bytes as a snapshot has."""
+        """:param other_work: copies as many bytes as a snapshot has."""
         self._snapshots, self._optimizer, self._beside = snapshots, optimizer, beside
         self._compute = computing(STEP_PER_COPY * memcpy)
         self._step = 0
@@ -111,7 +114,7 @@ class Training:
         return time.perf_counter() - began
 
     def calls(self, rounds: int) -> dict[str, list[float]]:
-        """With a forward pass until the next update."""
+        """Measure calls that have a forward pass until the next update, and the updates after them."""
         calls, behind = [], []
         for _ in range(rounds):
             self._step += 1
@@ -121,7 +124,7 @@ class Training:
         return {"call_s": calls, "step_behind_s": behind}
 
     def hurried(self) -> list[float]:
-        """With an update at once."""
+        """Measure calls that an update follows at once."""
 
         def hurry() -> None:
             self._snapshots.snapshot(self._step)
@@ -136,7 +139,7 @@ class Training:
         return seconds
 
     def rounds(self, count: int) -> list[tuple[float, float, float]]:
-        """Iterations without and with a snapshot in each, and beside a plain copy in each."""
+        """Measure iterations without a snapshot, with one in each, and with a parallel plain copy in each."""
         rounds = []
         for _ in range(count):
             without = [self._iteration() for _ in range(2)]
@@ -149,7 +152,7 @@ class Training:
 
 
 def measure_own(gib: float, place: Path, rounds: int) -> dict[str, Any]:
-    """All but restoring in new processes; a snapshot stays in ``place``, for these."""
+    """Measure all but restoring in new processes; a snapshot remains in ``place`` for these."""
     torch.set_num_threads(1)
     model, optimizer, tensors = state_of(gib)
     memcpy, size = memcpy_s(tensors), sum(t.nbytes for t in tensors)
@@ -178,7 +181,9 @@ def measure_own(gib: float, place: Path, rounds: int) -> dict[str, Any]:
 
 
 def restored_anew(gib: float, place: Path, *, touch: bool) -> list[float]:
-    """``restore()`` in a process whose optimizer did not step yet, mapping and all; and again, four times."""
+    """Measure ``restore()`` in a process whose optimizer has not stepped, including mapping, and four
+    repetitions.
+    """
     torch.set_num_threads(1)
     model, optimizer, tensors = state_of(gib)
     size = sum(t.nbytes for t in tensors)
@@ -193,7 +198,7 @@ def restored_anew(gib: float, place: Path, *, touch: bool) -> list[float]:
 
 
 def measure_decoding(gib: float) -> list[float]:
-    """What one of three hosts kept is made again out of the other two's segments and parity (aec)."""
+    """Measure decoding the state of one of three hosts from the other two's segments and parity (aec)."""
     torch.set_num_threads(1)
     _, _, tensors = state_of(gib)
     size = sum(t.nbytes for t in tensors)
@@ -221,7 +226,7 @@ def measure_decoding(gib: float) -> list[float]:
 
 
 def kills() -> int:
-    """After how many of ``KILLS`` the last completed snapshot is there, and right."""
+    """Return after how many of ``KILLS`` the last completed snapshot is there and correct."""
     place, draw = Path(tempfile.mkdtemp(dir=SHM)), random.Random(4)
     try:
         return sum(_survived(place, draw) for _ in range(KILLS))
@@ -251,7 +256,9 @@ def _survived(place: Path, draw: random.Random) -> bool:
 
 
 def _forked(work: Callable[[], bool]) -> int:
-    """Fork, as importing torch takes seconds; the child's id. It ends with 0 when ``work`` says True."""
+    """Fork, as importing torch takes seconds; return the child's pid. It exits with 0 when ``work`` returns
+    True.
+    """
     child = os.fork()
     if child:
         return child
@@ -289,7 +296,7 @@ def _right(place: Path, at_least: int) -> bool:
 
 
 def measure(gib: float, disk: Path, peer: Path | None) -> dict[str, Any]:
-    """Every part in processes of its own, one after the other."""
+    """Measure every part in separate processes, one after the other."""
     large, size = gib > LARGE_GIB, str(gib)
     place = Path(tempfile.mkdtemp(dir=SHM))
     try:
@@ -314,7 +321,7 @@ def measure(gib: float, disk: Path, peer: Path | None) -> dict[str, Any]:
 
 
 def one_phase(given: Namespace) -> Any:
-    """In a process of ``measure``."""
+    """Measure one part in a process that ``measure`` started."""
     die_first()
     match given.phase:
         case "own":
@@ -328,7 +335,7 @@ def one_phase(given: Namespace) -> Any:
 
 
 def told(result: Result, gib: float, found: dict[str, Any]) -> None:
-    """Rows, limits and notes of one size."""
+    """Add rows, limits and notes of one size."""
     size = f"{gib:g} GiB"
     rows_of(result, size, found)
     over = iterations(result, size, found["ours"]["rounds_s"])
@@ -368,7 +375,7 @@ def rows_of(result: Result, size: str, found: dict[str, Any]) -> None:
 
 
 def iterations(result: Result, size: str, rounds: list[tuple[float, float, float]]) -> float:
-    """Rows and a note; by how many % one with a snapshot takes longer."""
+    """Add rows and a note; return by how many % an iteration with a snapshot takes longer."""
     without, *others = (list(kind) for kind in zip(*rounds, strict=True))
     over = []
     result.rows.append((f"{size}  iteration without", milliseconds(without), ""))

@@ -1,14 +1,14 @@
-"""Back from a snapshot in memory: what a node does for its trainers, and what a trainer does, in each tier.
+"""Restoring from a snapshot in memory: the work of a node for its trainers, and of a trainer, in each tier.
 
-A model of linear layers with Adam's state, its snapshot in the memory of one, two or three nodes. Restored on
-one of them: out of its own memory alone (what is lent to the trainer, and what is copied by the node where
-the trainer found that no good), with half of it from another node's snapshot server, and with a third decoded
-as that node is lost; into the memory of a new trainer, and into what one that goes back holds. The node is
-this process; the trainer and the other node are processes of their own, the trainer started as the zygote is.
-Against one memcpy of the same bytes, and torch.load and DCP load of as many bytes from /dev/shm and from a
-disk whose pages were dropped.
+The state is a model of linear layers with Adam's state; its snapshot is in the memory of one, two or three
+nodes. One of them restores it: from its own memory alone (borrowed by the trainer, or copied by the node
+where the trainer found it corrupt), with half of it from another node's snapshot server, and with a third
+decoded because that node is lost; into the memory of a new trainer, and into the tensors of one that rolls
+back. The node is this process. The trainer and the other node are separate processes; the trainer is
+started as the zygote is. The references are one memcpy of the same bytes, and torch.load and DCP load of as
+many bytes from /dev/shm and from a disk whose pages were dropped.
 
-CPU time counts a busy machine little; fresh pages cost as the machine gives them.
+CPU time depends little on other processes; the cost of new pages depends on the machine.
 
     python -m benchmarks.staging [--mib 512] [--repeats 5] [--disk DIRECTORY]
 """
@@ -49,14 +49,14 @@ from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import SnapshotPart
 
 LAYER_MIB = 12.01
-"""Of a layer with its optimizer's state."""
+"""Size of a layer with its optimizer's state."""
 NODES = ("n0", "n1", "n2")
 TIMES = 12.36
-"""As quick as restoring is to be, against loading from a disk: what the paper has."""
+"""Required ratio of the time to load from a disk to the time to restore, as the paper reports it."""
 
 
 class Held:
-    """What a trainer holds of the model, with Adam's state."""
+    """State of the model that a trainer holds, with Adam's state."""
 
     def __init__(self, directory: Path, layers: int) -> None:
         write_script(directory)
@@ -66,14 +66,15 @@ class Held:
         self.states = LayerStates(self.model, Optimization(self.model))
 
     def step(self) -> None:
-        """Once, so that there is an optimizer's state."""
+        """Make one step, so that the optimizer has a state."""
         for _, parameter in self.model.named_parameters(self.layers):
             parameter.grad = torch.rand_like(parameter)
         self.states._optimization.step(self.layers)
 
     def restore(self, stage: Path, *, anew: bool) -> None:
-        """As ``Engine.restore``.
-        :param anew: into fresh memory, as a new process; else into what is held.
+        """Restore as ``Engine.restore`` does.
+
+        :param fresh: restore into new memory, as a new process does; otherwise into the held tensors.
         """
         if anew:
             self.model.drop(self.layers)
@@ -87,7 +88,9 @@ class Held:
 
 
 def serve_trainer(directory: Path, layers: int) -> None:
-    """For each line, a directory: into fresh memory, then into what is held, each time ``Answer`` as JSON."""
+    """Restore each directory read from stdin into new memory, then into the held tensors; print each
+    ``Answer`` as JSON.
+    """
     torch.set_num_threads(1)
     held = Held(directory, layers)
     for line in sys.stdin:
@@ -97,7 +100,7 @@ def serve_trainer(directory: Path, layers: int) -> None:
 
 
 Answer = tuple[tuple[float, float], list[str]]
-"""Seconds by the clock and of the CPU, and a digest of each layer."""
+"""Wall-clock and CPU seconds, and a digest of each layer."""
 
 
 @contextmanager
@@ -123,7 +126,7 @@ def trainer(directory: Path, layers: int) -> Iterator[Callable[[Path], tuple[Ans
 
 
 class Scene:
-    """A snapshot's owners below ``root``, of which ``n0`` restores, and one of the others is there."""
+    """Snapshot whose owners are below ``root``; ``n0`` restores it, and ``n1`` serves if ``port`` is given."""
 
     def __init__(
         self, root: Path, group: SnapshotGroup, layers: int, *, lends: bool = True, port: int = 0
@@ -133,7 +136,7 @@ class Scene:
         self._restore = Restore(job_id=JOB, step=STEP, generation=1, groups=(group,), sources=sources)
 
     def staged(self, stage: Path) -> None:
-        """What the node does."""
+        """Stage the snapshot, as the node does for its trainer."""
         uvloop.run(self._staged(stage))
 
     async def _staged(self, stage: Path) -> None:
@@ -148,7 +151,7 @@ class Scene:
 
 
 def measure_ours(root: Path, mib: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds by the clock and of the CPU for each GiB, by what was done."""
+    """Return the wall-clock and the CPU seconds for each GiB, by name of the part."""
     layers = max(1, round(mib / LAYER_MIB))
     held = Held(root, layers)
     held.step()

@@ -1,12 +1,12 @@
-"""Snapshots of the engine: how quickly shards are made, and what training loses by them.
+"""Snapshots of the engine: the rate at which shards are made, and their effect on training.
 
-* making shards in an arena out of a model's scattered tensors, in the units that training is interrupted by:
-  copies against one memcpy of as many bytes, XORs of the codes against the same XOR in numpy, on warm memory,
-  one thread each, in turn, in the environment that trainers have (minimum / median / maximum);
-* an engine that trains alone (no bubbles: the hardest case, everything is copied beside computing), in
-  alternating rounds with a snapshot behind every step, with none, and with a thread beside each that copies
-  as many other bytes, which is what any copy costs on this machine: step time, and the time that the main
-  thread stood still, against one memcpy of the shard.
+* making shards in an arena out of a model's scattered tensors, in the units that training is interrupted
+  by: copies against one memcpy of as many bytes, XORs of the codes against the same XOR in numpy, on warm
+  memory, one thread each, in turn, in the environment that trainers have (minimum / median / maximum);
+* an engine that trains alone (no bubbles: the hardest case, as all copies run in parallel with computing),
+  in alternating rounds with a snapshot after every step, with none, and with a parallel thread in each step
+  that copies as many other bytes, which is the cost of any copy on this machine: step time, and the time
+  that the main thread is blocked, against one memcpy of the shard.
 
     python -m benchmarks.stall [--mib 256] [--rounds 8]
 """
@@ -40,15 +40,17 @@ from storage.shards import ShardLayout
 
 MIB = 1024 * 1024
 TIMES = 9
-"""Each rate is measured."""
+"""Number of measurements of each rate."""
 STEPS = 5
-"""Of one round; the first is not counted."""
+"""Number of steps of one round; the first does not count."""
 
 
 def rates(
     read_bytes: int, here: Callable[[], object], plain: Callable[[], object]
 ) -> tuple[Summary, Summary]:
-    """Both in turn, in GB/s of ``read_bytes``; the first time counts for neither."""
+    """Measure both in turn and return their rates in GB/s of ``read_bytes``; the first run of each does not
+    count.
+    """
     taken: tuple[list[float], list[float]] = [], []
     for number in range(TIMES + 1):
         for work, seconds in zip((here, plain), taken, strict=True):
@@ -61,7 +63,9 @@ def rates(
 
 
 def plain_work(read_bytes: int, sources: int) -> Callable[[], object]:
-    """One memcpy, or the XOR of so many arrays, in plain numpy on warm memory (huge pages, as numpy asks)."""
+    """Return one memcpy, or the XOR of ``sources`` arrays, in plain numpy on warm memory (huge pages, as numpy
+    asks).
+    """
     words = [np.full(read_bytes // sources // 8, number, dtype=np.uint64) for number in range(sources)]
     target = np.zeros_like(words[0])
 
@@ -77,7 +81,7 @@ def plain_work(read_bytes: int, sources: int) -> Callable[[], object]:
 
 
 def shards(result: Result, mib: int, directory: Path) -> None:
-    """Rates of making one owner's shard in an arena, in bytes read, by one thread as the reference."""
+    """Measure how fast one thread makes one owner's shard in an arena, in bytes read, against plain numpy."""
     tensors = [torch.rand(1024, 1024) for _ in range(mib // 4)]
     for number, (scheme, owners) in enumerate((("none", 1), ("aec", 3), ("aec", 4), ("aec2", 4))):
         bucket = SnapshotBucket(HostMover())
@@ -109,7 +113,7 @@ def shards(result: Result, mib: int, directory: Path) -> None:
 
 
 def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport]) -> Engine:
-    """An engine that trains a model of about ``mib`` MiB of state by itself, and takes snapshots."""
+    """Return an engine that trains a model of about ``mib`` MiB of state alone and takes snapshots."""
     layers = max(2, mib // 12)
     write_script(directory)
     data = training_data(directory, layers, global_batch=256, microbatch_rows=128)
@@ -123,8 +127,9 @@ def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport])
 def steps_of(
     engine: Engine, *, snaps: bool = False, beside: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """Seconds of one round's, with a snapshot behind each or with none.
-    :param beside: done by a thread.
+    """Return the seconds of the steps of one round, with a snapshot after each or with none.
+
+    :param other_work: runs in a parallel thread during each step.
     """
     writer = engine.snapshots
     assert writer is not None
@@ -144,7 +149,7 @@ def steps_of(
 
 
 def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path) -> None:
-    """Notes and limits of a run in rounds with and without snapshots."""
+    """Train in rounds with and without snapshots; add notes and limits."""
     reports: list[SnapshotReport] = []
     engine = alone(mib, directory, arena, reports)
     steps_of(engine, snaps=True)
@@ -192,7 +197,8 @@ def run() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="of each kind")
     arguments = parser.parse_args()
     if wanted := streaming_environment(os.environ):
-        # As a node starts its trainers; the C library looks at it once.
+        # A node starts its trainers in the same way; the C library reads this environment only at its
+        # start.
         os.execve(
             sys.executable, [sys.executable, "-m", "benchmarks.stall", *sys.argv[1:]], os.environ | wanted
         )

@@ -1,12 +1,15 @@
-"""From ``ftd submit`` to the first committed step, with running nodes, beside a plain script to its first step.
+"""Time from ``ftd submit`` to the first committed step on running nodes, and of a plain script to its first
+step.
 
     python -m benchmarks.startup                       # a llama of 30 million parameters on two nodes
     python -m benchmarks.startup --nodes 1 --rounds 3
-    python -m benchmarks.startup --compile             # compiled: the first start of each side, and later ones
+    python -m benchmarks.startup --compile             # compiled: the first start of each side, and later
+        ones
 
-Both sides train the same model on the same samples with one thread for each process: ``benchmarks/jobs/llama.toml``
-and ``benchmarks/peers/llama_loop.py``. They take turns, so that a slow minute of a shared machine falls on both.
-The nodes, the coordinator and the broker (mosquitto) run before the first round and stay; each round is a new job.
+Both sides train the same model on the same samples with one thread for each process:
+``benchmarks/jobs/llama.toml`` and ``benchmarks/peers/llama_loop.py``. They take turns, so that a slow
+minute of a shared machine affects both. The nodes, the coordinator and the broker (mosquitto) start before
+the first round and keep running; each round is a new job.
 """
 
 import argparse
@@ -32,28 +35,28 @@ LOOP = REPOSITORY / "benchmarks/peers/llama_loop.py"
 STEPS = 2
 LIMIT_S = 300.0
 WARM_S = 15.0
-"""After the nodes are there: they go on loading what jobs will need."""
+"""Seconds to wait after the nodes have joined, while they load in advance what jobs will need."""
 MORE_S = 3.0
-"""How much longer than the plain script a job may take to its first step."""
+"""Seconds that a job may take longer than the plain script to its first step."""
 MILESTONES = {
     "submitted": "JobSubmitted",
     "model measured, plans made": "JobPrepared",
     "first plan": "PlanChosen",
     "first step": "StepCommitted",
 }
-"""Events that end the parts of a start."""
+"""Milestones of a start → the events that mark them."""
 
 
 class Nodes:
-    """A cluster that runs before the first job and after the last one."""
+    """Cluster that runs before the first job and after the last one."""
 
     def __init__(self, heard: asyncio.Queue[dict[str, Any]], address: ClusterAddress) -> None:
-        """:param heard: the cluster's events."""
+        """:param heard: events of the cluster."""
         self._heard = heard
         self._address = address
 
     async def start(self, job: Path) -> dict[str, float]:
-        """Submit a job; return the seconds from the command to each milestone. Waits until the job is over."""
+        """Submit a job, wait until it has finished and return the seconds from the command to each milestone."""
         began = time.monotonic()
         command = [str(FTD), "submit", str(job), "--steps", str(STEPS), "--broker", self._address.broker.url]
         process = await asyncio.create_subprocess_exec(
@@ -76,7 +79,7 @@ class Nodes:
 
 
 def script_s(compiled: bool, cache: Path) -> float:
-    """Seconds from the start of the plain script to its first step."""
+    """Return the seconds from the start of the plain script to its first step."""
     command = [sys.executable, str(LOOP), "--steps", "1", *(["--compile"] if compiled else [])]
     began = time.monotonic()
     done = subprocess.run(
@@ -134,7 +137,7 @@ def tabulated(given: argparse.Namespace, ours: list[dict[str, float]], theirs: l
         f"{', compiled' if given.compile else ''}; seconds (min / median / max)",
         columns=("until", "seconds"),
     )
-    # Of compiled sides, the first start fills the caches of the nodes and of the script.
+    # When both sides compile, the first start fills the caches of the nodes and of the script.
     counted = slice(1, None) if given.compile and given.rounds > 1 else slice(None)
     if given.compile:
         result.rows.append(("ftd: the first start, first step", f"{ours[0]['first step']:.1f}"))

@@ -3,10 +3,10 @@
     python -m benchmarks.table3 --profiles ../shared/planner
 
 DIR holds profiles (``KIND_L96.json``: times of 96 layers) and ``optima.json``, a list of cells with the
-``profile``, ``nodes``, ``gpus_per_node``, ``paper_table3_s`` and, for both readings of "in one node",
-``optimum_ms``. A cell is planned in a process of its own; its CPU seconds are from the read profile to the
-proved template, stage costs included, imports not. Besides the paper's objective each cell is planned for the
-step really run, and both plans are simulated with 128 microbatches.
+``profile``, ``nodes``, ``gpus_per_node``, ``paper_table3_s`` and, for both interpretations of "in one
+node", ``optimum_ms``. Each cell is planned in a separate process. Its CPU seconds are from the loaded
+profile to the proved template, including stage costs, without imports. In addition to the paper's
+objective, each cell is planned for the step really run, and both plans are simulated with 128 microbatches.
 """
 
 import json
@@ -38,7 +38,7 @@ CELL_S, LARGEST_S, ALL_SIZES_S = 1.0, 0.5, 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What a process plans."""
+    """Profile and nodes of one cell, which one process plans."""
 
     profile: Path
     nodes: int
@@ -58,12 +58,12 @@ class Planned:
     objective_ms: dict[str, float]
     proved: bool
     paper_step_ms: float
-    """The paper's plan, simulated."""
+    """Simulated step time of the paper's plan."""
     step_ms: float
-    """The plan for the step really run."""
+    """Step time of the plan for the step really run."""
     step_bound_ms: float
     step_seconds: float
-    """To plan for the step really run."""
+    """CPU seconds to plan for the step really run."""
 
 
 def policy_of(
@@ -79,7 +79,7 @@ def policy_of(
 
 
 def plan(cell: Cell) -> Planned:
-    """One cell, both readings and both objectives; nothing is kept from one to the next."""
+    """Plan one cell for both interpretations and both objectives, without sharing caches between them."""
     profile = load_profile(cell.profile)
     seconds, objective_ms, proved = {}, {}, True
     paper_step_ms = 0.0
@@ -109,7 +109,7 @@ def plan(cell: Cell) -> Planned:
 
 
 def plan_all_sizes(cell: Cell) -> tuple[float, int]:
-    """CPU seconds for the templates of 1 … ``nodes`` nodes in one go, and how many are proved."""
+    """Return the CPU seconds for the templates of 1 … ``nodes`` nodes in one call, and how many are proved."""
     profile = load_profile(cell.profile)
     began = time.process_time()
     costs = StageCosts(profile, policy_of(cell.devices, "any", "paper"))
@@ -128,7 +128,7 @@ def measure(folder: Path) -> Result:
         for entry in known
     ]
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Two at a time would disturb each other; a new process for each has no caches.
+    # Two processes at a time would slow each other down; a new process for each cell has no caches.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
         planned = list(processes.map(plan, cells))
         most = max(map(extent, cells))

@@ -1,10 +1,10 @@
-"""From a signal to the leading coordinator until its standby leads, and until it answers a client.
+"""Time from a signal to the leading coordinator until its standby leads, and until it answers a client.
 
     python -m benchmarks.takeover --times 10
 
-``kill`` is SIGKILL, which the broker's last will tells; ``stop`` is SIGSTOP, which shows as silence
-(``timing.leader_silence_s``, 2.5 s). Real processes, mosquitto, default settings. Between two signals the
-one that was struck is back and follows.
+``kill`` is SIGKILL, which the broker reports by the last will; ``stop`` is SIGSTOP, which is detected as
+silence (``timing.leader_silence_s``, 2.5 s). It uses real processes, mosquitto and default settings. Before
+the next signal, the coordinator that got the previous one runs again as a standby.
 """
 
 import argparse
@@ -28,9 +28,9 @@ PATIENCE_S = 60.0
 ASK_S = 0.1
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 DEPOSED = "stepped_down"
-"""A coordinator's word for it in its log."""
+"""Log event of a coordinator that has lost the leadership."""
 MARGIN_S = 1.0
-"""Beyond what the settings make a takeover wait, at most."""
+"""Largest allowed time of a takeover beyond the wait that the settings require."""
 
 
 class Pair:
@@ -50,7 +50,7 @@ class Pair:
                 self.elected.put_nowait(time.monotonic())
 
     async def whole(self) -> str:
-        """Wait until one leads and the other one follows; who leads."""
+        """Wait until one coordinator leads and the other one is its standby; return the leader's name."""
         deadline = time.monotonic() + PATIENCE_S
         while not (self.state.get("leader") and self.state.get("standbys")):
             if time.monotonic() > deadline:
@@ -59,7 +59,7 @@ class Pair:
         return str(self.state["leader"])
 
     async def strike(self, client: ClusterClient, what: str) -> tuple[float, float]:
-        """Seconds from the signal to LeaderElected, and to the first answer."""
+        """Send the signal to the leader; return the seconds until LeaderElected, and until the first answer."""
         leader = await self.whole()
         pid = self.cluster.pid(leader)
         began = time.monotonic()

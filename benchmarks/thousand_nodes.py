@@ -1,19 +1,20 @@
-"""The coordinator with 1,000 nodes on one core: its load, how quickly it decides, memory for each node.
+"""The coordinator with 1,000 nodes on one core: its load, its decision latency and its memory for each node.
 
     python -m benchmarks.thousand_nodes --singles 60 --bursts 3
 
-mosquitto on the last core, the real ``ftd coordinator`` on core 0 alone, and ``benchmarks.crowd``, which has
-what these two leave of both: 1,000 MQTT sessions, each with its last will, its heartbeat every second, and a
-node's answers. Nodes are killed by closing their sockets, one at a time and 100 at once, each time when a
-step was committed again, at a moment of the next one that chance chooses. Measured from then: until the
-coordinator told everybody to stop (it is known), until everybody reported and it is decided from which step
-and with which plan (journaled, and on its way to the nodes), both by the event's own time, which is of the
-same clock; until another client of the broker read that event, which comes behind the command to all nodes;
-and until the last node got that. Broker and crowd, which would be on hosts of their own, are part of these
-times; so CPU time of each is told beside it. Load is CPU time of the coordinator's process over wall time
-while the job trains.
+mosquitto runs on the last core, the real ``ftd coordinator`` alone on core 0, and ``benchmarks.crowd`` in
+the time that these two leave of both: 1,000 MQTT sessions, each with its last will, a heartbeat every
+second, and a node's answers. Nodes are killed by closing their sockets, one at a time and 100 at once, each
+time after a step was committed, at a random moment of the next one.
 
-The templates for 1,000 nodes take a minute of CPU time; ``--plans DIR`` keeps them for the next time.
+Four times are measured from the kill: until the coordinator ordered all nodes to stop (the loss is known);
+until all nodes have reported and the step and the plan are decided (journaled, and about to be sent to the
+nodes); until another client of the broker read that event, which is published after the command to all
+nodes; and until the last node received the command. The first two are the events' own times, which are of
+the same clock. Broker and crowd, which would be on other hosts, are part of these times, so the table also
+has the CPU time of each. Load is CPU time of the coordinator's process over wall time while the job trains.
+
+The templates for 1,000 nodes take a minute of CPU time; ``--plans DIR`` keeps them for the next run.
 """
 
 import argparse
@@ -57,18 +58,18 @@ PATIENCE_S = 900.0
 LOAD_LIMIT = 0.5
 LATENCY_LIMIT_MS = 100.0
 LAST = (os.cpu_count() or 1) - 1
-"""The core of whatever is not the coordinator."""
+"""Core of all processes that are pinned and are not the coordinator."""
 PROCESSES = ("coordinator", "mosquitto", "crowd")
 
 
 class Observer:
-    """Another client of the broker: events with the time at which each was read, and requests."""
+    """Another client of the broker, which records events with their times of arrival and sends requests."""
 
     def __init__(self, port: int, cluster: str) -> None:
         self.topics = Topics(cluster=cluster)
         self.events: list[tuple[float, dict[str, Any]]] = []
         self.decided: Callable[[], None] = lambda: None
-        """Called at once when a plan was chosen."""
+        """Callback that runs as soon as a PlanChosen is read."""
         self.state_bytes = self.states = 0
         self._sock = socket.create_connection(("127.0.0.1", port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -89,7 +90,7 @@ class Observer:
         return [(at, event) for at, event in list(self.events) if at >= since and event["event"] == name]
 
     def _read(self) -> None:
-        # It stands for another host, and must not wait for what takes this one's cores.
+        # This thread stands for another host and must not wait for processes that use this host's cores.
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         splitter = Splitter()
@@ -112,7 +113,7 @@ class Observer:
 
 
 def cpu_ms(pid: int) -> float:
-    """CPU time of all threads of a process, to the microsecond where ``stat`` has hundredths of a second."""
+    """Return the CPU ms of all threads of a process, to the microsecond; ``stat`` has hundredths of a second."""
     spent = (int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(spent) / 1e6
 
@@ -122,7 +123,7 @@ def on_cores(first: int, last: int) -> list[str]:
 
 
 class Crowd:
-    """``benchmarks.crowd``, spoken to."""
+    """Process of ``benchmarks.crowd``, controlled by orders on its stdin."""
 
     def __init__(self, port: int) -> None:
         command = [sys.executable, "-m", "benchmarks.crowd", str(port), CLUSTER]
@@ -152,7 +153,7 @@ class Crowd:
 
 
 class Bench:
-    """Everything that runs, and what was seen of it."""
+    """All processes of the benchmark, and their measurements."""
 
     def __init__(self, directory: Path, arguments: argparse.Namespace) -> None:
         self.names = [f"node-{number:04d}" for number in range(arguments.nodes)]
@@ -178,7 +179,7 @@ class Bench:
         self.crowd = Crowd(port)
         self.pids = (self.coordinator.pid, self.broker.pid, self.crowd.pid)
         self.spent: list[float] = []
-        """CPU ms of each until the last decision."""
+        """CPU ms of each of ``PROCESSES`` until the last decision."""
         self._chance = random.Random(0)
 
     def close(self) -> None:
@@ -190,10 +191,13 @@ class Bench:
             process.wait()
         self._log.close()
 
-    # --- looking -----------------------------------------------------------------------------------
+    # --- observation -------------------------------------------------------------------------------
 
     def wait(self, what: str, ready: Callable[[], bool]) -> None:
-        """:raises RuntimeError: not within PATIENCE_S."""
+        """Wait until ``ready`` returns True.
+
+        :raises RuntimeError: the coordinator ended, or PATIENCE_S passed.
+        """
         end = time.monotonic() + PATIENCE_S
         while not ready():
             if time.monotonic() > end or self.coordinator.poll() is not None:
@@ -205,7 +209,7 @@ class Bench:
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     def load(self, seconds: float) -> tuple[float, float]:
-        """CPU seconds a second of the coordinator and of the broker."""
+        """Return the CPU seconds per second of the coordinator and of the broker."""
         pids = (self.coordinator.pid, self.broker.pid)
         began, before = time.monotonic(), [cpu_ms(pid) / 1e3 for pid in pids]
         time.sleep(seconds)
@@ -216,7 +220,7 @@ class Bench:
     def training(self) -> bool:
         return bool(self.crowd.do("look")["training"])
 
-    # --- what is done ------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------
 
     def come(self, names: list[str]) -> None:
         since = time.monotonic()
@@ -247,9 +251,11 @@ class Bench:
         self.observer.request(do="snapshot", every_steps=0)
 
     def lose(self, names: list[str]) -> tuple[list[dict[str, float]], int]:
-        """Kill these; for each, ms from its end until the cluster knew, decided, and everybody was told.
+        """Kill nodes and wait for the recovery.
 
-        Also the number of generations that it took.
+        :returns: for each node the ms from the end of its session until all nodes were ordered to stop
+            (``begun``), the plan was decided, read and received by all (``resumed``), with the CPU ms of
+            the processes; and the number of generations that the recovery took.
         """
         before = [cpu_ms(pid) for pid in self.pids]
 
@@ -276,12 +282,12 @@ class Bench:
         ], len(begun)
 
     def go_on(self) -> None:
-        """Until a step was committed, and to any moment of the next one."""
+        """Wait until a step is committed, and then until a random moment of the next one."""
         time.sleep((1 + self._chance.random()) * STEP_S)
         self.wait("training", self.training)
 
     def revive(self, names: list[str]) -> None:
-        """Back, and in the plan: a step is committed with everybody."""
+        """Connect nodes again and wait until a step is committed with all nodes in the plan."""
         since = time.monotonic()
         self.come(names)
         self.wait("PlanChosen", lambda: bool(self.observer.read("PlanChosen", since)))
@@ -346,7 +352,8 @@ def start_job(bench: Bench, result: Result) -> None:
     result.rows.append(("from ftd submit to training", f"{time.monotonic() - began:.1f} s"))
     plan = bench.observer.read("PlanChosen")[-1][1]
     result.notes.append(f"{len(plan['details']['pipelines'])} pipelines of {LAYERS} layers")
-    bench.wait("templates", lambda: not children(bench.coordinator.pid))  # The rest, at low priority.
+    # The other templates are computed at low priority.
+    bench.wait("templates", lambda: not children(bench.coordinator.pid))
     time.sleep(SETTLE_S)
 
 
@@ -412,8 +419,11 @@ def tell(result: Result, what: str, times: list[dict[str, float]], generations: 
 
 
 def stand_aside() -> None:
-    """Who looks disturbs the broker, not the coordinator; and waits for neither broker nor crowd, as it
-    stands for another host. Its processes do not inherit the latter."""
+    """Pin the observer to the broker's core, at a priority above broker and crowd.
+
+    It stands for another host: it must not disturb the coordinator, nor wait for broker or crowd. Its child
+    processes do not inherit the priority.
+    """
     os.sched_setaffinity(0, {LAST})
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))

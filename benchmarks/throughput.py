@@ -1,19 +1,21 @@
-"""Steps of a Hugging Face llama of 30 million parameters: ftd beside a plain PyTorch loop and beside DDP.
+"""Steps of a Hugging Face llama of 30 million parameters: ftd compared with a plain PyTorch loop and with DDP.
 
-    python -m benchmarks.throughput                                # everything, about 20 minutes
+    python -m benchmarks.throughput                                # all parts, about 20 minutes
     python -m benchmarks.throughput --parts steps --pairs 10       # one part
     python -m benchmarks.throughput --parts service,ddp --rounds 3
 
-* ``steps``: one stage on one node and the plain loop alternate step by step in one process, on the same samples,
-  in float32 and bfloat16, compiled and not (block by block on both sides). Their losses are compared, too.
-* ``service``: the real service with one node, from commit to commit, beside the plain script as a process of
-  its own (``benchmarks/peers/llama_loop.py``), in alternating rounds.
-* ``ddp``: two one-stage pipelines on two nodes of the real service beside DDP under torchrun with two processes.
-* ``precision``: 300 steps of a small model in bfloat16 and in float32, and the memory that a trainer really grows
-  by, per parameter, beside what follows from the types.
+* ``steps``: one stage on one node and the plain loop alternate step by step in one process, on the same
+  samples, in float32 and bfloat16, compiled and not (block by block on both sides). Their losses are
+  compared, too.
+* ``service``: the real service with one node, from commit to commit, compared with the plain script as a
+  separate process (``benchmarks/peers/llama_loop.py``), in alternating rounds.
+* ``ddp``: two one-stage pipelines on two nodes of the real service compared with DDP under torchrun with
+  two processes.
+* ``precision``: 300 steps of a small model in bfloat16 and in float32, and the measured growth of a
+  trainer's memory, per parameter, compared with the size computed from the types.
 
-One thread for each process on both sides. A figure is the median of ratios of neighbours, so that a slow minute
-of a shared machine falls on both of them.
+Both sides use one thread for each process. A figure is the median of ratios of measurements that follow
+each other, so that a slow minute of a shared machine affects both sides.
 """
 
 import argparse
@@ -47,21 +49,21 @@ JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
 PARTS = ("steps", "service", "ddp", "precision")
 LOOP = REPOSITORY / "benchmarks/peers/llama_loop.py"
 SKIP_STEPS = 3
-"""Not counted at the beginning of a run: memory is touched for the first time."""
+"""Number of steps at the beginning of a run that do not count, as they touch memory for the first time."""
 BAR = 0.97
 SMALL = {"hidden": 128, "layers": 4, "vocabulary": 256, "length": 64, "learning_rate": 1e-3}
-"""The model that learns in 300 steps: its loss falls from 5.5 to about 2.5."""
+"""Arguments of the model that learns in 300 steps: its loss falls from 5.5 to about 2.5."""
 SMALL_STEPS = 300
 
 
 def training_of(**changes: Any) -> TrainingData:
-    """Return what a trainer is given for the job, with changes."""
+    """Return a trainer's data for the job, with ``changes``."""
     training = msgspec.convert(msgspec.to_builtins(load_job(JOB).training), TrainingData)
     return msgspec.structs.replace(training, **changes)
 
 
 def alone(data: TrainingData) -> Engine:
-    """Return an engine that is about to train all layers by itself."""
+    """Return an engine that is ready to train all layers alone."""
     engine = Engine(data, torch.device("cpu"), ProgressMonitor())
     engine.warm_up()
     enter_alone(engine)
@@ -72,7 +74,9 @@ def alone(data: TrainingData) -> Engine:
 
 
 def alternate(precision: str, compiled: bool, pairs: int) -> dict[str, Any]:
-    """Train both sides step by step in turns; seconds of their steps and the difference of their losses."""
+    """Train both sides step by step in turns; return the seconds of their steps and the difference of their
+    losses.
+    """
     data = training_of(precision=precision, compile=compiled, steps=pairs + SKIP_STEPS)
     engine = alone(data)
     torch.manual_seed(data.seed)
@@ -107,7 +111,9 @@ def alternate(precision: str, compiled: bool, pairs: int) -> dict[str, Any]:
 
 
 def same_microbatches(text: Text, data: TrainingData, step: int) -> list[dict[str, torch.Tensor]]:
-    """Return what the engine reads in ``step``, read within the step as by a loader without workers."""
+    """Return the microbatches that the engine reads in ``step``, read within the step as by a loader without
+    workers.
+    """
     indices = sample_indices(len(text), data.global_batch, data.seed, step)
     return [
         default_collate([text[index] for index in indices[start : start + data.microbatch_rows]])
@@ -132,7 +138,9 @@ def compare_steps(result: Result, pairs: int) -> None:
 
 
 def script_s(steps: int, ranks: int) -> list[float]:
-    """Seconds of each step of the plain script after the first ones; with several ranks under torchrun."""
+    """Return the seconds of each step of the plain script after the first ones; several ranks run under
+    torchrun.
+    """
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -150,7 +158,9 @@ def script_s(steps: int, ranks: int) -> list[float]:
 
 
 def service_s(steps: int, nodes: int) -> list[float]:
-    """Seconds from commit to commit of ``ftd local`` after the first steps; each node is a pipeline."""
+    """Return the seconds from commit to commit of ``ftd local`` after the first steps; each node is a
+    pipeline.
+    """
     with tempfile.TemporaryDirectory(prefix="ftd-bench-") as directory:
         job = Path(directory) / JOB.name
         text = JOB.read_text().replace("failures = 1", f"failures = {nodes - 1}")
@@ -173,7 +183,7 @@ def compare_service(result: Result, nodes: int, rounds: int, steps: int) -> None
 
 
 def ratio(ours_s: list[float], theirs_s: list[float]) -> float:
-    """Throughput of ours in that of theirs: the median of neighbours."""
+    """Return the median of the ratios of our throughput to theirs, of measurements that follow each other."""
     return statistics.median(theirs / ours for ours, theirs in zip(ours_s, theirs_s, strict=True))
 
 
@@ -202,10 +212,10 @@ def small_losses(precision: str) -> list[float]:
 
 
 def memory(precision: str) -> dict[str, float]:
-    """Bytes per parameter by which a process grows that trains, and as computed.
+    """Return the bytes per parameter by which a training process grows, and the computed bytes.
 
-    ``at_rest`` is parameters, gradients and the optimizer's state; ``at_most`` the activations of a microbatch, too,
-    and whatever an operation needs while it runs, which is not in what is computed.
+    ``at_rest`` is parameters, gradients and the optimizer's state. ``at_most`` adds the activations of a
+    microbatch and the temporary memory of operations, which is not in the computed figure.
     """
 
     def most() -> int:
@@ -213,7 +223,7 @@ def memory(precision: str) -> dict[str, float]:
         return int(line.split()[1]) * 1024
 
     small = alone(training_of(arguments=SMALL, precision=precision))
-    small.step(lambda: False)  # Whatever torch keeps for itself is here now.
+    small.step(lambda: False)  # Memory that torch allocates once and keeps is allocated now.
     before = resident_bytes()
     engine = alone(training_of(precision=precision))
     layers = profile_model(engine.model, engine.data).profile.layers
@@ -221,7 +231,7 @@ def memory(precision: str) -> dict[str, float]:
     for _ in range(2):
         engine.step(lambda: False)
     at_rest = resident_bytes() - before
-    Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from here.
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
     engine.step(lambda: False)
     held = sum(layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
     peak = held + sum(layer.activation_bytes for layer in layers)

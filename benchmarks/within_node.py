@@ -1,18 +1,20 @@
-"""Devices of a stage as replicas, with shards, and tensor-parallel: memory of a device, and a step's time.
+"""Devices of a stage as replicas, with shards, and tensor-parallel: memory of a device, and time of a step.
 
-One process for each device of one stage, which holds the whole model. It is trained in three ways: each device has
-all parameters (replicate), its share of them, gathered layer by layer while it computes (shard), or its share of
-them, with which it computes a part of the output features of each layer, put together after it (tensor). Rows of a
-microbatch are split in the first two. All processes live at the same time and take turns of a few steps, so that they
-meet the same machine. Memory is what a process has grown by (resident, free memory given back) from before its model
-was made until after its steps. State is the bytes of parameters, gradients and the optimizer's state that a device
-keeps between steps. Time is that of the slowest device, and what all threads of all devices computed together, which
-other work on the machine changes less.
+One process runs for each device of one stage, which holds the whole model. It is trained in three ways:
+each device has all parameters (replicate), its share of them, gathered layer by layer while it computes
+(shard), or its share of them, with which it computes a part of the output features of each layer, put
+together after it (tensor). Rows of a microbatch are split in the first two. All processes run at the same
+time and take turns of a few steps, so that they share the same conditions. Memory is the growth of a
+process (resident, free memory given back) from before its model was made until after its steps. State is
+the bytes of parameters, gradients and the optimizer's state that a device keeps between steps. Time is that
+of the slowest device, and the CPU time of all threads of all devices together, which other processes on the
+machine affect less.
 
-What shards cost is the bytes that travel for each microbatch: each device gets the others' shares of every layer
-twice and sends as much of its gradient once. So it depends on the rows of a microbatch, as computing does and these
-bytes do not. What tensor parallelism costs are activations, which grow with the rows: the outputs of each layer in the
-forward pass, and the gradients of its inputs in the backward pass.
+The cost of shards is the bytes that travel for each microbatch: each device receives the others' shares of
+every layer twice and sends as much of its gradient once. These bytes do not depend on the rows of a
+microbatch, but computing does, so the relative cost falls with more rows. The cost of tensor parallelism is
+activations, which grow with the rows: the outputs of each layer in the forward pass, and the gradients of
+its inputs in the backward pass.
 
     python -m benchmarks.within_node [--mib 64] [--devices 2] [--rows 2048] [--rounds 5]
 """

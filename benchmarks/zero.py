@@ -1,14 +1,15 @@
-"""ZeRO-1 and AOR: what they save in memory, and what they cost in time.
+"""ZeRO-1 and AOR: the memory that they save, and the time that they cost.
 
-One process for each owner of the same model, which is trained in three ways: everybody with the whole
-optimizer state, with parts of it (zero1), and with parts and replicas of them on the host (aor). All of them
-live at the same time and take turns of a few steps, so that they meet the same machine. Memory is what a
-process has grown by (resident, free memory given back) from before its model was made until behind its steps.
-Time is that of the slowest owner, and what all threads of all owners computed together, which other work on
-the machine changes less.
+One process runs for each owner of the same model, which is trained in three ways: all owners hold the whole
+optimizer state, parts of it (zero1), or parts and replicas of them on the host (aor). All processes run at
+the same time and take turns of a few steps, so that they share the same conditions. Memory is the growth of
+a process (resident, free memory given back) from before its model was made until after its steps. Time is
+that of the slowest owner, and the CPU time of all threads of all owners together, which other processes on
+the machine affect less.
 
 On gloo a reduction is no cheaper than an all-reduce, and under ZeRO-1 gradients are all-reduced here anyway
-(every owner must be able to roll forward), so gathering parameters comes on top: memory is saved, not time.
+(every owner must be able to roll forward), so gathering parameters is an additional cost: memory is saved,
+not time.
 
     python -m benchmarks.zero [--mib 64] [--owners 2] [--rounds 5]
 """
@@ -48,7 +49,7 @@ def make(member: Member) -> Engine:
 
 
 def finish_replicas(engine: Engine) -> dict[str, object]:
-    """Wait for what replicas still compute of the turn."""
+    """Wait for computations of this turn that replicas have not finished."""
     if engine.sharding is not None:
         engine.sharding.held_parts()
     return {}

@@ -1,4 +1,4 @@
-"""Masked language modelling: BERT learns to guess hidden bytes of the Python standard library's sources."""
+"""Masked language modelling: BERT learns to predict hidden bytes of the Python standard library's sources."""
 
 import sysconfig
 from pathlib import Path
@@ -13,7 +13,7 @@ MASK = 256  # The token ids 0 to 255 are bytes.
 
 
 class Sources(torch.utils.data.Dataset[Tensor]):
-    """The sources in pieces of ``length`` bytes: the first megabytes, or what comes after them."""
+    """Sequences of ``length`` bytes of the standard library's sources, from the bytes ``start`` to ``end``."""
 
     def __init__(self, length: int, start: int, end: int) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))

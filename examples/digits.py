@@ -1,4 +1,4 @@
-"""Drawn digits, for the examples that classify images: nothing has to be downloaded."""
+"""Data set of drawn digits, for the examples that classify images: there is nothing to download."""
 
 import random
 
@@ -12,8 +12,8 @@ SIZE = 28
 class Digits(torch.utils.data.Dataset[tuple[Tensor, int]]):
     """Pairs of an image, float32 of shape (1, 28, 28) between 0 and 1, and its digit.
 
-    Every time that a sample is read it is drawn anew at another place: ftd seeds the generators of torch,
-    numpy and ``random`` by (seed, epoch, index), so augmentations are the same on all nodes.
+    A sample is drawn again, at another position, each time that it is read: ftd seeds the generators of
+    torch, numpy and ``random`` by (seed, epoch, index), so augmentations are the same on all nodes.
     """
 
     def __init__(self, count: int) -> None:

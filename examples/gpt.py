@@ -1,7 +1,7 @@
 """A byte-level GPT that learns to write Python by reading Python's standard library.
 
 Layers: embedding, blocks, head. The head's weight *is* the embedding's: two layers, perhaps on two hosts,
-share one parameter, and nothing here has to care.
+share one parameter, and the script needs no code for this.
 """
 
 import math
@@ -36,7 +36,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each behind a norm and around a shortcut."""
+    """Causal self-attention and a feed-forward network, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float, depth: int) -> None:
         super().__init__()
@@ -51,7 +51,10 @@ class Block(nn.Module):
         for linear in (self.attention_in, self.forward_in, self.attention_out, self.forward_out):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        for linear in (self.attention_out, self.forward_out):  # so that the sum of all shortcuts stays small
+        for linear in (
+            self.attention_out,
+            self.forward_out,
+        ):  # so that the sum of all residual branches stays small
             nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * depth))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Your own module: a residual network that learns to read digits, cut where ``split`` names it."""
+"""A module of your own: a residual network that learns to read digits, cut at the children that ``split``
+names.
+"""
 
 import torch
 from digits import Digits
@@ -9,7 +11,7 @@ from ftd import Training
 
 
 class Block(nn.Module):
-    """Two convolutions around which the input goes, too; a first stride of 2 halves height and width."""
+    """Two convolutions with a residual connection; a first stride of 2 halves height and width."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -47,12 +49,12 @@ class ResNet(nn.Module):
 def build(*, width: int = 16, learning_rate: float = 0.05, steps: int = 200) -> Training:
     return Training(
         model=lambda: ResNet(width),
-        split=["block_1", "block_2", "block_3", "block_4"],  # It may be cut before each of these.
+        split=["block_1", "block_2", "block_3", "block_4"],  # ftd may cut the model before each of these.
         loss=lambda logits, batch: functional.cross_entropy(logits, batch[1]),
         optimizer=lambda named: torch.optim.SGD(
             [p for _, p in named], lr=learning_rate, momentum=0.9, weight_decay=1e-4
         ),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps),
-        dataset=Digits(10_000),  # Pairs (image, digit): the model gets the image, the loss both.
+        dataset=Digits(10_000),  # Pairs (image, digit): the model gets the image, the loss gets both.
         evaluation=Digits(500),
     )

@@ -1,4 +1,4 @@
-"""Prints what fails in a cluster and how it is got over: python examples/subscriber.py [HOST [PORT]]"""
+"""Subscriber that prints failures and recoveries of a cluster: python examples/subscriber.py [HOST [PORT]]"""
 
 import json
 import sys

@@ -11,7 +11,7 @@ from ftd import Training
 
 
 def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    """Make a batch under the names that the model's ``forward`` has."""
+    """Make a batch with the argument names of the model's ``forward``."""
     images, labels = zip(*samples, strict=True)
     return {"pixel_values": torch.stack(images), "labels": torch.tensor(labels)}
 

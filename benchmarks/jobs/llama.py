@@ -1,7 +1,8 @@
-"""A Hugging Face llama of about 30 million parameters, with random weights, that learns the bytes of Python's library.
+"""A Hugging Face llama of about 30 million parameters with random weights that learns the bytes of Python's
+library.
 
-A user's training script like any other: the benchmarks train it with ftd, and the plain scripts that they compare
-with (``benchmarks/peers/llama_loop.py``) import the same model, data and optimizer from here.
+It is a training script as a user writes it: the benchmarks train it with ftd, and the plain scripts of
+their comparisons (``benchmarks/peers/llama_loop.py``) import the same model, data and optimizer from here.
 """
 
 import sysconfig
@@ -14,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftd import Training
 
 FILES = 60
-"""Of the standard library, in the order of their names."""
+"""Number of files of the standard library, in the order of their names."""
 
 
 class Text:
-    """Pieces of ``length`` bytes; a token is a byte."""
+    """Sequences of ``length`` bytes; a token is a byte."""
 
     def __init__(self, length: int) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:FILES]

@@ -1,1 +1,1 @@
-"""Peers that ftd is compared with, each trained on the same model in the same run."""
+"""Systems that ftd is compared with, each trained on the same model in the same run."""

@@ -1,9 +1,9 @@
-"""DLRover's in-memory flash checkpoint of the same state, timed (``benchmarks.snapshot --peer``).
+"""Timings of DLRover's in-memory flash checkpoint of the same state (``benchmarks.snapshot --peer``).
 
-Runs in an environment of its own with ``dlrover==0.6.1`` and torch, and knows nothing of ftd. Without its
-launcher it starts its saver process itself, which is all that memory checkpoints need. Prints JSON: seconds
-that ``save_checkpoint`` to memory blocks, the first call apart, and seconds of ``load_checkpoint`` and a
-copy into the tensors that are there.
+It runs in a separate environment with ``dlrover==0.6.1`` and torch, and uses nothing of ftd. Without its
+launcher DLRover starts its saver process itself, which is all that memory checkpoints need. It prints JSON:
+the seconds for which ``save_checkpoint`` to memory blocks, with the first call separate, and the seconds of
+``load_checkpoint`` with a copy into the existing tensors.
 
     <venv>/bin/python benchmarks/peers/dlrover_worker.py --gib 1 --rounds 6
 """
@@ -27,7 +27,7 @@ SHM = Path("/dev/shm")
 
 
 def state_of(gib: float) -> dict[str, dict[str, torch.Tensor]]:
-    """A model and Adam's state as in ``benchmarks.snapshot``."""
+    """Return a model's and Adam's state as in ``benchmarks.snapshot``."""
     matrices = round(gib * 1024**3 / (3 * 4 * WIDTH * WIDTH))
     kinds = ("model", "exp_avg", "exp_avg_sq")
     return {kind: {str(i): torch.randn(WIDTH, WIDTH) for i in range(matrices)} for kind in kinds}
@@ -75,7 +75,7 @@ def main() -> None:
     if saver is not None:
         saver.kill()
     for left in set(SHM.glob("ckpt_shm_*")) - before:
-        left.unlink()  # Its memory is there until somebody removes it.
+        left.unlink()  # Its memory stays allocated until the file is removed.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,10 +1,13 @@
-"""The plain script that benchmarks of Hugging Face models compare with: no fault tolerance, nothing of ftd.
+"""Plain script that is the reference of the benchmarks of Hugging Face models: no fault tolerance, nothing of
+ftd.
 
-The same model, data, optimizer and microbatches as ``benchmarks/jobs/llama.py``, as one process or, under
-torchrun, with DDP on gloo. Prints ``STEP <step> <monotonic seconds> <loss>`` for every step of rank 0.
+It trains the same model with the same data, optimizer and microbatches as ``benchmarks/jobs/llama.py``, as
+one process or, under torchrun, with DDP on gloo. It prints ``STEP <step> <monotonic seconds> <loss>`` for
+every step of rank 0.
 
     python benchmarks/peers/llama_loop.py --steps 20
-    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/peers/llama_loop.py --steps 20
+    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/peers/llama_loop.py --steps
+        20
 """
 
 import argparse
@@ -32,7 +35,7 @@ def autocast(precision: str) -> AbstractContextManager[Any]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """As it is usually done for transformers, and as ftd does it: block by block."""
+    """Compile block by block, as is usual for transformers and as ftd does it."""
     for block in model.model.layers:  # type: ignore[union-attr]
         block.compile()
 

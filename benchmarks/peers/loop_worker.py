@@ -1,7 +1,7 @@
-"""A plain training loop over a job file's model: one process, or several under torch DDP on gloo.
+"""A plain training loop over a job file's model: one process, or several with torch DDP on gloo.
 
-The yardstick for the engine's overhead (``benchmarks.overhead``): the same model, data, microbatches and
-optimizer, no fault tolerance at all. Prints ``STEP <step> <monotonic seconds> <loss>`` for every step.
+It is the reference for the engine's overhead (``benchmarks.overhead``): the same model, data, microbatches
+and optimizer, without fault tolerance. It prints ``STEP <step> <monotonic seconds> <loss>`` for every step.
 """
 
 import argparse

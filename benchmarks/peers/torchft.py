@@ -1,8 +1,8 @@
-"""torchft's recovery from ``kill -9`` of one replica, measured beside ftd's (``benchmarks.recovery --peer``).
+"""Recovery of torchft from ``kill -9`` of one replica, to compare with ftd's (``benchmarks.recovery --peer``).
 
-A lighthouse and N replicas of the same model, same global batch, on this machine. "As shipped" leaves
-every timeout at its default; "tuned" takes the shortest set that recovers reliably here: heartbeat
-timeout 0.5 s, process group 2 s, join 1 s.
+A lighthouse and N replicas train the same model with the same global batch on this machine. "As shipped"
+leaves every timeout at its default; "tuned" takes the shortest timeouts that recover reliably here:
+heartbeat timeout 0.5 s, process group 2 s, join 1 s.
 """
 
 import os
@@ -48,7 +48,7 @@ class Replica:
                 self.steps.put((int(step), float(at)))
 
     def next_step_after(self, moment: float, within_s: float) -> float | None:
-        """When the first step committed after ``moment`` (monotonic seconds), or ``None``."""
+        """Return the time of the first step committed after ``moment`` (both monotonic seconds), or ``None``."""
         deadline = time.monotonic() + within_s
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -68,7 +68,7 @@ def free_port() -> int:
 
 
 class Cluster:
-    """A lighthouse and its replicas; everything it started ends with it."""
+    """A lighthouse and its replicas; ``close`` ends every process that this object started."""
 
     def __init__(self, venv: Path, training: Path, replicas: int, settings: Settings) -> None:
         self._venv = venv
@@ -109,9 +109,9 @@ class Cluster:
 
 
 def recoveries(venv: Path, training: Path, replicas: int, kills: int, settings: Settings) -> list[float]:
-    """Milliseconds from each ``kill -9`` to the next step that a survivor committed.
+    """Return the milliseconds from each ``kill -9`` to the next step that a survivor committed.
 
-    A recovery that takes more than two minutes is left out of the list (the caller sees it is shorter).
+    A recovery that takes more than two minutes is missing in the list, which is then shorter.
     """
     cluster = Cluster(venv, training, replicas, settings)
     try:

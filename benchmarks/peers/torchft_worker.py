@@ -1,7 +1,7 @@
-"""One torchft replica that trains a job file's model with DDP; run by ``benchmarks.peers.torchft``.
+"""One torchft replica that trains a job file's model with DDP; ``benchmarks.peers.torchft`` starts it.
 
-Runs in a virtual environment of its own that holds torchft. Prints ``STEP <step> <monotonic seconds>``
-for every committed step.
+It runs in a separate virtual environment that contains torchft. It prints ``STEP <step> <monotonic
+seconds>`` for every committed step.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def train(manager, model, optimizer, training, data, arguments) -> None:  # type: ignore[no-untyped-def]
-    """Train for ever; the harness ends this process. Each replica computes its share of the batch."""
+    """Train until the harness ends this process. Each replica computes its share of the batch."""
     parallel = DistributedDataParallel(manager, model)
     sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
     share = data.global_batch // arguments.replicas

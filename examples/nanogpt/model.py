@@ -1,4 +1,4 @@
-"""A GPT as one writes it for a single process; both training scripts beside this file use it unchanged."""
+"""A GPT as one writes it for a single process; both training scripts in this folder use it unchanged."""
 
 import math
 from dataclasses import dataclass

@@ -1,11 +1,12 @@
-"""A Hugging Face Trainer that resumes where it was killed, by one callback. Needs ``pip install 'ftd[hf]'``.
+"""A Hugging Face Trainer that resumes where it was killed, by one callback. It needs ``pip install
+'ftd[hf]'``.
 
     python examples/scripts/hf_trainer.py          # kill -9 it, and start it again
 
-The callback brings back the model, the optimizer and the schedule, tells the Trainer the step, and has its
-data loader skip what was seen of the epoch. In a later epoch than the first the order of samples is the
-first one's: give the Trainer a sampler of your own if that matters. The first loss that it logs afterwards
-is a mean over all steps so far, as it counts from step 0: multiply by the step, or do not look at it.
+The callback restores the model, the optimizer and the schedule, sets the Trainer's step, and makes its data
+loader skip the batches of the epoch that were already seen. In later epochs the order of samples is that of
+the first one: give the Trainer a sampler of your own if that matters. The first loss that it logs after the
+restart is a mean over all steps so far, as it counts from step 0: multiply it by the step, or ignore it.
 """
 
 import argparse

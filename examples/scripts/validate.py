@@ -1,6 +1,7 @@
 """Validation of a checkpoint of examples/mlp.toml on held-out points, while training continues.
 
-python examples/scripts/validate.py CHECKPOINTS             # its [checkpoint] url; --step 1000, or the newest
+python examples/scripts/validate.py CHECKPOINTS             # its [checkpoint] url; --step 1000, or the
+    newest
 """
 
 import argparse
@@ -24,7 +25,7 @@ def validate(url: str, step: int | None = None, samples: int = 3000) -> tuple[fl
     state = {"model": model.state_dict()}
     dcp.load(state, storage_reader=FtdCheckpointReader(url, step=step), no_dist=True)
     model.load_state_dict(state["model"])
-    model.eval()  # no dropout, and the running statistics of what normalises by batches
+    model.eval()  # disables dropout, and batch normalisation uses its running statistics
     torch.manual_seed(10_000)  # the job's data set is drawn from another seed
     held_out = Spirals(samples, arms=3, noise=0.15)
     with torch.no_grad():
