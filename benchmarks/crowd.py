@@ -82,8 +82,8 @@ class Node:
     generation: int = 0
     held: tuple[int, ...] = ()
     lineage: int = 0
-    kept: int = 0
-    beat_at: float = 0.0
+    retained_step: int = 0
+    heartbeat_at: float = 0.0
     state_at: float = math.inf
     """Time at which its state is published again."""
     state: NodeState = NodeState.HEALTHY
@@ -119,18 +119,17 @@ class Crowd:
         self.group = Group()
         self.committed: CommittedStep | None = None
         self.plans: dict[int, tuple[dict[str, tuple[int, ...]], frozenset[str], str]] = {}
-        self.beats: list[tuple[float, str]] = []
         self.commands: dict[str, int] = {}
         self.command_bytes = 0
-        self.read: tuple[bytes, m.Command] | None = None
-        self.heard: tuple[bytes, ToNodes] | None = None
+        self.last_command: tuple[bytes, m.Command] | None = None
+        self.last_broadcast: tuple[bytes, ToNodes] | None = None
         self.quiesced: dict[tuple[Any, ...], m.Quiesced] = {}
         self.resumed_at: dict[int, float] = {}
         self.lines = b""
 
     # --- sessions ----------------------------------------------------------------------------------
 
-    def come(self, name: str, number: int) -> None:
+    def connect(self, name: str, number: int) -> None:
         incarnation = time.time_ns() // 1000
         sock = socket.create_connection(("127.0.0.1", self.port))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -140,7 +139,7 @@ class Crowd:
         node.envelope = b"\x84" + pairs(node=name, incarnation=incarnation)
         self.nodes[name] = self.by_handle[sock.fileno()] = node
         self.poll.register(sock.fileno(), select.EPOLLIN)
-        node.beat_at = time.monotonic() + HEARTBEAT_S * (number % 997) / 997
+        node.heartbeat_at = time.monotonic() + HEARTBEAT_S * (number % 997) / 997
         will = self._state(node, NodeState.OFFLINE, "the broker lost this node")
         sock.sendall(
             connect_packet(
@@ -174,13 +173,13 @@ class Crowd:
     def _step(self, node: Node) -> int:
         return self.committed.step if self.committed is not None and node.held else 0
 
-    def say(self, node: Node, *signals: m.Signal, reason: str = "") -> None:
+    def send(self, node: Node, *signals: m.Signal, reason: str = "") -> None:
         """Queue signals and, with a reason, the node's state; ``flush`` sends them.
 
         The state is queued at once if it changes; a new reason alone follows after ``STATE_PERIOD_S``.
         """
         if reason and node.state is not NodeState.HEALTHY:
-            self.say_state(node, NodeState.HEALTHY, reason)
+            self.send_state(node, NodeState.HEALTHY, reason)
         elif reason:
             node.reason, node.state_at = reason, min(node.state_at, time.monotonic() + STATE_PERIOD_S)
         for signal in signals:
@@ -191,7 +190,7 @@ class Crowd:
         """Return the part of a message that follows the node's envelope."""
         return pairs(type=type(signal).__name__, body=msgspec.Raw(msgspec.msgpack.encode(signal)))
 
-    def say_state(self, node: Node, state: NodeState, reason: str) -> None:
+    def send_state(self, node: Node, state: NodeState, reason: str) -> None:
         node.state, node.reason, node.state_at = state, reason, math.inf
         node.number = node.number % 65535 + 1
         payload = self._state(node, state, reason)
@@ -215,33 +214,33 @@ class Crowd:
     def heartbeat(self, node: Node) -> m.Heartbeat:
         known = self.committed if node.held else None
         return m.Heartbeat(
-            generation=node.generation, committed=known, lineage=node.lineage, retained_step=node.kept,
+            generation=node.generation, committed=known, lineage=node.lineage, retained_step=node.retained_step,
             microbatch_ms=(12.345,) if node.held else None,
         )  # fmt: skip
 
-    def hear(self, node: Node, topic: str, payload: bytes) -> None:
+    def handle(self, node: Node, topic: str, payload: bytes) -> None:
         if topic == self.topics.command:
             to_all = self.broadcast_of(payload)
-            command, meant = to_all.command, to_all.receivers.get(node.name) == node.incarnation
+            command, is_receiver = to_all.command, to_all.receivers.get(node.name) == node.incarnation
         else:
             to_one = msgspec.msgpack.decode(payload, type=Envelope)
             command = self.command_of(bytes(to_one.body), payload)
-            meant = to_one.incarnation == node.incarnation
+            is_receiver = to_one.incarnation == node.incarnation
         self.command_bytes += len(payload)
-        if meant:
+        if is_receiver:
             kind = type(command).__name__
             self.commands[kind] = self.commands.get(kind, 0) + 1
-            self.obey(node, command)
+            self.execute(node, command)
 
-    def obey(self, node: Node, command: m.Command) -> None:
+    def execute(self, node: Node, command: m.Command) -> None:
         match command:
             case m.RequestHello():
-                self.say(node, self.hello(node))
+                self.send(node, self.hello(node))
             case m.Prepare(job=job):
                 node.job_id, node.prepared, node.held = job.job_id, True, ()
                 node.layers = int(job.training["arguments"]["layers"])
                 prepared = Prepared(job_id=job.job_id, profile=None)
-                self.say(node, prepared, reason=f"preparing job {job.name!r}")
+                self.send(node, prepared, reason=f"preparing job {job.name!r}")
             case Quiesce():
                 self.quiesce(node, command)
             case m.Resume():
@@ -249,8 +248,10 @@ class Crowd:
             case m.TakeSnapshot():
                 self.group.snap_at = time.monotonic()
             case m.RetainSnapshot(step=step):
-                node.kept = step
-                self.say_state(node, NodeState.HEALTHY, f"the snapshot of step {step} is complete everywhere")
+                node.retained_step = step
+                self.send_state(
+                    node, NodeState.HEALTHY, f"the snapshot of step {step} is complete everywhere"
+                )
             case m.Stop():
                 node.job_id, node.prepared, node.held = None, False, ()
             case m.Fence():
@@ -260,14 +261,14 @@ class Crowd:
 
     def command_of(self, body: bytes, payload: bytes) -> m.Command:
         """Return the decoded command, from a cache of one: all nodes receive the same command in this process."""
-        if self.read is None or self.read[0] != body:
-            self.read = body, decode_to_node(payload).command
-        return self.read[1]
+        if self.last_command is None or self.last_command[0] != body:
+            self.last_command = body, decode_to_node(payload).command
+        return self.last_command[1]
 
     def broadcast_of(self, payload: bytes) -> ToNodes:
-        if self.heard is None or self.heard[0] != payload:
-            self.heard = payload, decode_to_nodes(payload)
-        return self.heard[1]
+        if self.last_broadcast is None or self.last_broadcast[0] != payload:
+            self.last_broadcast = payload, decode_to_nodes(payload)
+        return self.last_broadcast[1]
 
     def quiesce(self, node: Node, command: Quiesce) -> None:
         if command.generation < node.generation:
@@ -278,8 +279,8 @@ class Crowd:
         fresh = known is None or not self.group.planned
         held = tuple(range(node.layers)) if fresh else node.held
         committed = known if node.held and not fresh else None
-        alike = (command.generation, held, node.lineage, committed is None)
-        quiesced = self.quiesced.get(alike)
+        key = (command.generation, held, node.lineage, committed is None)
+        quiesced = self.quiesced.get(key)
         if quiesced is None:
             if len(self.quiesced) > MOST_BODIES:
                 self.quiesced.clear()
@@ -292,8 +293,8 @@ class Crowd:
                 lineage=node.lineage,
             )
             quiesced = m.Quiesced(generation=command.generation, reports=(report,))
-            self.quiesced[alike] = quiesced
-        self.say(node, quiesced, reason=f"quiescing for generation {command.generation}")
+            self.quiesced[key] = quiesced
+        self.send(node, quiesced, reason=f"quiescing for generation {command.generation}")
 
     def resume(self, node: Node, command: m.Resume) -> None:
         found = self.plans.get(command.generation)
@@ -311,9 +312,9 @@ class Crowd:
         resumed = Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.1, state_s=0.1)
         self.resumed_at[command.generation] = time.monotonic()
         if node.name not in found[1]:
-            self.say(node, reason="idle: the plan has no rank for it")
+            self.send(node, reason="idle: the plan has no rank for it")
             return
-        self.say(node, resumed, reason=f"resuming at step {command.step}")
+        self.send(node, resumed, reason=f"resuming at step {command.step}")
         self.group.waited.discard(node.name)
         if not self.group.waited and self.group.generation == command.generation:
             self.group.step_at = time.monotonic() + STEP_S
@@ -324,9 +325,9 @@ class Crowd:
         before = self.committed.step if self.committed is not None else 0
         vote = Vote(loss=1.0 / (before + 1), gradient_norm=1.0)
         self.committed = CommittedStep(step=before + 1, vote=vote)
-        lead = self.nodes[group.first]
-        self.say(lead, m.Stepped(generation=group.generation, steps=(self.committed,), step_s=STEP_S))
-        self.flush(lead)
+        first = self.nodes[group.first]
+        self.send(first, m.Stepped(generation=group.generation, steps=(self.committed,), step_s=STEP_S))
+        self.flush(first)
         if group.snap_at is not None:
             group.snap_at = None
             step = before + 1
@@ -338,10 +339,10 @@ class Crowd:
         completed = m.SnapshotCompleted(
             generation=generation, step=step, vote=vote, size_bytes=2**30, copy_s=0.1, stall_s=0.0
         )
-        self.say_state(node, NodeState.SNAP, f"a snapshot of step {step}")
-        self.say(node, SnapshotStarted(generation=generation, step=step))
-        self.say_state(node, NodeState.COMPLETED, f"the snapshot of step {step} is complete here")
-        self.say(node, completed)
+        self.send_state(node, NodeState.SNAP, f"a snapshot of step {step}")
+        self.send(node, SnapshotStarted(generation=generation, step=step))
+        self.send_state(node, NodeState.COMPLETED, f"the snapshot of step {step} is complete here")
+        self.send(node, completed)
         self.flush(node)
 
     # --- the loop ----------------------------------------------------------------------------------
@@ -365,11 +366,11 @@ class Crowd:
             self.group.step_at = now + STEP_S
             self.commit()
         for node in self.nodes.values():
-            if now >= node.beat_at:
-                node.beat_at += HEARTBEAT_S
-                self.say(node, self.heartbeat(node))
+            if now >= node.heartbeat_at:
+                node.heartbeat_at += HEARTBEAT_S
+                self.send(node, self.heartbeat(node))
             if now >= node.state_at:
-                self.say_state(node, node.state, node.reason)
+                self.send_state(node, node.state, node.reason)
             if node.out:
                 self.flush(node)
 
@@ -384,10 +385,10 @@ class Crowd:
                 if number:
                     acknowledged += puback_packet(number)
                 if topic.endswith("/command"):
-                    self.hear(node, topic, payload)
+                    self.handle(node, topic, payload)
             elif first == SUBACK:  # The subscription is active, so commands can arrive now.
-                self.say_state(node, NodeState.HEALTHY, "started")
-                self.say(node, self.hello(node))
+                self.send_state(node, NodeState.HEALTHY, "started")
+                self.send(node, self.hello(node))
         node.out += acknowledged  # Acknowledgements come last; the other messages are more urgent.
         self.flush(node)
 
@@ -406,7 +407,7 @@ class Crowd:
         match order["do"]:
             case "come":
                 for number, name in enumerate(order["names"]):
-                    self.come(name, number)
+                    self.connect(name, number)
             case "kill":
                 answer["closed"] = self.kill(order["names"])
             case "look":

@@ -68,8 +68,8 @@ class Crowd:
 
     def lose(self, *names: str) -> None:
         self.generation += 1
-        for told in recovery(self.generation, list(names), self.at_s, self.step):
-            self.model.on_event(told, own=True)
+        for item in recovery(self.generation, list(names), self.at_s, self.step):
+            self.model.on_event(item, own=True)
 
     def show(self, *lost: str) -> None:
         state = state_of(self.names, stages=STAGES, layers=LAYERS, lost=lost)
@@ -219,8 +219,8 @@ def report(arguments: Any) -> Result:
     words = {
         "paint_ms": "cold load: first paint",
         "data_ms": "cold load: the cluster is drawn",
-        "chart_ms": "cold load: the chart, too",
-        "longest_ms": "cold load: longest task (plotly is read)",
+        "chart_ms": "cold load: the chart is drawn",
+        "longest_ms": "cold load: longest task (parsing plotly)",
     }
     for key, title in words.items():
         result.rows.append((title, str(Summary(values=tuple(loads[key])))))

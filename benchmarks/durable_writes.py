@@ -128,7 +128,7 @@ def recovery(c: Cluster, number: int) -> Iterator[str]:
 def measure(nodes: int, rounds: int) -> Result:
     result = Result(
         name="durable_writes",
-        what=f"a coordinator's durable write with {nodes} nodes: CPU ms, medians of {rounds}",
+        what=f"A coordinator's durable write with {nodes} nodes: CPU ms, medians of {rounds}",
         columns=("after", "gathered", "encoded, deflated", "journaled", "together", "p99"),
     )
     c, fold = cluster(nodes), state_compressor().compress
@@ -146,7 +146,7 @@ def measure(nodes: int, rounds: int) -> Result:
                 def done(moments: list[float] = moments) -> None:
                     moments.append(time.thread_time())
 
-                kept = written(c, fold, journal, serial, done)
+                kept = write_durably(c, fold, journal, serial, done)
                 ms = [1e3 * (later - earlier) for earlier, later in pairwise(moments)]
                 spent.setdefault(after, []).append((ms[0], ms[1], ms[2]))
         journal.close()
@@ -163,7 +163,7 @@ def measure(nodes: int, rounds: int) -> Result:
     return result
 
 
-def written(
+def write_durably(
     c: Cluster, fold: Callable[..., bytes], journal: Journal, serial: int, done: Callable[[], None]
 ) -> bytes:
     state = durable.write(c)

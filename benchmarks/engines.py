@@ -117,7 +117,7 @@ def enter_group(
     engine.enter(resume, make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime))
 
 
-def _work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -> None:
+def _run_member(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -> None:
     """Run one process of a group: make as many steps as each line on stdin asks for, and print their times as
     JSON.
 
@@ -127,17 +127,17 @@ def _work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) 
     before_bytes = resident_bytes()
     engine = make()
     for line in sys.stdin:
-        taken_s = []
-        begun_s = time.process_time()
+        steps_s = []
+        began_s = time.process_time()
         for _ in range(int(line)):
             started = time.perf_counter()
             engine.step(lambda: False)
-            taken_s.append(time.perf_counter() - started)
-        said = more(engine)
-        computed_s = (time.process_time() - begun_s) / int(line)
+            steps_s.append(time.perf_counter() - started)
+        answer = more(engine)
+        computed_s = (time.process_time() - began_s) / int(line)
         memory_bytes = resident_bytes() - before_bytes
-        said |= {"steps_s": taken_s, "computed_s": computed_s, "memory_bytes": memory_bytes}
-        print(json.dumps(said), flush=True)
+        answer |= {"steps_s": steps_s, "computed_s": computed_s, "memory_bytes": memory_bytes}
+        print(json.dumps(answer), flush=True)
 
 
 def resident_bytes() -> int:
@@ -169,14 +169,14 @@ class _Group:
             assert process.stdin is not None
             process.stdin.write(f"{count}\n")
             process.stdin.flush()
-        said = []
+        answers = []
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
                 raise SystemExit(f"process {process.pid} ended; see above")
-            said.append(json.loads(line))
-        return said
+            answers.append(json.loads(line))
+        return answers
 
     def close(self) -> None:
         for process in self._processes:
@@ -211,7 +211,7 @@ class Turns:
         """Bytes by which each process has grown."""
         return [one["memory_bytes"] for one in self.last]
 
-    def times_beside(self, other: "Turns") -> tuple[str, str, str]:
+    def times_against(self, other: "Turns") -> tuple[str, str, str]:
         """Return cells of a table: milliseconds of a step, and ratios of step time and of CPU time to another
         way's.
         """
@@ -239,11 +239,11 @@ def _take_turns(
         for number in range(rounds):
             first = number % len(ways)
             for way in (*ways[first:], *ways[:first]):
-                said, turn = running[way].steps(STEPS), turns[way]
-                slowest = (max(times) for times in zip(*(one["steps_s"] for one in said), strict=True))
+                answers, turn = running[way].steps(STEPS), turns[way]
+                slowest = (max(times) for times in zip(*(one["steps_s"] for one in answers), strict=True))
                 turn.steps_s.append(statistics.median(slowest))
-                turn.computed_s.append(sum(one["computed_s"] for one in said))
-                turn.last = said
+                turn.computed_s.append(sum(one["computed_s"] for one in answers))
+                turn.last = answers
         for group in running.values():
             group.close()
     return turns
@@ -304,13 +304,13 @@ def compare_ways(
             port=int(port),
             directory=Path(directory),
         )
-        _work(lambda: make(member), more)
+        _run_member(lambda: make(member), more)
         return
     parser = command_line(description)
-    parser.add_argument("--mib", type=int, default=64, help="of parameters")
+    parser.add_argument("--mib", type=int, default=64, help="MiB of parameters")
     parser.add_argument(f"--{members}", dest="count", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=rows, help="of a microbatch")
+    parser.add_argument("--rows", type=int, default=rows, help="rows of a microbatch")
     given = parser.parse_args()
     count = max(2, given.mib * MIB // PARAMETER_BYTES)
     turns = _take_turns(module, ways, count=given.count, layers=count, rows=given.rows, rounds=given.rounds)
@@ -324,7 +324,8 @@ def compare_ways(
     }
     result.notes.append(
         f"{count} layers, {count * PARAMETER_BYTES / MIB:.0f} MiB of parameters, AdamW, {given.count} {members}, "
-        f"microbatches of {given.rows} rows, {given.rounds} turns of {STEPS} steps; ratios are of neighbouring turns"
+        f"microbatches of {given.rows} rows, {given.rounds} turns of {STEPS} steps; "
+        "ratios are of turns that follow each other"
     )
     show(result, turns, count, given.count)
     main(result, given.out)

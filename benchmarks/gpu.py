@@ -265,7 +265,7 @@ def snapshot(bench: Bench, result: Result) -> None:
     stall_s = tuple(1e3 * report.stall_s for report in done)
     result.rows.append(("step without snapshots", milliseconds(taken[False]), ""))
     result.rows.append(("step with a snapshot each", milliseconds(taken[True]), f"{more:+.1%}"))
-    result.rows.append(("snapshot: training stands still", str(Summary(values=stall_s)), ""))
+    result.rows.append(("snapshot: stall of training", str(Summary(values=stall_s)), ""))
     result.data["snapshot"] = {
         "without_s": taken[False],
         "with_s": taken[True],
@@ -388,14 +388,16 @@ def run() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few repeats: to try the code")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model and few repetitions, to test the code"
+    )
     given = parser.parse_args()
     if unknown := set(given.parts.split(",")) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; write some of {', '.join(PARTS)}")
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write(
             "There is no GPU that torch can use, so nothing was measured. Run this on a host with one (see nvidia-smi "
-            "and docs/how-to/gpu.md); --device cpu --tiny runs the same code without figures of use.\n"
+            "and docs/how-to/gpu.md); --device cpu --tiny runs the same code without useful figures.\n"
         )
         return NO_GPU_EXIT
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
@@ -403,7 +405,7 @@ def run() -> int:
     size = TINY if given.tiny else BILLION
     result = Result(
         name="gpu",
-        what=f"ftd on {where['device']}; milliseconds where nothing else is said (min / median / max)",
+        what=f"ftd on {where['device']}; milliseconds unless another unit is given (min / median / max)",
         columns=("what", "measured", "in other words"),
     )
     result.data["where"] = where

@@ -85,7 +85,7 @@ def legal(template: Template, nodes: int) -> bool:
 def measure(arguments: argparse.Namespace) -> Result:
     result = Result(
         name="mapping_correctness",
-        what="Best mappings of random small models against all there are",
+        what="Best mappings of random small models against all possible mappings",
         columns=(
             "objective",
             "models",

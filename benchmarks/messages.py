@@ -83,7 +83,7 @@ def quiesced(generation: int) -> m.Quiesced:
     return m.Quiesced(generation=generation, reports=(report,))
 
 
-def said(signal: m.Signal) -> list[tuple[str, bytes]]:
+def encode_from_all(signal: m.Signal) -> list[tuple[str, bytes]]:
     """Return topic and payload of ``signal`` from every node."""
     return [
         (
@@ -94,7 +94,7 @@ def said(signal: m.Signal) -> list[tuple[str, bytes]]:
     ]
 
 
-def arrived(signal: m.Signal) -> list[SignalArrived]:
+def received_events(signal: m.Signal) -> list[SignalArrived]:
     return [
         SignalArrived(
             at=1.0,
@@ -126,20 +126,20 @@ class Sessions:
     def __init__(self, port: int) -> None:
         self.broker = BrokerAddress(host="127.0.0.1", port=port)
 
-    async def hears(self, messages: Sequence[tuple[str, bytes]], *, acknowledged: bool) -> float:
+    async def measure_receiving(self, messages: Sequence[tuple[str, bytes]], *, acknowledged: bool) -> float:
         """Return the CPU microseconds of each message from the socket until ``on_message`` was called."""
-        heard, wanted, all_here = 0, 0, asyncio.Event()
+        received, expected, all_received = 0, 0, asyncio.Event()
 
         def on_message(_topic: str, _payload: bytes, _retained: bool) -> None:
-            nonlocal heard
-            heard += 1
-            if heard >= wanted:
-                all_here.set()
+            nonlocal received
+            received += 1
+            if received >= expected:
+                all_received.set()
 
         topic, level = TOPICS.node_signal(), int(acknowledged)
         session = MqttSession(
             self.broker,
-            client_id="hears",
+            client_id="receiver",
             subscriptions=(topic,) if acknowledged else (),
             unacknowledged=() if acknowledged else (topic,),
             on_message=on_message,
@@ -155,11 +155,11 @@ class Sessions:
         )
         spent = []
         for _ in range(ROUNDS):
-            wanted += len(messages)
-            all_here.clear()
+            expected += len(messages)
+            all_received.clear()
             began = time.thread_time()
             sending = asyncio.get_running_loop().run_in_executor(None, crowd.sendall, stream)
-            await asyncio.wait_for(all_here.wait(), PATIENCE_S)
+            await asyncio.wait_for(all_received.wait(), PATIENCE_S)
             spent.append(time.thread_time() - began)
             await sending
         running.cancel()
@@ -167,9 +167,9 @@ class Sessions:
         crowd.close()
         return 1e6 * min(spent) / len(messages)
 
-    async def says(self, payload: bytes, count: int) -> float:
+    async def measure_sending(self, payload: bytes, count: int) -> float:
         """Return the CPU microseconds of each message until it was acknowledged."""
-        session = MqttSession(self.broker, client_id="says", on_message=lambda *_: None)
+        session = MqttSession(self.broker, client_id="sender", on_message=lambda *_: None)
         running = asyncio.create_task(session.run())
         await session.wait_connected(PATIENCE_S)
         spent = []
@@ -184,25 +184,25 @@ class Sessions:
         return 1e6 * min(spent) / count
 
 
-def quiescing() -> ClusterMachine:
+def quiescing_machine() -> ClusterMachine:
     """Return the machine of a cluster that has asked all nodes for their reports."""
     machine = ClusterMachine(Timing())
     policy = Policy(global_batch=4096, microbatch_rows=1, devices_per_node=1)
     job = Job(job_id="j", name="j", steps=1_000_000, policy=policy)
     profile = ModelProfile(layers=(LAYER,) * 24, microbatch_rows=1)
     machine.step(BrokerConnected(at=1.0, cause="c-00041-a1b2"))
-    machine.steps(arrived(HELLO))
+    machine.steps(received_events(HELLO))
     machine.step(SubmitRequested(at=1.0, cause="c-00043-a1b2", request="r", job=job, profile=profile))
     machine.step(TemplatesReady(at=1.0, cause="c-00044-a1b2", job_id="j"))
-    machine.steps(arrived(Prepared(job_id="j", profile=None)))
+    machine.steps(received_events(Prepared(job_id="j", profile=None)))
     return machine
 
 
-async def driven(machine: ClusterMachine, events: Sequence[SignalArrived]) -> float:
+async def measure_driver(machine: ClusterMachine, events: Sequence[SignalArrived]) -> float:
     """Return the CPU microseconds of each event through the driver's queue and the machine."""
 
     def perform(effect: Effect) -> None:
-        raise RuntimeError(f"{effect} is not for those who only report")
+        raise RuntimeError(f"{effect} must not come from reports alone")
 
     done = asyncio.Event()
     driver = Driver(machine, perform, step_batch=machine.steps, on_effects_done=done.set)
@@ -225,35 +225,46 @@ async def driven(machine: ClusterMachine, events: Sequence[SignalArrived]) -> fl
 def measure() -> Result:
     result = Result(
         name="messages",
-        what=f"what each of {len(NODES)} messages costs the coordinator, in CPU microseconds",
+        what=f"Cost of each of {len(NODES)} messages for the coordinator, CPU microseconds",
         columns=("what", "µs"),
     )
 
-    def tell(what: str, cost_us: float) -> None:
+    def add_row(what: str, cost_us: float) -> None:
         result.rows.append((what, f"{cost_us:.1f}"))
         result.data[what] = cost_us
 
-    answers, beats = said(quiesced(1)), said(HEARTBEAT)
+    answers, heartbeats = encode_from_all(quiesced(1)), encode_from_all(HEARTBEAT)
     with tempfile.TemporaryDirectory() as directory:
         port = free_port()
         broker = subprocess.Popen(mosquitto_command(Path(directory), port), stderr=subprocess.DEVNULL)
         try:
             await_listening("127.0.0.1", port, PATIENCE_S)
             sessions = Sessions(port)
-            tell("heard: out of the session, QoS 0", uvloop.run(sessions.hears(answers, acknowledged=False)))
-            tell("heard: out of the session, QoS 1", uvloop.run(sessions.hears(answers, acknowledged=True)))
+            add_row(
+                "heard: out of the session, QoS 0",
+                uvloop.run(sessions.measure_receiving(answers, acknowledged=False)),
+            )
+            add_row(
+                "heard: out of the session, QoS 1",
+                uvloop.run(sessions.measure_receiving(answers, acknowledged=True)),
+            )
             event = encode_event(event_message(LOST, monotonic=1.5, source="coordinator"))
-            tell("said: through the session, QoS 1", uvloop.run(sessions.says(event, 100)))
+            add_row("said: through the session, QoS 1", uvloop.run(sessions.measure_sending(event, 100)))
         finally:
             broker.kill()
             broker.wait()
-    for what, messages in (("Quiesced", answers), ("Heartbeat", beats)):
+    for what, messages in (("Quiesced", answers), ("Heartbeat", heartbeats)):
         pairs = [(payload, node) for node, (_, payload) in zip(NODES, messages, strict=True)]
-        tell(f"{what}: decoded", least_us(partial(decode_all, pairs)))
-    machine = quiescing()
-    tell("Quiesced: queue and state machine", uvloop.run(driven(machine, arrived(quiesced(1))[:-1])))
-    tell("Heartbeat: queue and state machine", uvloop.run(driven(machine, arrived(HEARTBEAT))))
-    tell(
+        add_row(f"{what}: decoded", least_us(partial(decode_all, pairs)))
+    machine = quiescing_machine()
+    add_row(
+        "Quiesced: queue and state machine",
+        uvloop.run(measure_driver(machine, received_events(quiesced(1))[:-1])),
+    )
+    add_row(
+        "Heartbeat: queue and state machine", uvloop.run(measure_driver(machine, received_events(HEARTBEAT)))
+    )
+    add_row(
         "NodeLost: made and encoded",
         least_us(
             lambda: [

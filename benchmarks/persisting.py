@@ -129,7 +129,7 @@ class Persisting:
             rate_bytes_s=rate_bytes_s,
             feed=done.set_result,
             stamp=lambda: {"at": 0.0, "cause": ""},
-            report_corruption=lambda job, step: lambda *said: print(*said, file=sys.stderr),
+            report_corruption=lambda job, step: lambda *details: print(*details, file=sys.stderr),
         )
         vote = Vote(loss=0.0, gradient_norm=0.0)
         persister.begin(
@@ -183,7 +183,7 @@ def train() -> None:
         print(now, now - began, flush=True)
 
 
-def writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
+def measure_writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
     """Add rows and limits of the rates of writing."""
     plain, kept = root / "plain", root / "kept"
     own = Persisting(memory / "own", kept, write_snapshot(memory / "own", ("n0",), payloads), {})
@@ -218,7 +218,7 @@ def writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: 
     own_rate = statistics.median(mebibytes / wall for wall, _ in found["own memory"])
     result.limits.append(
         Limit(
-            name="out of own memory: share of the disk's speed",
+            name="from own memory: share of the disk's speed",
             measured=own_rate / disk,
             limit=LEAST,
             at_least=True,
@@ -226,7 +226,7 @@ def writing(result: Result, root: Path, memory: Path, mebibytes: int, payloads: 
     )
 
 
-def beside_training(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
+def measure_training(result: Result, root: Path, memory: Path, mebibytes: int, payloads: list[Chunk]) -> None:
     """Add notes and limits of the step times of training."""
     kept = root / "kept"
     persisting = Persisting(memory / "own", kept, write_snapshot(memory / "own", ("n0",), payloads), {})
@@ -261,7 +261,9 @@ def beside_training(result: Result, root: Path, memory: Path, mebibytes: int, pa
         result.data[f"step, {rate}"] = {"alone_s": median[False], "beside_s": median[True]}
         if rate_mib_s is not None:
             ratio = median[True] / median[False]
-            result.limits.append(Limit(name=f"step beside {rate}", measured=ratio, limit=MOST_SLOWER))
+            result.limits.append(
+                Limit(name=f"step while persisting {rate}", measured=ratio, limit=MOST_SLOWER)
+            )
 
 
 def run(root: Path, memory: Path, mebibytes: int) -> Result:
@@ -274,8 +276,8 @@ def run(root: Path, memory: Path, mebibytes: int) -> Result:
         what=f"A snapshot of {mebibytes} MiB in {LAYERS} layers written to {root}",
         columns=("", "MiB/s, median", "worst", "best", "CPU s per GiB"),
     )
-    writing(result, root, memory, mebibytes, payloads)
-    beside_training(result, root, memory, mebibytes, payloads)
+    measure_writing(result, root, memory, mebibytes, payloads)
+    measure_training(result, root, memory, mebibytes, payloads)
     result.notes.append(f"{ROUNDS} rounds of each kind in turn; written means fsynced")
     return result
 

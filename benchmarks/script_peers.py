@@ -42,7 +42,7 @@ def measure_peers(gib: float, disk: Path, repeats: int) -> dict[str, list[float]
         try:
             found |= _files(state, where, folder, repeats)
             if where == "shm":
-                found["DCP async_save shm"] = _beside(state, folder, repeats)
+                found["DCP async_save shm"] = _async_saves(state, folder, repeats)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -77,7 +77,7 @@ def _files(state: State, where: str, folder: Path, repeats: int) -> dict[str, li
     return found
 
 
-def _beside(state: State, folder: Path, repeats: int) -> list[float]:
+def _async_saves(state: State, folder: Path, repeats: int) -> list[float]:
     calls = []
     for number in range(repeats):
         began = time.perf_counter()
@@ -102,13 +102,13 @@ def measure_dlrover(venv: Path, gib: float, rounds: int) -> dict[str, Any]:
     command = [venv / "bin/python", Path(__file__).parent / "peers/dlrover_worker.py",
                "--gib", str(gib), "--rounds", str(rounds)]  # fmt: skip
     before = set(SHM.glob("ckpt_shm_*"))
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         # Its saver process inherits the output files and outlives it. So these are no pipes, and the
         # process group is killed.
         process = subprocess.Popen(
             command,
-            stdout=said,
-            stderr=complained,
+            stdout=output,
+            stderr=errors,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
@@ -122,10 +122,10 @@ def measure_dlrover(venv: Path, gib: float, rounds: int) -> dict[str, Any]:
             process.wait()
             for left in set(SHM.glob("ckpt_shm_*")) - before:
                 left.unlink(missing_ok=True)
-        said.seek(0)
-        complained.seek(0)
-        lines = [line for line in said if line.startswith('{"first_s"')]
+        output.seek(0)
+        errors.seek(0)
+        lines = [line for line in output if line.startswith('{"first_s"')]
         if not lines:
-            return {"problem": (complained.read().strip().splitlines() or [f"exit code {code}"])[-1]}
+            return {"problem": (errors.read().strip().splitlines() or [f"exit code {code}"])[-1]}
     found: dict[str, Any] = json.loads(lines[-1])
     return found

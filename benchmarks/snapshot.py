@@ -94,17 +94,17 @@ class Training:
         snapshots: Snapshotter,
         optimizer: torch.optim.Optimizer,
         memcpy: float,
-        beside: Callable[[], object],
+        other_work: Callable[[], object],
     ) -> None:
         """:param other_work: copies as many bytes as a snapshot has."""
-        self._snapshots, self._optimizer, self._beside = snapshots, optimizer, beside
+        self._snapshots, self._optimizer, self._other_work = snapshots, optimizer, other_work
         self._compute = computing(STEP_PER_COPY * memcpy)
         self._step = 0
 
-    def _iteration(self, *, taking: bool = False, beside: Callable[[], object] = lambda: None) -> float:
+    def _iteration(self, *, taking: bool = False, other_work: Callable[[], object] = lambda: None) -> float:
         self._step += 1
         began = time.perf_counter()
-        thread = threading.Thread(target=beside)
+        thread = threading.Thread(target=other_work)
         thread.start()
         self._compute()
         self._optimizer.step()
@@ -115,13 +115,13 @@ class Training:
 
     def calls(self, rounds: int) -> dict[str, list[float]]:
         """Measure calls that have a forward pass until the next update, and the updates after them."""
-        calls, behind = [], []
+        calls, steps = [], []
         for _ in range(rounds):
             self._step += 1
             calls.append(timed(partial(self._snapshots.snapshot, self._step)))
             self._compute()
-            behind.append(timed(self._optimizer.step))
-        return {"call_s": calls, "step_behind_s": behind}
+            steps.append(timed(self._optimizer.step))
+        return {"call_s": calls, "step_behind_s": steps}
 
     def hurried(self) -> list[float]:
         """Measure calls that an update follows at once."""
@@ -146,7 +146,7 @@ class Training:
             taking = [self._iteration(taking=True) for _ in range(3)][1:]
             self._compute()
             self._snapshots.wait()
-            copying = [self._iteration(beside=self._beside) for _ in range(2)]
+            copying = [self._iteration(other_work=self._other_work) for _ in range(2)]
             rounds.append((mean(without), mean(taking), mean(copying)))
         return rounds
 
@@ -180,7 +180,7 @@ def measure_own(gib: float, place: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
-def restored_anew(gib: float, place: Path, *, touch: bool) -> list[float]:
+def measure_restoring(gib: float, place: Path, *, touch: bool) -> list[float]:
     """Measure ``restore()`` in a process whose optimizer has not stepped, including mapping, and four
     repetitions.
     """
@@ -238,20 +238,20 @@ def _survived(place: Path, draw: random.Random) -> bool:
     reading, writing = os.pipe()
     child = _forked(lambda: _victim(place, writing))
     os.close(writing)
-    told = b""
-    while not any(int(line) for line in told.split(b"\n")[:-1]):
+    reported = b""
+    while not any(int(line) for line in reported.split(b"\n")[:-1]):
         more = os.read(reading, 4096)
         if not more:
             raise RuntimeError("the victim ended before it was killed")
-        told += more
+        reported += more
     time.sleep(draw.uniform(0.01, 0.2))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     while more := os.read(reading, 65536):
-        told += more
+        reported += more
     os.close(reading)
-    newest = max(int(line) for line in told.split(b"\n")[:-1] if line)
-    checker = _forked(lambda: _right(place, newest))
+    newest = max(int(line) for line in reported.split(b"\n")[:-1] if line)
+    checker = _forked(lambda: _is_restored(place, newest))
     return os.waitpid(checker, 0)[1] == 0
 
 
@@ -276,7 +276,7 @@ def _open(place: Path) -> tuple[nn.Parameter, Snapshotter]:
     )
 
 
-def _victim(place: Path, told: int) -> bool:
+def _victim(place: Path, reports: int) -> bool:
     matrix, snapshots = _open(place)
     step = snapshots.restore() or 0
     while True:
@@ -284,15 +284,15 @@ def _victim(place: Path, told: int) -> bool:
         with snapshots.changing(), torch.no_grad():
             matrix.fill_(step)
         snapshots.snapshot(step)
-        os.write(told, f"{snapshots.counts.completed_step or 0}\n".encode())
+        os.write(reports, f"{snapshots.counts.completed_step or 0}\n".encode())
 
 
-def _right(place: Path, at_least: int) -> bool:
+def _is_restored(place: Path, at_least: int) -> bool:
     matrix, snapshots = _open(place)
     step = snapshots.restore()
-    fine = step is not None and step >= at_least and bool((matrix == step).all())
+    is_restored = step is not None and step >= at_least and bool((matrix == step).all())
     snapshots.close()
-    return fine
+    return is_restored
 
 
 def measure(gib: float, disk: Path, peer: Path | None) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def measure(gib: float, disk: Path, peer: Path | None) -> dict[str, Any]:
             ("touched", True, {}),
             ("streaming", True, streaming_environment(os.environ)),
         ):
-            which = "touched" if touch else "anew"
+            which = "touched" if touch else "new"
             seconds = phase("--phase", which, "--gib", size, "--place", str(place), environment=environment)
             ours[f"load_new_{name}_s"], *ours[f"load_again_{name}_s"] = seconds
     finally:
@@ -326,15 +326,15 @@ def one_phase(given: Namespace) -> Any:
     match given.phase:
         case "own":
             return measure_own(given.gib, given.place, given.repeats)
-        case "anew" | "touched":
-            return restored_anew(given.gib, given.place, touch=given.phase == "touched")
+        case "new" | "touched":
+            return measure_restoring(given.gib, given.place, touch=given.phase == "touched")
         case "decoding":
             return measure_decoding(given.gib)
         case _:
             return measure_peers(given.gib, given.place, given.repeats)
 
 
-def told(result: Result, gib: float, found: dict[str, Any]) -> None:
+def add_results(result: Result, gib: float, found: dict[str, Any]) -> None:
     """Add rows, limits and notes of one size."""
     size = f"{gib:g} GiB"
     rows_of(result, size, found)
@@ -349,19 +349,19 @@ def rows_of(result: Result, size: str, found: dict[str, Any]) -> None:
         ("one memcpy, two threads", [ours["memcpy_by_two_s"]]),
         ("start: allocate, touch, map", [ours["start_s"]]),
         ("a touch of as many bytes, one thread", [ours["touch_s"]]),
-        ("start, behind that touch", [ours["start_touched_s"]]),
+        ("start, after that touch", [ours["start_touched_s"]]),
         ("snapshot(), first call", ours["call_s"][:1]),
         ("snapshot(), there is time", ours["call_s"][1:]),
-        ("optimizer.step() behind it", ours["step_behind_s"]),
+        ("optimizer.step() after it", ours["step_behind_s"]),
         ("snapshot() and step(), no time", ours["hurried_s"]),
         *((name, peers[name]) for name in SAVES),
         ("DLRover to memory, first call", dlrover.get("first_s", [])),
         ("DLRover to memory", dlrover.get("save_s", [])),
         ("restore() from own memory, verified", ours["load_s"]),
-        ("… with copies that pass the caches by", ours["load_again_streaming_s"]),
+        ("… with copies that bypass the caches", ours["load_again_streaming_s"]),
         ("restore() in a new process", [ours["load_new_found_s"]]),
-        ("… behind a touch of as many bytes", [ours["load_new_touched_s"]]),
-        ("… with copies that pass the caches by", [ours["load_new_streaming_s"]]),
+        ("… after a touch of as many bytes", [ours["load_new_touched_s"]]),
+        ("… with copies that bypass the caches", [ours["load_new_streaming_s"]]),
         ("decoding a third, and into the tensors", found["decoding_s"]),
         ("DLRover from memory", dlrover.get("load_s", [])),
         *((name, peers[name]) for name in LOADS),
@@ -379,12 +379,12 @@ def iterations(result: Result, size: str, rounds: list[tuple[float, float, float
     without, *others = (list(kind) for kind in zip(*rounds, strict=True))
     over = []
     result.rows.append((f"{size}  iteration without", milliseconds(without), ""))
-    for what, seconds in zip(("snapshot in each", "beside a plain copy"), others, strict=True):
+    for what, seconds in zip(("snapshot in each", "with a parallel plain copy"), others, strict=True):
         result.rows.append((f"{size}  iteration, {what}", milliseconds(seconds), ""))
         percent = [100 * (s / w - 1) for w, s in zip(without, seconds, strict=True)]
         over.append(statistics.median(percent))
-        said = ", ".join(f"{p:.1f}%" for p in percent)
-        result.notes.append(f"{size}: over the iteration without, {what}, by rounds: {said}")
+        percentages = ", ".join(f"{p:.1f}%" for p in percent)
+        result.notes.append(f"{size}: over the iteration without, {what}, by rounds: {percentages}")
     return over[0]
 
 
@@ -405,11 +405,11 @@ def limits_of(result: Result, size: str, found: dict[str, Any], over: float) -> 
         limit(f"restore() against {peer}, times", loads[peer] / load, TIMES, at_least=True)
     by_two = ours["memcpy_by_two_s"]
     result.notes.append(
-        f"{size}: one memcpy by two threads, into memory that is there, is so many times as "
-        "quick as " + ", ".join(f"{peer}: {s / by_two:.1f}" for peer, s in loads.items())
+        f"{size}: one memcpy by two threads, into existing memory, is faster than these by the factors "
+        + ", ".join(f"{peer}: {s / by_two:.1f}" for peer, s in loads.items())
     )
     result.notes.append(
-        f"{size}: restore(), and with copies that pass the caches by, are so many times as quick as "
+        f"{size}: restore(), and with copies that bypass the caches, are faster than these by the factors "
         + ", ".join(f"{peer}: {s / load:.1f}, {s / streaming:.1f}" for peer, s in loads.items())
     )
 
@@ -419,11 +419,11 @@ def run() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 4], help="GiB of state")
     parser.add_argument("--disk", type=Path, default=RESULTS, help="a directory on a disk")
     parser.add_argument("--peer", type=Path, help="virtual environment that holds DLRover: measure it too")
-    phases = ("own", "anew", "touched", "decoding", "peers")
+    phases = ("own", "new", "touched", "decoding", "peers")
     parser.add_argument("--phase", choices=phases, help="measure this in this process, and print JSON")
-    parser.add_argument("--gib", type=float, help="with --phase: of state")
+    parser.add_argument("--gib", type=float, help="with --phase: GiB of state")
     parser.add_argument("--place", type=Path, help="with --phase: where its files are")
-    parser.add_argument("--repeats", type=int, default=3, help="with --phase")
+    parser.add_argument("--repeats", type=int, default=3, help="with --phase: number of repetitions")
     given = parser.parse_args()
     if given.phase:
         print(json.dumps(one_phase(given)))
@@ -436,7 +436,7 @@ def run() -> None:
     )
     survived = kills()
     result.limits.append(
-        Limit(name=f"right after a kill, of {KILLS}", measured=survived, limit=KILLS, at_least=True)
+        Limit(name=f"correct after a kill, of {KILLS}", measured=survived, limit=KILLS, at_least=True)
     )
     for gib in given.sizes:
         if free_bytes() < LEAST_FREE_BYTES * gib * GIB:
@@ -449,7 +449,7 @@ def run() -> None:
             result.limits.append(Limit(name=f"{gib:g} GiB: parts that failed", measured=1, limit=0))
             continue
         result.data[f"{gib:g} GiB"] = found
-        told(result, gib, found)
+        add_results(result, gib, found)
     if given.peer is None:
         result.notes.append("DLRover's in-memory checkpoint: --peer VENV, an environment with dlrover==0.6.1")
     main(result, given.out)

@@ -71,12 +71,12 @@ class Held:
             parameter.grad = torch.rand_like(parameter)
         self.states._optimization.step(self.layers)
 
-    def restore(self, stage: Path, *, anew: bool) -> None:
+    def restore(self, stage: Path, *, fresh: bool) -> None:
         """Restore as ``Engine.restore`` does.
 
         :param fresh: restore into new memory, as a new process does; otherwise into the held tensors.
         """
-        if anew:
+        if fresh:
             self.model.drop(self.layers)
         with StagedStateLoader(stage, self.states, lambda: None, reuse=True) as staged:
             for layer in self.layers:
@@ -94,8 +94,8 @@ def serve_trainer(directory: Path, layers: int) -> None:
     torch.set_num_threads(1)
     held = Held(directory, layers)
     for line in sys.stdin:
-        for anew in (True, False):
-            seconds = timed(partial(held.restore, Path(line.strip()), anew=anew))
+        for fresh in (True, False):
+            seconds = timed(partial(held.restore, Path(line.strip()), fresh=fresh))
             print(json.dumps((seconds, held.digests())), flush=True)
 
 
@@ -112,12 +112,12 @@ def trainer(directory: Path, layers: int) -> Iterator[Callable[[Path], tuple[Ans
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        asked, said = process.stdin, process.stdout
+        orders, answers = process.stdin, process.stdout
 
         def restore(stage: Path) -> tuple[Answer, Answer]:
-            asked.write(f"{stage}\n")
-            asked.flush()
-            return json.loads(said.readline()), json.loads(said.readline())
+            orders.write(f"{stage}\n")
+            orders.flush()
+            return json.loads(answers.readline()), json.loads(answers.readline())
 
         try:
             yield restore
@@ -146,7 +146,7 @@ class Scene:
                 node="n0",
                 arenas=NodeArenas(self._root / "n0", devices=1),
                 client=client,
-                report_corruption=lambda *said: print(*said, file=sys.stderr),
+                report_corruption=lambda *details: print(*details, file=sys.stderr),
             ).run(range(self._layers), StagingDirectory(stage, borrows=self._lends))
 
 
@@ -234,7 +234,7 @@ def run(root: Path, mib: int, repeats: int, disk: Path | None) -> Result:
                 times = statistics.median(rates[peer]) / wall
                 name = f"{tier} against {peer}, times"
                 result.limits.append(Limit(name=name, measured=times, limit=TIMES, at_least=True))
-    result.notes.append("one memcpy: into memory that is there, as that of a trainer that holds the layers")
+    result.notes.append("one memcpy: into existing memory, like that of a trainer that holds the layers")
     return result
 
 

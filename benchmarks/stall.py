@@ -125,7 +125,7 @@ def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport])
 
 
 def steps_of(
-    engine: Engine, *, snaps: bool = False, beside: Callable[[], object] = lambda: None
+    engine: Engine, *, snaps: bool = False, other_work: Callable[[], object] = lambda: None
 ) -> list[float]:
     """Return the seconds of the steps of one round, with a snapshot after each or with none.
 
@@ -136,7 +136,7 @@ def steps_of(
     steps_s = []
     for step in range(STEPS):
         started = time.perf_counter()
-        thread = threading.Thread(target=beside)
+        thread = threading.Thread(target=other_work)
         thread.start()
         if engine.step(lambda: False, lambda: snaps).snapshot_requested:
             writer.retain(engine.committed_step - 1)
@@ -154,11 +154,11 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     engine = alone(mib, directory, arena, reports)
     steps_of(engine, snaps=True)
     one, other = (np.ones(reports[-1].size_bytes, dtype=np.uint8) for _ in range(2))
-    steps_s: dict[str, list[float]] = {"without": [], "with": [], "beside a plain copy": []}
+    steps_s: dict[str, list[float]] = {"without": [], "with": [], "with a parallel plain copy": []}
     for _ in range(rounds):
         steps_s["without"] += steps_of(engine)
         steps_s["with"] += steps_of(engine, snaps=True)
-        steps_s["beside a plain copy"] += steps_of(engine, beside=lambda: np.copyto(other, one))
+        steps_s["with a parallel plain copy"] += steps_of(engine, other_work=lambda: np.copyto(other, one))
     assert engine.snapshots is not None
     engine.snapshots.close()
     snapped = [report for report in reports if isinstance(report, ShardWritten)]
@@ -168,14 +168,14 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     stall_s = statistics.median(report.stall_s for report in snapped)
     worst_s = max(report.stall_s for report in snapped)
     copy_s = statistics.median(report.copy_s for report in snapped)
-    without_s, with_s, beside_s = map(statistics.median, steps_s.values())
+    without_s, with_s, copying_s = map(statistics.median, steps_s.values())
     figures = {
         "state": f"{size_bytes / MIB:.0f} MiB in {engine.model.layer_count} layers",
-        "copying and digests, beside computing": f"{size_bytes / copy_s / 1e9:.1f} GB/s",
+        "copying and digests, in parallel with computing": f"{size_bytes / copy_s / 1e9:.1f} GB/s",
         "stall, median / worst": f"{1e3 * stall_s:.1f} / {1e3 * worst_s:.1f} ms",
         "one memcpy of it": f"{1e3 * memcpy_s:.1f} ms",
-        "step without / with / beside a plain copy": f"{1e3 * without_s:.0f} / {1e3 * with_s:.0f} / "
-        f"{1e3 * beside_s:.0f} ms, the latter {beside_s / without_s:.3f} times the first",
+        "step without / with / with a parallel plain copy": f"{1e3 * without_s:.0f} / {1e3 * with_s:.0f} / "
+        f"{1e3 * copying_s:.0f} ms, the latter {copying_s / without_s:.3f} times the first",
     }
     result.notes += [f"{name}: {value}" for name, value in figures.items()]
     result.data["training"] = {
@@ -193,8 +193,8 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
 
 def run() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--mib", type=int, default=256, help="of state")
-    parser.add_argument("--rounds", type=int, default=8, help="of each kind")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of state")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of each kind")
     arguments = parser.parse_args()
     if wanted := streaming_environment(os.environ):
         # A node starts its trainers in the same way; the C library reads this environment only at its

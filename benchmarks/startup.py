@@ -140,15 +140,17 @@ def tabulated(given: argparse.Namespace, ours: list[dict[str, float]], theirs: l
     # When both sides compile, the first start fills the caches of the nodes and of the script.
     counted = slice(1, None) if given.compile and given.rounds > 1 else slice(None)
     if given.compile:
-        result.rows.append(("ftd: the first start, first step", f"{ours[0]['first step']:.1f}"))
-        result.rows.append(("plain script: the first start, first step", f"{theirs[0]:.1f}"))
+        result.rows.append(("ftd, first start: first step", f"{ours[0]['first step']:.1f}"))
+        result.rows.append(("plain script, first start: first step", f"{theirs[0]:.1f}"))
     for milestone in MILESTONES:
         values = tuple(start[milestone] for start in ours[counted] if milestone in start)
         if values:
             result.rows.append((f"ftd: {milestone}", str(Summary(values=values))))
     result.rows.append(("plain script: first step", str(Summary(values=tuple(theirs[counted])))))
     more = [start["first step"] - plain for start, plain in zip(ours, theirs, strict=True)][counted]
-    result.rows.append(("ftd − plain script, of neighbours", str(Summary(values=tuple(more)))))
+    result.rows.append(
+        ("ftd − plain script, of starts that follow each other", str(Summary(values=tuple(more))))
+    )
     result.data = {"ftd": ours, "script_s": theirs}
     result.limits.append(
         Limit(

@@ -27,7 +27,7 @@ from statemachine.timing import Timing
 PATIENCE_S = 60.0
 ASK_S = 0.1
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-DEPOSED = "stepped_down"
+STEPPED_DOWN = "stepped_down"
 """Log event of a coordinator that has lost the leadership."""
 MARGIN_S = 1.0
 """Largest allowed time of a takeover beyond the wait that the settings require."""
@@ -49,7 +49,7 @@ class Pair:
             if event["event"] == "LeaderElected":
                 self.elected.put_nowait(time.monotonic())
 
-    async def whole(self) -> str:
+    async def wait_for_standby(self) -> str:
         """Wait until one coordinator leads and the other one is its standby; return the leader's name."""
         deadline = time.monotonic() + PATIENCE_S
         while not (self.state.get("leader") and self.state.get("standbys")):
@@ -58,23 +58,23 @@ class Pair:
             await asyncio.sleep(0.02)
         return str(self.state["leader"])
 
-    async def strike(self, client: ClusterClient, what: str) -> tuple[float, float]:
+    async def signal_leader(self, client: ClusterClient, what: str) -> tuple[float, float]:
         """Send the signal to the leader; return the seconds until LeaderElected, and until the first answer."""
-        leader = await self.whole()
+        leader = await self.wait_for_standby()
         pid = self.cluster.pid(leader)
         began = time.monotonic()
         os.kill(pid, SIGNALS[what])
         elected_at, answered_at = await asyncio.gather(
-            asyncio.wait_for(self.elected.get(), PATIENCE_S), self.answered(client)
+            asyncio.wait_for(self.elected.get(), PATIENCE_S), self.wait_for_answer(client)
         )
         if what == "stop":
             log = self.cluster.processes.children[leader].log
-            before = log.read_text().count(DEPOSED)
+            before = log.read_text().count(STEPPED_DOWN)
             os.kill(pid, signal.SIGCONT)
             deadline = time.monotonic() + PATIENCE_S
-            while log.read_text().count(DEPOSED) == before:
+            while log.read_text().count(STEPPED_DOWN) == before:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{leader} does not know that it leads no more")
+                    raise RuntimeError(f"{leader} did not log that it stepped down")
                 await asyncio.sleep(0.05)
         else:
             self.state = {}
@@ -82,7 +82,7 @@ class Pair:
             await self.cluster.start_coordinator(leader)
         return elected_at - began, answered_at - began
 
-    async def answered(self, client: ClusterClient) -> float:
+    async def wait_for_answer(self, client: ClusterClient) -> float:
         while True:
             envelope = client.envelope()
             with contextlib.suppress(UnreachableError):
@@ -108,7 +108,7 @@ async def measure(times: int) -> Result:
             async with ClusterClient(address, listen=True, on_state=pair.on_state) as client:
                 following = asyncio.ensure_future(pair.follow(client))
                 for what in SIGNALS:
-                    found = [await pair.strike(client, what) for _ in range(times)]
+                    found = [await pair.signal_leader(client, what) for _ in range(times)]
                     elected, answered = (
                         Summary(values=tuple(1000 * value for value in column))
                         for column in zip(*found, strict=True)

@@ -109,7 +109,7 @@ class Observer:
                 elif topic.endswith("/state"):
                     self.states, self.state_bytes = self.states + 1, len(payload)
                 elif not json.loads(payload)["accepted"]:
-                    raise SystemExit(f"refused: {payload!r}")
+                    raise SystemExit(f"request rejected: {payload!r}")
 
 
 def cpu_ms(pid: int) -> float:
@@ -179,7 +179,7 @@ class Bench:
         self.crowd = Crowd(port)
         self.pids = (self.coordinator.pid, self.broker.pid, self.crowd.pid)
         self.spent: list[float] = []
-        """CPU ms of each of ``PROCESSES`` until the last decision."""
+        """CPU ms of each of ``PROCESSES`` from the last kill until the decision was read."""
         self._chance = random.Random(0)
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class Bench:
 
     # --- actions -----------------------------------------------------------------------------------
 
-    def come(self, names: list[str]) -> None:
+    def connect(self, names: list[str]) -> None:
         since = time.monotonic()
         self.crowd.do("come", names=names)
         self.wait("nodes", lambda: len(self.observer.read("NodeJoined", since)) >= len(names))
@@ -250,7 +250,7 @@ class Bench:
         )
         self.observer.request(do="snapshot", every_steps=0)
 
-    def lose(self, names: list[str]) -> tuple[list[dict[str, float]], int]:
+    def kill(self, names: list[str]) -> tuple[list[dict[str, float]], int]:
         """Kill nodes and wait for the recovery.
 
         :returns: for each node the ms from the end of its session until all nodes were ordered to stop
@@ -266,7 +266,7 @@ class Bench:
         closed: dict[str, float] = self.crowd.do("kill", names=names)["closed"]
         since = min(closed.values())
         self.wait("recovery", lambda: bool(self.observer.read("PlanChosen", since)) and self.training())
-        self.go_on()
+        self.wait_for_step()
         begun = self.observer.read("GenerationStarted", since)
         read, event = self.observer.read("PlanChosen", since)[-1]
         resumed = self.crowd.do("look")["resumed_at"][str(event["generation"])]
@@ -281,17 +281,17 @@ class Bench:
             for at in closed.values()
         ], len(begun)
 
-    def go_on(self) -> None:
+    def wait_for_step(self) -> None:
         """Wait until a step is committed, and then until a random moment of the next one."""
         time.sleep((1 + self._chance.random()) * STEP_S)
         self.wait("training", self.training)
 
-    def revive(self, names: list[str]) -> None:
+    def reconnect(self, names: list[str]) -> None:
         """Connect nodes again and wait until a step is committed with all nodes in the plan."""
         since = time.monotonic()
-        self.come(names)
+        self.connect(names)
         self.wait("PlanChosen", lambda: bool(self.observer.read("PlanChosen", since)))
-        self.go_on()
+        self.wait_for_step()
 
 
 @contextlib.contextmanager
@@ -314,7 +314,7 @@ def p99(values: list[float]) -> float:
 def measure(arguments: argparse.Namespace) -> Result:
     result = Result(
         name="thousand_nodes",
-        what=f"the coordinator on one core with {arguments.nodes} nodes, a heartbeat a second each",
+        what=f"The coordinator on one core with {arguments.nodes} nodes, each with a heartbeat every second",
         columns=("what", "measured"),
     )
     with running(arguments) as bench:
@@ -334,7 +334,7 @@ def memory(bench: Bench, result: Result) -> None:
     result.rows.append(("memory without nodes", f"{before:.0f} MiB"))
     for nodes in (100, 500, 1000):
         if nodes <= len(bench.names):
-            bench.come(bench.names[there:nodes])
+            bench.connect(bench.names[there:nodes])
             there = nodes
             time.sleep(SETTLE_S)
             more = bench.rss_mib() - before
@@ -342,7 +342,7 @@ def memory(bench: Bench, result: Result) -> None:
             result.rows.append((f"memory of {nodes} nodes", f"{more:.1f} MiB, {each:.1f} KiB each"))
             result.data[f"memory_kib_per_node_{nodes}"] = each
     if there < len(bench.names):
-        bench.come(bench.names[there:])
+        bench.connect(bench.names[there:])
 
 
 def start_job(bench: Bench, result: Result) -> None:
@@ -376,40 +376,42 @@ def latencies(bench: Bench, result: Result, arguments: argparse.Namespace) -> No
     step = max(1, len(bench.names) // max(1, arguments.singles))
     singles = bench.names[3::step][: arguments.singles]
     before = bench.crowd.do("look")
-    lost = [bench.lose([name]) for name in singles]
+    lost = [bench.kill([name]) for name in singles]
     after = bench.crowd.do("look")
     resumes = after["commands"].get("Resume", 0) - before["commands"].get("Resume", 0)
     size = (after["command_bytes"] - before["command_bytes"]) / max(1, resumes)
     result.rows.append(("commands of a recovery, each node", f"{size / 1024:.1f} KiB"))
-    tell(result, "one node", [times for each, _ in lost for times in each], [n for _, n in lost])
+    add_latencies(result, "one node", [times for each, _ in lost for times in each], [n for _, n in lost])
     burst = min(BURST, len(bench.names) // 4)
     several: list[dict[str, float]] = []
     generations = []
-    gone = singles
+    absent = singles
     for number in range(arguments.bursts):
-        if gone:
-            bench.revive(gone)
-        gone = bench.names[number + 1 :: len(bench.names) // burst][:burst]
-        times, count = bench.lose(gone)
+        if absent:
+            bench.reconnect(absent)
+        absent = bench.names[number + 1 :: len(bench.names) // burst][:burst]
+        times, count = bench.kill(absent)
         several += times
         generations.append(count)
-    tell(result, f"{burst} at once", several, generations)
+    add_latencies(result, f"{burst} at once", several, generations)
 
 
-def tell(result: Result, what: str, times: list[dict[str, float]], generations: list[int]) -> None:
+def add_latencies(result: Result, what: str, times: list[dict[str, float]], generations: list[int]) -> None:
     if not times:
         return
     for key, words in (
-        ("begun", "all told to stop"),
+        ("begun", "all nodes ordered to stop"),
         ("decided", "decided"),
         ("read", "decision read by another client"),
-        ("resumed", "all were told to resume"),
+        ("resumed", "all nodes ordered to resume"),
     ):
         values = [each[key] for each in times]
         row = f"{statistics.median(values):.0f} / {p99(values):.0f} / {max(values):.0f} ms"
         result.rows.append((f"{what} lost, {words}: p50 / p99 / max", row))
     spent = " / ".join(f"{statistics.median(each[name] for each in times):.0f}" for name in PROCESSES)
-    result.rows.append((f"{what} lost, CPU until it was read: {', '.join(PROCESSES)}", f"{spent} ms"))
+    result.rows.append(
+        (f"{what} lost, CPU until the decision was read: {', '.join(PROCESSES)}", f"{spent} ms")
+    )
     result.rows.append((f"{what} lost: generations", " ".join(map(str, sorted(set(generations))))))
     worst = p99([each["decided"] for each in times])
     result.limits.append(
@@ -418,7 +420,7 @@ def tell(result: Result, what: str, times: list[dict[str, float]], generations: 
     result.data[what] = times
 
 
-def stand_aside() -> None:
+def pin_observer() -> None:
     """Pin the observer to the broker's core, at a priority above broker and crowd.
 
     It stands for another host: it must not disturb the coordinator, nor wait for broker or crowd. Its child
@@ -432,10 +434,12 @@ def stand_aside() -> None:
 if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("--nodes", type=int, default=1000)
-    parser.add_argument("--singles", type=int, default=60, help="nodes that are lost one after the other")
-    parser.add_argument("--bursts", type=int, default=3, help=f"times that {BURST} are lost at once")
-    parser.add_argument("--seconds", type=float, default=20.0, help="over which load is measured")
+    parser.add_argument("--singles", type=int, default=60, help="nodes that are killed one after the other")
+    parser.add_argument(
+        "--bursts", type=int, default=3, help=f"number of times that {BURST} nodes are killed at once"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds over which the load is measured")
     parser.add_argument("--plans", type=Path, help="directory that keeps templates for the next run")
     parsed = parser.parse_args()
-    stand_aside()
+    pin_observer()
     main(measure(parsed), parsed.out)

@@ -280,7 +280,7 @@ def run() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--pairs", type=int, default=15, help="steps of each side, for each setting")
     parser.add_argument("--rounds", type=int, default=5, help="runs of the real service and of its peer")
-    parser.add_argument("--steps", type=int, default=15, help="of each of these runs")
+    parser.add_argument("--steps", type=int, default=15, help="steps of each of these runs")
     parser.add_argument("--memory", choices=("float32", "bfloat16"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -291,7 +291,7 @@ def run() -> None:
     result = Result(
         name="throughput",
         what="A Hugging Face llama of 30 million parameters; milliseconds of a step (min / median / max)",
-        columns=("what", "ftd", "the other", "throughput: min / median / max"),
+        columns=("what", "ftd", "peer", "throughput: min / median / max"),
     )
     if "steps" in parts:
         compare_steps(result, given.pairs)

@@ -77,7 +77,7 @@ def show(result: Result, turns: dict[str, Turns], layers: int, devices: int) -> 
                 f"{kept_bytes[way] / MIB:.1f} MiB",
                 f"{kept_bytes[way] / kept_bytes['replicate']:.3f}",
                 f"{max(turn.memory_bytes) / MIB:.0f} MiB",
-                *turn.times_beside(replicas),
+                *turn.times_against(replicas),
             )
         )
     result.data["state_bytes"] = kept_bytes

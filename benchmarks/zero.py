@@ -60,7 +60,7 @@ def show(result: Result, turns: dict[str, Turns], layers: int, owners: int) -> N
     for way, turn in turns.items():
         memory_bytes = max(turn.memory_bytes)
         of_whole = f"{memory_bytes / max(whole.memory_bytes):.2f}"
-        result.rows.append((way, f"{memory_bytes / MIB:.0f} MiB", of_whole, *turn.times_beside(whole)))
+        result.rows.append((way, f"{memory_bytes / MIB:.0f} MiB", of_whole, *turn.times_against(whole)))
     saved_bytes = max(whole.memory_bytes) - max(turns["zero1"].memory_bytes)
     saved = saved_bytes / (layers * PARAMETER_BYTES)
     expected = 2 * (owners - 1) / owners

@@ -29,8 +29,6 @@ OPENING = re.compile(r"(Of|So|What|That|Who|Whom|Whose)\b")
 """A docstring that begins with one of these is a fragment: begin a function's with a verb, any other with a noun."""
 
 LATER = (
-    "benchmarks",
-    "examples",
     "tests",
     "docs",
 )
