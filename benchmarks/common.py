@@ -157,5 +157,5 @@ def command_line(what: str | None) -> argparse.ArgumentParser:
 
 
 def main(result: Result, out: Path | None = None) -> None:
-    """Finish the result and end the process with the benchmark's exit code."""
+    """Print and write the result, and end the process with the benchmark's exit code."""
     sys.exit(result.finish(out))

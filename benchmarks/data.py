@@ -62,7 +62,7 @@ def build(decode_ms: float, busy: bool):
 
 
 def alone(directory: Path, decode_ms: float, busy: bool, workers: int) -> Engine:
-    """Return an engine that trains by itself."""
+    """Return an engine that trains alone."""
     data = TrainingData(
         function="pictures.py:build",
         path=str(directory),

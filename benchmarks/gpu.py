@@ -1,10 +1,10 @@
 """Performance of ftd on a GPU: training, snapshots, the link to the host, XOR, recovery and restoring.
 
-    python -m benchmarks.gpu                        # the first GPU; writes
-        benchmarks/results/gpu/<GPU>.json and .txt
+    python -m benchmarks.gpu                        # the first GPU
     python -m benchmarks.gpu --parts train,link     # some parts
-    python -m benchmarks.gpu --device cpu --tiny    # the same code with a tiny model, without a GPU: no
-        useful figures
+    python -m benchmarks.gpu --device cpu --tiny    # a tiny model without a GPU, to test the code
+
+It writes benchmarks/results/gpu/<GPU>.json and .txt, from these parts:
 
 * ``train``: tokens per second and MFU (Chowdhery et al., PaLM, appendix B) of a llama of about 1.1 billion
   parameters in bfloat16, each block compiled, with full activation checkpointing: one stage of the engine,

@@ -69,14 +69,14 @@ class Watch:
         while not self._stop.wait(_SAMPLE_S):
             for status in Path("/proc").glob("[0-9]*/status"):
                 try:
-                    self._note(status.parent)
+                    self._record(status.parent)
                 except (OSError, ValueError):
                     continue  # The process has ended.
 
     def stop(self) -> None:
         self._stop.set()
 
-    def _note(self, process: Path) -> None:
+    def _record(self, process: Path) -> None:
         """Record a process that the zygote of a node has forked."""
         if b"runtime.process.zygote" not in (process / "cmdline").read_bytes():
             return

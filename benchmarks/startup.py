@@ -50,9 +50,9 @@ MILESTONES = {
 class Nodes:
     """Cluster that runs before the first job and after the last one."""
 
-    def __init__(self, heard: asyncio.Queue[dict[str, Any]], address: ClusterAddress) -> None:
-        """:param heard: events of the cluster."""
-        self._heard = heard
+    def __init__(self, events: asyncio.Queue[dict[str, Any]], address: ClusterAddress) -> None:
+        """:param events: events of the cluster."""
+        self._events = events
         self._address = address
 
     async def start(self, job: Path) -> dict[str, float]:
@@ -65,7 +65,7 @@ class Nodes:
         found: dict[str, float] = {}
         async with asyncio.timeout(LIMIT_S):
             while True:
-                event = await self._heard.get()
+                event = await self._events.get()
                 for milestone, name in MILESTONES.items():
                     if event["event"] == name:
                         found.setdefault(milestone, time.monotonic() - began)
@@ -112,13 +112,13 @@ async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], li
         names = [f"node-{index}" for index in range(given.nodes)]
         options = ClusterOptions(broker="mosquitto", preload=("transformers",))
         driver = await stack.enter_async_context(LocalDriver(options, names))
-        heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         await stack.enter_async_context(
-            driver.connected(on_event=lambda event, _: heard.put_nowait(event), on_state=lambda _: None)
+            driver.connected(on_event=lambda event, _: events.put_nowait(event), on_state=lambda _: None)
         )
         await driver.ready(LIMIT_S)
         await asyncio.sleep(WARM_S)
-        nodes = Nodes(heard, driver.address)
+        nodes = Nodes(events, driver.address)
         for number in range(given.rounds):
             for side in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
                 if side == "ours":

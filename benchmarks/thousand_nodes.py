@@ -8,7 +8,7 @@ second, and a node's answers. Nodes are killed by closing their sockets, one at 
 time after a step was committed, at a random moment of the next one.
 
 Four times are measured from the kill: until the coordinator ordered all nodes to stop (the loss is known);
-until all nodes have reported and the step and the plan are decided (journaled, and about to be sent to the
+until all nodes have reported and the step and the plan are decided (journaled, and being sent to the
 nodes); until another client of the broker read that event, which is published after the command to all
 nodes; and until the last node received the command. The first two are the events' own times, which are of
 the same clock. Broker and crowd, which would be on other hosts, are part of these times, so the table also

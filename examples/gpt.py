@@ -51,10 +51,7 @@ class Block(nn.Module):
         for linear in (self.attention_in, self.forward_in, self.attention_out, self.forward_out):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        for linear in (
-            self.attention_out,
-            self.forward_out,
-        ):  # so that the sum of all residual branches stays small
+        for linear in (self.attention_out, self.forward_out):  # keeps the sum of all residuals small
             nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * depth))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""A module of your own: a residual network that learns to read digits, cut at the children that ``split``
-names.
-"""
+"""A module of your own: a residual network that learns to read digits, cut at the names in ``split``."""
 
 import torch
 from digits import Digits

@@ -1,5 +1,4 @@
-"""A Hugging Face Trainer that resumes where it was killed, by one callback. It needs ``pip install
-'ftd[hf]'``.
+"""A Hugging Face Trainer that resumes where it was killed, by one callback (``pip install 'ftd[hf]'``).
 
     python examples/scripts/hf_trainer.py          # kill -9 it, and start it again
 

@@ -1,7 +1,8 @@
 """Validation of a checkpoint of examples/mlp.toml on held-out points, while training continues.
 
-python examples/scripts/validate.py CHECKPOINTS             # its [checkpoint] url; --step 1000, or the
-    newest
+    python examples/scripts/validate.py CHECKPOINTS
+
+CHECKPOINTS is the url of the job's [checkpoint] table; --step 1000 selects a step, by default the newest.
 """
 
 import argparse
