@@ -1,8 +1,7 @@
 """Peak memory of each trainer from the start of a job, including the measurement of the model, through a few
 steps.
 
-    python -m benchmarks.memory                        # a llama of about 200 million parameters on four
-        nodes
+    python -m benchmarks.memory                        # a llama of about 200 million parameters, four nodes
 
 A trainer should need memory for its own stage, not for the whole model: what the plan states for its
 parameters, gradients, optimizer state (16 bytes for each parameter), and the activations of the

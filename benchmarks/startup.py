@@ -3,8 +3,7 @@ step.
 
     python -m benchmarks.startup                       # a llama of 30 million parameters on two nodes
     python -m benchmarks.startup --nodes 1 --rounds 3
-    python -m benchmarks.startup --compile             # compiled: the first start of each side, and later
-        ones
+    python -m benchmarks.startup --compile             # compiled: first and later starts
 
 Both sides train the same model on the same samples with one thread for each process:
 ``benchmarks/jobs/llama.toml`` and ``benchmarks/peers/llama_loop.py``. They take turns, so that a slow

@@ -6,8 +6,7 @@ one process or, under torchrun, with DDP on gloo. It prints ``STEP <step> <monot
 every step of rank 0.
 
     python benchmarks/peers/llama_loop.py --steps 20
-    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/peers/llama_loop.py --steps
-        20
+    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/peers/llama_loop.py --steps 20
 """
 
 import argparse
