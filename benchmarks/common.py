@@ -23,9 +23,7 @@ LOAD_BEFORE = os.getloadavg()[0]
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about this machine and its packages, so that you can judge whether two results are
-    comparable.
-    """
+    """Return facts about this machine and its packages, so that you can judge whether two results are comparable."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -79,9 +79,7 @@ class Crowd:
 
 
 async def cold_load(page: Page, url: str) -> dict[str, float]:
-    """Return the milliseconds from the navigation to the first paint and to the first content from the
-    coordinator.
-    """
+    """Return the milliseconds from the navigation to the first paint and to the first content from the coordinator."""
     await page.call("Page.addScriptToEvaluateOnNewDocument", source=LONG_TASKS)
     await page.open(url)
     await page.until("performance.getEntriesByName('ftd-update').length", "the data")

@@ -118,8 +118,7 @@ def enter_group(
 
 
 def _run_member(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -> None:
-    """Run one process of a group: make as many steps as each line on stdin asks for, and print their times as
-    JSON.
+    """Run one process of a group: make as many steps as each line on stdin asks for, and print their times as JSON.
 
     :param more: returns more fields to print after each turn; its time counts.
     """
@@ -212,9 +211,7 @@ class Turns:
         return [one["memory_bytes"] for one in self.last]
 
     def times_against(self, other: "Turns") -> tuple[str, str, str]:
-        """Return cells of a table: milliseconds of a step, and ratios of step time and of CPU time to another
-        way's.
-        """
+        """Return cells of a table: milliseconds of a step, and ratios of step time and of CPU time to another way's."""
         return (
             milliseconds(self.steps_s),
             _ratios(self.steps_s, other.steps_s),
@@ -282,8 +279,7 @@ def compare_ways(
     more: Callable[[Engine], dict[str, Any]],
     show: Callable[[Result, dict[str, Turns], int, int], None],
 ) -> None:
-    """Run a benchmark ``python -m benchmarks.<name of the result>`` that trains the same model in several
-    ways.
+    """Run a benchmark ``python -m benchmarks.<name of the result>`` that trains the same model in several ways.
 
     :param members: plural noun for the processes of a group; also the name of the option for their number.
     :param rows: default number of rows of a microbatch.

@@ -1,5 +1,4 @@
-"""Peak memory of each trainer from the start of a job, including the measurement of the model, through a few
-steps.
+"""Peak memory of each trainer from the start of a job, including the measurement of the model, through a few steps.
 
     python -m benchmarks.memory                        # a llama of about 200 million parameters, four nodes
 

@@ -61,9 +61,7 @@ def children(pid: int) -> list[int]:
 
 
 def watched(root: int) -> dict[str, int]:
-    """Return name → pid of the processes to monitor, below ``ftd local``; empty until all of them have
-    started.
-    """
+    """Return name → pid of the processes to monitor, below ``ftd local``; empty until all of them have started."""
     found: dict[str, int] = {}
     for pid in children(root):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")

@@ -166,9 +166,7 @@ def add_kind_specific(
 
 
 def add_restarts(result: Result, report: Report, kind: str) -> None:
-    """Add the limit that no surviving process was restarted: a node without faults has one pid of each
-    process.
-    """
+    """Add the limit that no surviving process was restarted: a node without faults has one pid of each process."""
     hit = {fault["node"] for fault in report["faults"]}
     restarted = 0
     for node, processes in report["processes"].items():

@@ -71,9 +71,7 @@ from storage.codes import make_code
 from storage.shards import ShardLayout, decode_bucket, make_fetch, make_shard
 
 LEAST_FREE_BYTES = 4.5
-"""Free memory needed for each byte of state: two slots, a new process's state, a touch of as much, and a
-margin.
-"""
+"""Free memory needed for each byte of state: two slots, a new process's state, a touch of as much, and a margin."""
 LARGE_GIB = 2
 """Size in GiB above which measurements are repeated less often."""
 TIMES = 12.36
@@ -181,9 +179,7 @@ def measure_own(gib: float, place: Path, rounds: int) -> dict[str, Any]:
 
 
 def measure_restoring(gib: float, place: Path, *, touch: bool) -> list[float]:
-    """Measure ``restore()`` in a process whose optimizer has not stepped, including mapping, and four
-    repetitions.
-    """
+    """Measure ``restore()`` in a process whose optimizer has not stepped, including mapping, and four repetitions."""
     torch.set_num_threads(1)
     model, optimizer, tensors = state_of(gib)
     size = sum(t.nbytes for t in tensors)
@@ -256,9 +252,7 @@ def _survived(place: Path, draw: random.Random) -> bool:
 
 
 def _forked(work: Callable[[], bool]) -> int:
-    """Fork, as importing torch takes seconds; return the child's pid. It exits with 0 when ``work`` returns
-    True.
-    """
+    """Fork, as importing torch takes seconds; return the child's pid. It exits with 0 when ``work`` returns True."""
     child = os.fork()
     if child:
         return child

@@ -48,9 +48,7 @@ STEPS = 5
 def rates(
     read_bytes: int, here: Callable[[], object], plain: Callable[[], object]
 ) -> tuple[Summary, Summary]:
-    """Measure both in turn and return their rates in GB/s of ``read_bytes``; the first run of each does not
-    count.
-    """
+    """Measure both in turn and return their rates in GB/s of ``read_bytes``; the first run of each does not count."""
     taken: tuple[list[float], list[float]] = [], []
     for number in range(TIMES + 1):
         for work, seconds in zip((here, plain), taken, strict=True):

@@ -1,5 +1,4 @@
-"""Time from ``ftd submit`` to the first committed step on running nodes, and of a plain script to its first
-step.
+"""Time from ``ftd submit`` to the first committed step on running nodes, and of a plain script to its first step.
 
     python -m benchmarks.startup                       # a llama of 30 million parameters on two nodes
     python -m benchmarks.startup --nodes 1 --rounds 3

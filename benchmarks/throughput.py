@@ -74,9 +74,7 @@ def alone(data: TrainingData) -> Engine:
 
 
 def alternate(precision: str, compiled: bool, pairs: int) -> dict[str, Any]:
-    """Train both sides step by step in turns; return the seconds of their steps and the difference of their
-    losses.
-    """
+    """Train both sides step by step in turns; return the seconds of their steps and the difference of their losses."""
     data = training_of(precision=precision, compile=compiled, steps=pairs + SKIP_STEPS)
     engine = alone(data)
     torch.manual_seed(data.seed)
@@ -138,9 +136,7 @@ def compare_steps(result: Result, pairs: int) -> None:
 
 
 def script_s(steps: int, ranks: int) -> list[float]:
-    """Return the seconds of each step of the plain script after the first ones; several ranks run under
-    torchrun.
-    """
+    """Return the seconds of each step of the plain script after the first ones; several ranks run under torchrun."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -158,9 +154,7 @@ def script_s(steps: int, ranks: int) -> list[float]:
 
 
 def service_s(steps: int, nodes: int) -> list[float]:
-    """Return the seconds from commit to commit of ``ftd local`` after the first steps; each node is a
-    pipeline.
-    """
+    """Return the seconds from commit to commit of ``ftd local`` after the first steps; each node is a pipeline."""
     with tempfile.TemporaryDirectory(prefix="ftd-bench-") as directory:
         job = Path(directory) / JOB.name
         text = JOB.read_text().replace("failures = 1", f"failures = {nodes - 1}")

@@ -1,5 +1,4 @@
-"""A Hugging Face llama of about 30 million parameters with random weights that learns the bytes of Python's
-library.
+"""A Hugging Face llama of about 30 million parameters with random weights that learns the bytes of Python's library.
 
 It is a training script as a user writes it: the benchmarks train it with ftd, and the plain scripts of
 their comparisons (``benchmarks/peers/llama_loop.py``) import the same model, data and optimizer from here.

@@ -1,5 +1,4 @@
-"""Plain script that is the reference of the benchmarks of Hugging Face models: no fault tolerance, nothing of
-ftd.
+"""Plain script that is the reference of the benchmarks of Hugging Face models: no fault tolerance, nothing of ftd.
 
 It trains the same model with the same data, optimizer and microbatches as ``benchmarks/jobs/llama.py``, as
 one process or, under torchrun, with DDP on gloo. It prints ``STEP <step> <monotonic seconds> <loss>`` for
