@@ -1,7 +1,7 @@
-"""What ftd publishes and its models do not allow is an error in every test of this process.
+"""Checks every message that ftd publishes in this process against the contract's models, for every test.
 
-Properties are tried with the same examples in every run, as fuzzing has the same seeds; with ``FTD_FUZZ`` set
-they are new each time. No example has a time to keep.
+Property tests use the same examples in every run, and fuzzing the same seeds; with ``FTD_FUZZ`` set both
+are new each time. Examples have no deadline.
 """
 
 import os
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch: threads of its own do not survive a fork.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch is imported: its threads do not survive a fork.
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,13 +32,14 @@ LEAST_FREE_BYTES = 4 << 30
 
 
 def use_memory_for_temporary_files() -> None:
-    """Put the temporary files of tests and of the processes that they start into memory, where no fsync waits for a
-    disk. Tests of what a disk does use ``/var/tmp``."""
+    """Put the temporary files of tests, and of the processes that they start, into memory, where no fsync
+    waits for a disk. Tests of disk behaviour use ``/var/tmp``.
+    """
     if "TMPDIR" in os.environ or not SHARED_MEMORY.is_dir():
         return
     if shutil.disk_usage(SHARED_MEMORY).free < LEAST_FREE_BYTES:
         return
-    directory = SHARED_MEMORY / f"t{os.getuid()}"  # Short, as unix sockets lie below it.
+    directory = SHARED_MEMORY / f"t{os.getuid()}"  # Short, because the paths of unix sockets begin with it.
     directory.mkdir(mode=0o700, exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
 
@@ -56,13 +57,16 @@ SERVICES = (
     ),
     ("tests/e2e/",),
 )
-"""Tests of running daemons, in two halves; all that is no daemon's goes to who is done with one of them.
-A test is of the first half that names it."""
+"""Tests of running daemons, in two halves; a test belongs to the first half that names it. All other tests go
+to the worker that finishes its half first.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n 2`` each worker takes half of the tests of running daemons, one by one, then of the rest."""
+    """With ``-n 2``, let each worker run half of the tests of running daemons one by one, then a share of the
+    others.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class OneServiceAtATime(LoadScopeScheduling):
@@ -93,7 +97,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep quick tests with ``--quick``, and refuse every process that one of them starts."""
+    """Select quick tests with ``--quick``, and forbid them to start processes."""
     if not config.getoption("--quick"):
         return
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in ("processes", "long"))]

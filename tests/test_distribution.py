@@ -47,7 +47,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_the_wheel_installs_and_trains_in_a_clean_environment(sources: Path, tmp_path: Path) -> None:
-    """The wheel is built from the source archive. Its dependencies are those of this environment."""
+    """The wheel is built from the source archive. Dependencies come from this environment."""
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", sources, cwd=tmp_path)
     wheel = tmp_path / "dist" / f"ftd-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:

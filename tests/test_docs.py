@@ -1,4 +1,4 @@
-"""The documentation against the code: examples that run, names that exist, nothing left out."""
+"""Checks of the documentation against the code: examples run, names exist, and nothing is left out."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def table_rows(page: str) -> dict[str, str]:
-    """First cell, without its code marks, → the whole row."""
+    """Return each row of a page's tables by its first cell without code marks."""
     rows = re.findall(r"^\| `([^`|]+)` \|(.*)$", PAGES[page], re.MULTILINE)
     return dict(rows)
 
@@ -96,7 +96,7 @@ def kind_of(example: dict[str, Any]) -> str:
 
 
 EXAMPLES = ("training.md", "configuration.md", "two-hosts.md", "chaos.md")
-"""Pages whose TOML is read as it stands."""
+"""Pages whose TOML examples are complete files."""
 
 
 def toml_examples() -> list[tuple[str, str]]:
@@ -155,7 +155,7 @@ def test_every_fault_is_documented_and_every_word_of_a_scenario() -> None:
 
 
 def entries_of(kind: type[Any]) -> set[str]:
-    """The names of all fields of a profile, at any depth."""
+    """Return the names of all fields of a profile, at any depth."""
     definitions = msgspec.json.schema(kind)["$defs"].values()
     return {name for definition in definitions for name in definition["properties"]}
 
@@ -181,7 +181,7 @@ def test_every_timing_is_documented_with_its_default() -> None:
 
 
 def test_the_reference_of_all_keys_is_the_schema_s() -> None:
-    """When it differs: ``ftd config reference > docs/reference/keys.md``."""
+    """If they differ, run ``ftd config reference > docs/reference/keys.md``."""
     assert PAGES["keys.md"] == f"{render_daemon_reference()}\n{render_job_reference()}"
 
 
@@ -247,7 +247,7 @@ def path_of(page: str) -> Path:
 
 
 def links(page: str) -> list[tuple[Path, str]]:
-    """Where links within the project lead: file, and the heading's anchor or nothing."""
+    """Return the targets of links within the project: file, and the heading's anchor or an empty text."""
     made = []
     for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         if "://" not in target:
@@ -257,7 +257,7 @@ def links(page: str) -> list[tuple[Path, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of the headings, made as GitHub makes them."""
+    """Return the anchors of the headings, made as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
     return {title.replace(" ", "-") for title in plain}

@@ -1,4 +1,4 @@
-"""The house rules of ARCHITECTURE.md, where a machine can check them."""
+"""Checks of those house rules of ARCHITECTURE.md that a machine can check."""
 
 import ast
 import importlib
@@ -29,7 +29,9 @@ VOCABULARY = [
 MESSAGES = sorted((ROOT / "statemachine" / "messages").glob("[a-z]*.py"))
 
 SHORT_LINES = 20
-"""A public function up to this long may speak for itself; so may a value that is a name and its fields."""
+"""Length in lines up to which a public function needs no docstring; a value with only a name and fields needs
+none either.
+"""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -52,7 +54,7 @@ def length(function: Function) -> int:
 
 
 def test_what_tests_share_is_a_helper() -> None:
-    """The page of models is made of the tests that run over them."""
+    """The page of models is exempt: it is generated from the tests that run over them."""
     of_tests = re.compile(r"^from (tests\.(?!helpers\b)[\w.]+|test_\w+|conftest) import", re.M)
     files = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "models_page.py" and "sim" not in p.parts]
     assert len(files) > 100
@@ -71,7 +73,7 @@ def test_the_rooms_are_where_this_test_looks() -> None:
 
 
 def dataclass_keywords(node: ast.ClassDef) -> dict[str, bool] | None:
-    """The keywords of ``@dataclass``, or None where the class has no such decorator."""
+    """Return the keywords of ``@dataclass``, or None if the class has no such decorator."""
     for decorator in node.decorator_list:
         call = decorator.func if isinstance(decorator, ast.Call) else decorator
         name = call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", None)
@@ -95,7 +97,7 @@ def test_values_are_frozen_slotted_and_named(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MESSAGES, ids=where)
 def test_messages_are_frozen_and_named(path: Path) -> None:
-    """Structs of numbers in bulk are arrays; all others name their fields."""
+    """Structs that carry many numbers are encoded as arrays; all others name their fields."""
     module = importlib.import_module(dotted(path))
     here = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
     structs = [kind for kind in here if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
@@ -107,7 +109,9 @@ def test_messages_are_frozen_and_named(path: Path) -> None:
 
 
 def undocumented(path: Path) -> Iterator[str]:
-    """Public things of a module that nobody explained; what is only a name and fields may do without."""
+    """Yield the public names of a module that lack a docstring; a class with only a name and fields needs
+    none.
+    """
     tree = parsed(path)
     if path.stat().st_size and ast.get_docstring(tree) is None:
         yield f"{where(path)}: the module"
@@ -150,7 +154,7 @@ def test_nothing_forbidden_is_in_the_code(what: str) -> None:
 
 
 def test_processes_do_not_pickle_through_torch_or_multiprocessing() -> None:
-    """``torch.save`` and ``multiprocessing`` pickle; between processes go msgpack, JSON and raw bytes."""
+    """``torch.save`` and ``multiprocessing`` pickle; processes exchange msgpack, JSON and raw bytes."""
     pickling = re.compile(
         r"\btorch\.(save|load)\(|\bimport multiprocessing|\bfrom multiprocessing(?!\.shared)"
     )
@@ -182,7 +186,7 @@ def dotted(path: Path) -> str:
 
 @pytest.mark.processes
 def test_no_daemon_loads_torch() -> None:
-    """All modules but runtime's at once, in a fresh interpreter: also what they import indirectly."""
+    """A fresh interpreter imports all modules but runtime's at once, so indirect imports count as well."""
     names = [dotted(p) for p in MODULES if p.relative_to(ROOT).parts[0] != "runtime" and p.stem != "__main__"]
     assert {"ftd.coordinator.daemon", "ftd.node.daemon", "ftd.cli.main", "ftd.observe.view.live"} <= set(
         names
@@ -198,7 +202,9 @@ def test_no_daemon_loads_torch() -> None:
 
 
 def test_the_pure_rooms_touch_nothing_impure() -> None:
-    """No clock, randomness, threads or I/O of our own: no import of them, no ``open``, no ``print``."""
+    """Our own code there uses no clock, randomness, threads or I/O: it does not import them or call ``open``
+    or ``print``.
+    """
     impure = {
         "asyncio",
         "os",

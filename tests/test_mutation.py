@@ -1,4 +1,6 @@
-"""The mutation run (``tools/mutants.py``): which changes it makes, and that a change reaches whoever uses the code."""
+"""Tests of the mutation run (``tools/mutants.py``): which changes it makes, and that a change reaches every
+module that imported the code.
+"""
 
 import textwrap
 

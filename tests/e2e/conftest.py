@@ -1,4 +1,4 @@
-"""One shared cluster for all tests that leave it usable, and the losses that every run must have."""
+"""One cluster shared by all tests that leave it usable, and the losses that every run must have."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ def devices_of(item: pytest.Item) -> int:
 
 
 class SharedCluster:
-    """One cluster at a time, kept as long as tests want the same number of devices."""
+    """One cluster at a time, which stays up while tests want the same number of devices."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
         self._ground: Playground | None = None
 
     def of(self, devices: int) -> Playground:
-        """Return the cluster whose nodes have so many devices."""
+        """Return a cluster whose nodes have this number of devices."""
         if self._ground is None or self._ground.devices != devices:
             self.close()
             self._ground = self._open.enter_context(
@@ -62,7 +62,9 @@ def shared() -> Iterator[SharedCluster]:
 
 @pytest.fixture
 def ground(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
-    """The shared cluster, in order: four idle nodes. What it said is held against the contract."""
+    """Return the shared cluster with four idle nodes; afterwards, check what it published against the
+    contract.
+    """
     ground = shared.of(devices_of(request.node))
     ground.tidy()
     yield ground
@@ -71,13 +73,15 @@ def ground(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Pl
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
-    """Losses of the tiny job's first so many steps in one process: no pipelines, no failures."""
+    """Return a function that computes the losses of the tiny job's first steps in one process, without
+    pipelines and failures.
+    """
     return _losses_of(tiny_job(tmp_path_factory.mktemp("reference"), delay_s=0.0), REFERENCE_STEPS)
 
 
 @pytest.fixture(scope="session")
 def tied_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
-    """The same with the first and the last layer's weights tied."""
+    """Return the same with the weights of the first and the last layer tied."""
     directory = tmp_path_factory.mktemp("tied-reference")
     return _losses_of(tiny_job(directory, delay_s=0.0, arguments="tied = true"), REFERENCE_STEPS // 4)
 
@@ -98,9 +102,10 @@ def _losses_of(job: JobData, at_once: int) -> Callable[[int], list[float]]:
 
 @pytest.fixture
 def same_losses(reference: Callable[[int], list[float]]) -> Callable[[Run], None]:
-    """Every step was committed once, with the loss of the undisturbed run.
+    """Return a check that every step was committed once, with the loss of the undisturbed run.
 
-    A coordinator that was killed between telling and remembering tells a step again: the same one.
+    A coordinator that was killed after it published a step and before it saved that publishes the same step
+    again.
     """
 
     def check(run: Run) -> None:

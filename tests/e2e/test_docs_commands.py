@@ -1,9 +1,10 @@
-"""Every command block of the README and of docs/: sound shell, options that exist, and run where possible.
+"""Runs every command block of the README and of docs/: the shell is sound, options exist, and commands work
+where they can be run.
 
-A reader's directory has the files that pages name, made small. What needs no running cluster is run page by page,
-each in a directory of its own. Everything else is run beside a cluster of ``ftd local`` that trains in another
-terminal. What takes several hosts is run by ``test_docs_hosts``. What one machine cannot do is in ``NOT_RUN``, with
-its reason, and is checked for syntax and options like all others.
+The reader's directory has small versions of the files that pages name. Commands that need no running
+cluster are run page by page, each page in its own directory. All others are run while a cluster of ``ftd
+local`` trains in another terminal. ``test_docs_hosts`` runs the commands for several hosts. ``NOT_RUN``
+lists what one machine cannot do, with the reason; these commands are still checked for syntax and options.
 """
 
 import json
@@ -36,7 +37,7 @@ NOT_RUN = {
 }  # fmt: skip
 
 INSTEAD = (
-    # What takes minutes, and the other host, shared disk or service of the reader's.
+    # These take minutes, or need the reader's other host, shared disk or service.
     (r"(local examples/gpt.toml --nodes 4)( --steps 2000)?$", r"\1 --steps 100000"),
     (r"(local examples/llama.toml --nodes) 4( --steps 2000)?$", r"\1 2 --steps 3"),
     (r"stop llama", "stop gpt"),
@@ -57,11 +58,11 @@ INSTEAD = (
     (r"^sudo (ftd install node)", r"\1 --dry-run"),
     (r"http://127\.0\.0\.1:9095", "$WEBHOOK"),
     (r"http://host-a:9650", "$DASHBOARD"),
-    # What sets up the very environment that runs this test, or runs all tests: make says what it would do.
+    # These set up the environment that runs this test, or run all tests: make prints what it would do.
     (r"^make (.*)", rf"make -n -C {ROOT} \1"),
-    # What runs tests: the tests that it names exist.
+    # These run tests: check that the tests that they name exist.
     (r"^(FTD_REWRITE_GOLDEN=1 )?pytest (.*)", rf"cd {ROOT} && pytest --collect-only -q \2"),
-    # What is for the terminal that it is typed in: that it is of use there.
+    # These affect the terminal in which they are typed: check that they have their effect there.
     (r"^source \S+$", r"\g<0> && ftd --version"),
     (
         r"^export GLIBC_TUNABLES=glibc.cpu.(\S+)=(\S+)$",
@@ -71,15 +72,15 @@ INSTEAD = (
 )
 
 ENDLESS = r"^ftd bridge|--follow|^ftd top|^mosquitto_sub (?!-C)|^python examples/subscriber"
-"""These go on for ever, beside all others: each must have said or done something by the end."""
+"""Commands that never end and run in parallel with all others; each must have an effect by the end."""
 ALONE = r"^ftd (plan|profile|sim|local|chaos (run --local|soak))\b"
-"""These need no cluster that runs."""
+"""Commands that need no running cluster."""
 TRAINS = "ftd local examples/gpt.toml"
-"""The command in the other terminal."""
+"""Command in the other terminal."""
 NEEDED = {"profiles.md": "training.md"}
-"""Pages whose commands write what another page's read."""
+"""Page whose commands write files → page whose commands read them."""
 LAST = (r"dead-letters", r"^ftd stop")
-"""These come behind all others."""
+"""Commands that come last."""
 
 
 def reason_not_to_run(command: str) -> str | None:
@@ -114,7 +115,7 @@ def test_every_ftd_command_has_the_options_that_it_is_given() -> None:
 
 
 def ftd_commands(command: str) -> Iterator[list[str]]:
-    """The words behind each ``ftd`` of a command line."""
+    """Yield the words that follow each ``ftd`` of a command line."""
     for line in command.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         words: list[str] | None = None
@@ -132,7 +133,10 @@ def ftd_commands(command: str) -> Iterator[list[str]]:
 
 
 def options_of(words: list[str], where: str) -> None:
-    """:raises AssertionError: click would refuse these words."""
+    """Check that click accepts these words.
+
+    :raises AssertionError: click rejects them.
+    """
     command: Any = get_command(app)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         assert words[0] in command.commands, where
@@ -145,13 +149,13 @@ def options_of(words: list[str], where: str) -> None:
 def test_every_entry_of_the_tables_is_of_use() -> None:
     written = [command for _, command in ALL]
     for pattern in (*NOT_RUN, ELSEWHERE, *(pattern for pattern, _ in INSTEAD), ENDLESS, ALONE, *LAST):
-        assert any(re.search(pattern, command) for command in written), f"{pattern}: of no use"
+        assert any(re.search(pattern, command) for command in written), f"{pattern}: no command matches"
     run = {as_run(command) for command in written if reason_not_to_run(command) is None}
     assert len(run) > 50, run
 
 
 class Webhook:
-    """Refuses the first alert, so that there is a dead letter, and takes all others."""
+    """A server that rejects the first alert, which makes it a dead letter, and accepts all others."""
 
     def __init__(self) -> None:
         self.alerts: list[dict[str, Any]] = []
@@ -191,14 +195,14 @@ phase = "RUNNING"
 
 
 def furnish(place: Path) -> None:
-    """The files that pages name, small, and what a broker's host has."""
+    """Write small versions of the files that pages name, and the files of a broker's host."""
     shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("chaos", "gpt.*"))
     job = write_job(place, delay_s=0.03).read_text().replace('name = "tiny"', 'name = "gpt"')
     (place / "examples" / "gpt.toml").write_text(
         f'{job}[snapshot]\nevery_steps = 10\n[checkpoint]\nurl = "{place}/checkpoints/gpt"\n'
         "every_steps = 20\nkeep = 1000\n"
     )
-    for package in ("ftd", "runtime", "statemachine", "planner"):  # The text that the llama learns.
+    for package in ("ftd", "runtime", "statemachine", "planner"):  # The text that the llama is trained on.
         (place / package).symlink_to(ROOT / package)
     chaos = place / "examples" / "chaos"
     chaos.mkdir()
@@ -226,7 +230,7 @@ def webhook() -> Iterator[Webhook]:
 
 @pytest.fixture
 def reader(webhook: Webhook) -> Iterator[Reader]:
-    with tempfile.TemporaryDirectory(prefix="r-") as name:  # Short, as sockets lie below it.
+    with tempfile.TemporaryDirectory(prefix="r-") as name:  # Short, because unix sockets are in it.
         place = Path(name)
         furnish(place)
         made = Reader(place, f"http://127.0.0.1:{webhook.server.server_port}")
@@ -244,12 +248,14 @@ def programs() -> None:
 
 
 def todo() -> dict[str, str]:
-    """Each command that is run, once, and a page that has it."""
+    """Return each command that is run, once, with a page that has it."""
     return {as_run(command): page for page, command in ALL if reason_not_to_run(command) is None}
 
 
 def without_cluster() -> dict[str, list[str]]:
-    """Commands that need no running cluster, by page. What ``NEEDED`` names comes with the page that uses it."""
+    """Return commands that need no running cluster, by page. The commands of a page in ``NEEDED`` are
+    added to the page that reads their files.
+    """
     found: dict[str, list[str]] = {}
     for page, command in ALL:
         made = as_run(command)

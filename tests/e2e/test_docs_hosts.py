@@ -1,4 +1,6 @@
-"""The pages about several hosts, literally: their files and commands; each host is a directory here."""
+"""Follows the pages about several hosts to the letter, with their files and commands; each host is a directory
+here.
+"""
 
 import json
 import re
@@ -22,8 +24,8 @@ TWO_HOSTS = (ROOT / "docs" / "tutorials" / "two-hosts.md").read_text()
 
 @pytest.fixture
 def hosts() -> Iterator[dict[str, Reader]]:
-    """A and B: each with a home, a directory for sockets and one for snapshots of its own."""
-    with tempfile.TemporaryDirectory(prefix="h-") as name:  # Short, as sockets lie below it.
+    """Yield hosts A and B, each with its own home and its own directories for sockets and snapshots."""
+    with tempfile.TemporaryDirectory(prefix="h-") as name:  # Short, because unix sockets are in it.
         made = {}
         for letter in "AB":
             place = Path(name) / letter
@@ -38,7 +40,7 @@ def hosts() -> Iterator[dict[str, Reader]]:
 
 
 def block(first: str) -> str:
-    """The page's block that begins like this."""
+    """Return the page's block that begins with this text."""
     [found] = [b for b in re.findall(r"^```\w*\n(.*?)^```", TWO_HOSTS, re.M | re.S) if b.startswith(first)]
     return str(found)
 
@@ -54,7 +56,7 @@ def test_every_command_of_several_hosts_is_run_here() -> None:
 
 
 def prompts(page: str) -> list[tuple[str, str]]:
-    """Host and command."""
+    """Return (host, command) pairs."""
     return re.findall(r"^([AB])\$ (.*)$", next((ROOT / "docs").rglob(page)).read_text(), re.M)
 
 
@@ -64,10 +66,12 @@ def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Pa
         pytest.skip("mosquitto is not installed")
     port = free_port()
     broker(hosts["A"], port)
-    # The second step: the file, different only in [node], and the same secret beside it.
+    # Second step: the same file with another [node] table, and the same secret next to it.
     [secret] = re.findall(r"`(head -c [^`]+)`", TWO_HOSTS)
     config = block("cluster =").replace("10.0.0.1:1883", f"127.0.0.1:{port}").replace("10.0.0.1", "127.0.0.1")
-    config = re.sub(r"(?m)^rendezvous_port = .*\n", "", config)  # On one machine two cannot have the same.
+    config = re.sub(
+        r"(?m)^rendezvous_port = .*\n", "", config
+    )  # Two nodes on one machine cannot use the same port.
     metrics_port = free_port()
     for letter, reader in hosts.items():
         text = config.replace('"host-a" ', f'"host-{letter.lower()}" ')
@@ -92,7 +96,7 @@ def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Pa
     [(page, metrics)] = [(page, command) for page, command in ALL if "host-a:9641" in command]
     asked = metrics.replace("host-a:9641", f"127.0.0.1:{metrics_port}")
     assert hosts["A"].run([(page, f"{asked} | grep -c ^ftd_")]) == []
-    # The fifth step: without a job they have nothing to hand over.
+    # Fifth step: without a job, the nodes have nothing to hand over.
     assert hosts["A"].run([("two-hosts.md", "ftd stop tiny --config ftd.toml")]) == []
     for daemon in ("ftd node", "ftd coordinator"):
         ending = [p for r in hosts.values() for c, p, _ in r.beside if c.startswith(daemon)]
@@ -102,12 +106,12 @@ def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Pa
 
 
 def broker(host: Reader, port: int) -> None:
-    """The first step: the page's file and user, at a port and in a place of our own."""
+    """Take the first step: use the page's file and user, with a free port and a directory of this test."""
     [password] = [line for line in block("sudo mosquitto_passwd").splitlines() if "mosquitto_passwd" in line]
     [(_, file)] = re.findall(r"(-c) (\S+)", password)
     assert host.run([("two-hosts.md", password.replace("sudo ", "").replace(file, "ftd.passwd"))]) == []
     text = block("# /etc/mosquitto").replace("listener 1883 0.0.0.0", f"listener {port} 127.0.0.1")
-    # With the user line mosquitto stays who it is.
+    # With the user line, mosquitto keeps its user.
     text = text.replace(file, str(host.place / "ftd.passwd")) + "user root\n"
     (host.place / "mosquitto.conf").write_text(text)
     host.begin(f"exec {find_mosquitto()} -c mosquitto.conf")
@@ -126,7 +130,7 @@ def answer(host: Reader, command: str) -> dict[str, dict[str, dict[str, object]]
 
 
 def said(hosts: dict[str, Reader]) -> str:
-    """All of it: behind what counts, torchrun may say at length that its peer was gone before it."""
+    """Return all output: after the error that counts, torchrun may print at length that its peer left first."""
     return "\n".join(f"{k}$ {c}\n{f.read_text()}" for k, r in hosts.items() for c, _, f in r.beside)
 
 
@@ -152,13 +156,14 @@ def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Re
         (host.place / "ftd.toml").chmod(0o600)
         shutil.copytree(ROOT / "examples" / "scripts", host.place / "examples" / "scripts")
         host.begin(keeper)
-        # What is the same for two hosts cannot be for two directories of one: where the keeper listens.
+        # Two hosts listen at the same path; two directories of one host cannot: set where the snapshot
+        # agent listens.
         host.environment |= {
             "FTD_SNAPSHOT_AGENT": str(host.place / "memory" / "snapshot-agent.sock"),
             "FIRST": "127.0.0.1",
         }
         until((host.place / "memory" / "snapshot-agent.sock").exists, hosts)
-    # A host's name may take long to look up, or be unknown.
+    # A lookup of a host's name may take long or fail.
     once = (
         script.replace("29400", str(port)).replace(" --max", " --local-addr 127.0.0.1 --max") + " --steps 12"
     )

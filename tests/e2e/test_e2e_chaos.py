@@ -1,4 +1,4 @@
-"""Every scenario of the library on the real service (broker, processes, torch, SIGKILL): all as expected."""
+"""Every scenario of the library meets its expectations on the real service: broker, processes, torch, SIGKILL."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,12 @@ LIMIT_S = 300
 
 
 def by_cluster(path: Path) -> tuple[str, str]:
-    """Those that share a cluster stand together."""
+    """Return a sort key that puts scenarios with the same cluster next to each other."""
     return repr(cluster_key(require_setup(load_scenario(path)))), path.name
 
 
 class Stages:
-    """One cluster at a time, kept as long as scenarios want the same."""
+    """One cluster at a time, which stays up while scenarios want the same."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()

@@ -1,4 +1,6 @@
-"""Persistent checkpoints of running jobs: written beside training, gone on from when no memory is left."""
+"""Persistent checkpoints of running jobs: written while the job trains, and read when no state in memory is
+left.
+"""
 
 import json
 import shutil
@@ -26,8 +28,9 @@ Reference = Callable[[int], list[float]]
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Playground]:
-    """A cluster of nodes of two devices that does not wait long for hosts that never come back, and whose disks
-    are slow."""
+    """Yield a cluster of nodes with two devices and slow disks that does not wait long for hosts that never
+    return.
+    """
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with pytest.MonkeyPatch.context() as environment:
@@ -45,7 +48,9 @@ def ground(impatient: Playground) -> Iterator[Playground]:
 
 @pytest.fixture
 def same_losses(reference: Callable[[int], list[float]]) -> SameLosses:
-    """From the first step on that is told, each has the undisturbed run's loss whenever it was committed."""
+    """Return a check that every step since the first published one has the undisturbed run's loss, each time
+    that it was committed.
+    """
 
     return lambda run: check(run, reference)
 
@@ -61,7 +66,7 @@ def check(run: Run, reference: Reference) -> None:
 def checkpoint_job(
     directory: Path, *, zero1: bool = False, within: str = "auto", **options: object
 ) -> JobData:
-    """Its checkpoints are in ``directory / "kept"``.
+    """Return a job whose checkpoints are in ``directory / "kept"``.
 
     :param within: how the two devices of each stage share its work.
     """
@@ -73,7 +78,7 @@ def checkpoint_job(
 
 
 def verify(url: Path) -> Json:
-    """``ftd checkpoint verify``, which must find nothing wrong."""
+    """Run ``ftd checkpoint verify``, which must find nothing wrong."""
     result = CliRunner().invoke(app, ["checkpoint", "verify", str(url), "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
@@ -90,8 +95,10 @@ def steps_in(url: Path) -> tuple[int, ...]:
     return CheckpointStore.at(str(url), job="tiny").steps()
 
 
-def until_gone_back(ground: Playground, run: Run, times: int = 1) -> Json:
-    """The last of so many rollbacks; training goes on behind it, and writes checkpoints again."""
+def until_rolled_back(ground: Playground, run: Run, times: int = 1) -> Json:
+    """Return the last of this number of rollbacks, after which training continues and writes checkpoints
+    again.
+    """
     details = ground.until_event("RolledBack", times=times)["details"]
     written = len(run.named("CheckpointCompleted"))
     ground.until_step(details["from_step"] + 5)
@@ -100,7 +107,7 @@ def until_gone_back(ground: Playground, run: Run, times: int = 1) -> Json:
     return details
 
 
-def test_checkpoints_are_written_beside_training_and_a_place_that_fails_costs_nothing(
+def test_checkpoints_are_written_during_training_and_a_failing_location_costs_nothing(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
     url = tmp_path / "kept"
@@ -126,7 +133,9 @@ def test_checkpoints_are_written_beside_training_and_a_place_that_fails_costs_no
 
 
 def test_the_coordinator_is_killed_while_a_checkpoint_is_written(ground: Playground, tmp_path: Path) -> None:
-    """Five megabytes on four disks of one a second: it is under way when the coordinator dies."""
+    """Four disks of 1 MB/s each need more than a second for five megabytes, so the coordinator dies while they
+    write.
+    """
     url = tmp_path / "kept"
     run = ground.submit(checkpoint_job(tmp_path, failures=3, arguments="width = 192"))
     ground.play({"on_event": "CheckpointStarted", "do": "kill", "role": "coordinator"})
@@ -150,16 +159,17 @@ def test_more_hosts_are_lost_than_the_protection_withstands(
         {"after_s": 0, "do": "kill", "nodes": ["node-1", "node-2"]},
         {"after_s": 0, "do": "kill", "nodes": ["node-0", "node-3"], "target": "trainer"},
     )
-    details = until_gone_back(ground, run)
+    details = until_rolled_back(ground, run)
     assert details["tier"] == "persistent" and details["to_step"] <= details["from_step"]
     same_losses(ground.stop_job())
 
 
-def test_a_job_that_was_stopped_is_gone_on_with_later_on_other_hosts_of_fewer_devices(
+def test_a_stopped_job_continues_later_on_other_hosts_with_fewer_devices(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
-    """Four nodes of two devices, each with half of the state, then three of one. The job leaves its last step when
-    it is finished."""
+    """The first cluster has four nodes of two devices, each with half of the state; the second has three nodes
+    of one. When the job finishes, it writes a checkpoint of its last step.
+    """
     url = tmp_path / "kept"
     ground.submit(checkpoint_job(tmp_path, failures=3, within="shard"))
     ground.until_event("CheckpointCompleted", times=2)
@@ -178,7 +188,8 @@ def test_a_job_that_was_stopped_is_gone_on_with_later_on_other_hosts_of_fewer_de
     assert (min(run.losses), max(run.losses)) == (newest + 1, last)
     assert steps_in(url)[0] == last
 
-    # Another model of as many layers under the same name: refused by name, and nothing there is touched.
+    # Another model with the same name and number of layers is rejected by name, and nothing there is
+    # changed.
     kept = steps_in(url)
     ground.offer(checkpoint_job(tmp_path, steps=last + 50, arguments="width = 40"))
     reason = ground.until_event("JobFailed")["reason"]
@@ -186,10 +197,12 @@ def test_a_job_that_was_stopped_is_gone_on_with_later_on_other_hosts_of_fewer_de
     assert "Traceback" not in reason and steps_in(url) == kept
 
 
-def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
+def test_sharded_state_is_restored_without_shards_on_other_hosts(
     ground: Playground, tmp_path: Path, tied_reference: Reference
 ) -> None:
-    """Four quarters of the optimizer's state, and a weight that two layers share: one checkpoint as any."""
+    """Four ranks hold a quarter of the optimizer's state each, and two layers share a weight: the checkpoint
+    is like any other.
+    """
     url = tmp_path / "kept"
     run = ground.submit(checkpoint_job(tmp_path, zero1=True, failures=3, arguments="tied = true"))
     written = ground.until_event("CheckpointCompleted", times=2)
@@ -200,7 +213,7 @@ def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
     model = nn.Sequential(*build(tied=True).layers).double()
     before = model[0][0].weight.detach().clone()
     state = {"model": model.state_dict()}
-    del state["model"]["5.0.weight"]  # It has the name of the first.
+    del state["model"]["5.0.weight"]  # It is stored under the name of the first one.
     dcp.load(state, storage_reader=FtdCheckpointReader(str(url)))
     assert not torch.equal(state["model"]["0.0.weight"], before)
 
@@ -216,10 +229,12 @@ def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
 
 
 @pytest.mark.parametrize("within", ["shard", "tensor"])
-def test_parts_of_devices_are_gone_back_to_and_gone_on_with_as_replicas(
+def test_parts_on_devices_are_rolled_back_to_and_restored_as_replicas(
     ground: Playground, tmp_path: Path, tied_reference: Reference, within: str
 ) -> None:
-    """Each of four nodes has all layers, in halves on its two devices: any one of them is enough to go back."""
+    """Each of the four nodes has all layers, in halves on its two devices: any single node is enough to roll
+    back.
+    """
     url = tmp_path / "kept"
     job = checkpoint_job(tmp_path, within=within, failures=3, arguments="tied = true")
     run = ground.submit(job)
@@ -230,7 +245,7 @@ def test_parts_of_devices_are_gone_back_to_and_gone_on_with_as_replicas(
         {"after_s": 0, "do": "kill", "node": "node-1"},
         {"after_s": 0, "do": "kill", "nodes": ["node-0", "node-2", "node-3"], "target": "trainer"},
     )
-    details = until_gone_back(ground, run)
+    details = until_rolled_back(ground, run)
     assert details["tier"] == "memory"
     check(ground.stop_job(), tied_reference)
 
@@ -243,7 +258,7 @@ def test_parts_of_devices_are_gone_back_to_and_gone_on_with_as_replicas(
     assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
 
 
-def test_every_host_and_its_memory_are_gone_and_others_go_on_from_the_newest_sound_one(
+def test_other_hosts_restore_the_newest_intact_checkpoint_after_all_hosts_are_lost(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
     url = tmp_path / "kept"
@@ -258,7 +273,7 @@ def test_every_host_and_its_memory_are_gone_and_others_go_on_from_the_newest_sou
     flip(url, newest)
     for name in ("other-0", "other-1", "other-2"):
         ground.inject(do="start", node=name)
-    details = until_gone_back(ground, run, times=2)
+    details = until_rolled_back(ground, run, times=2)
     assert (details["tier"], details["to_step"]) == ("persistent", before)
     [skipped] = [event for event in run.named("CheckpointSkipped") if event["step"] == newest][:1]
     assert "layer-0002.bin" in skipped["reason"]

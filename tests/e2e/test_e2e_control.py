@@ -1,4 +1,6 @@
-"""Training and what steers it: coordinator and broker die, nodes come, leave, are cut off, share a name."""
+"""Training while its control plane is disturbed: coordinator and broker die; nodes join, leave, are cut off,
+and share a name.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +36,7 @@ def test_joins_drains_and_leaves_recompute_nothing(
     assert [r["recomputed_steps"] for r in run.recoveries] == [0] * len(run.recoveries)
     assert len(run.recoveries) == 4
     same_losses(ground.stop_job())
-    # A drained node stays out until its daemon starts anew.
+    # A drained node stays out until its daemon is restarted.
     ground.on_loop(ground.cluster.kill("node-0"))
 
 
@@ -45,7 +47,7 @@ def test_a_job_runs_to_its_end_while_the_coordinator_is_killed(
     run = ground.submit(tiny_job(tmp_path, steps=80, two_node_replicas=True))
     trainers = dict(ground.pids)
     ground.until_step(8)
-    if again:  # In the middle of a recovery.
+    if again:  # This hits the middle of a recovery.
         ground.play(
             {"on_event": "GenerationStarted", "do": "kill", "role": "coordinator"},
             {"after_s": 0, "do": "kill", "node": "node-1", "target": "trainer"},
@@ -93,14 +95,14 @@ def test_a_trainer_dies_while_the_broker_is_away(
     same_losses(ground.stop_job())
 
 
-def test_a_node_that_was_cut_off_comes_back_as_somebody_new(
+def test_a_node_that_was_cut_off_returns_with_a_new_incarnation(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
     run = ground.submit(tiny_job(tmp_path, two_node_replicas=True))
     ground.until_step(8)
     stale = ground.pids["node-2", 0]
     incarnation = ground.state["nodes"]["node-2"]["incarnation"]
-    # Long enough that the others have resumed without it, on a busy machine too.
+    # Wait until the others have resumed without it, on a busy machine too.
     ground.inject(do="disconnect", node="node-2", for_s=6.0)
     assert ground.until_recovery("node_lost")["nodes"] == ["node-2"]
     ground.until_recovery("node_joined")
@@ -127,7 +129,7 @@ def test_too_few_nodes_pause_the_job_until_they_come(
     same_losses(ground.stop_job())
 
 
-def test_a_node_that_comes_back_with_fewer_devices_is_refused(
+def test_a_node_that_returns_with_fewer_devices_is_rejected(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
     ground.submit(tiny_job(tmp_path, failures=3, delay_s=0.01))
@@ -193,7 +195,7 @@ def test_garbage_on_every_topic_harms_nobody(
 
 
 def test_a_running_job_is_traced(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
-    """Every rank's steps come back; what cannot be traced is refused; losses stay."""
+    """The trace has every rank's steps, impossible requests are rejected, and losses do not change."""
     address = ClusterAddress(broker=ground.cluster.broker, cluster=ground.cluster.options.cluster)
     with pytest.raises(FtdError, match="no job is training"):
         ground.on_loop(request_traces(address, 2, 60.0))

@@ -19,10 +19,10 @@ CHIP = "document.querySelector('.chip[data-node=\"{}\"]')?.dataset.state"
 COMMITTED = (
     "import('/page/main.js').then(({ store }) => store.document.trend[1].reduce((n, p) => n + p[6], 0))"
 )
-"""Number of committed steps that the page knows."""
+"""JavaScript for the number of committed steps that the page knows."""
 PILL = "document.querySelector('#phase')"
 WELL = f"getComputedStyle({PILL}).color === getComputedStyle(document.querySelector('#link')).color"
-"""Whether the phase has the same green as the word "live"."""
+"""JavaScript for whether the phase has the same green as the word "live"."""
 THEMED = (
     "document.querySelector('#chart').dataset.line === "
     "getComputedStyle(document.documentElement).getPropertyValue('--line').trim()"
@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Playground]:
-    """Three nodes that train, with snapshots; the coordinator serves its page."""
+    """Yield three nodes that train with snapshots, and a coordinator that serves its page."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with playground(nodes=3, dashboard=True) as made:
@@ -47,7 +47,7 @@ def cluster() -> Iterator[Playground]:
 
 @pytest.fixture
 def ground(cluster: Playground, tmp_path: Path) -> Playground:
-    """All three are in the plan, and there is a snapshot."""
+    """Wait until all three nodes are in the plan and there is a snapshot."""
     tables = "[snapshot]\nevery_steps = 10\n[evaluation]\nevery_steps = 10\n"
     path = write_job(tmp_path, delay_s=0.02, arguments="held_out = 16", tables=tables)
     for name in ("node-0", "node-1", "node-2"):
@@ -64,7 +64,7 @@ def ground(cluster: Playground, tmp_path: Path) -> Playground:
 
 @pytest.fixture
 def screenshots(tmp_path: Path) -> Path:
-    """Where pictures go that somebody may want to look at."""
+    """Return the directory for screenshots that people may want to look at."""
     folder = Path(os.environ.get("FTD_SCREENSHOTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -79,7 +79,7 @@ def browse(work: Callable[[Browser], Coroutine[Any, Any, None]]) -> None:
 
 
 async def opened(browser: Browser, url: str) -> Page:
-    """A new page with the cluster on it."""
+    """Open a new page with the cluster on it."""
     page = await browser.page()
     await page.look(1280, 900, dark=False)
     await page.open(url)
@@ -88,7 +88,9 @@ async def opened(browser: Browser, url: str) -> Page:
 
 
 async def pictures(page: Page, folder: Path, name: str) -> None:
-    """In both themes, on a wall and on a phone; nothing sticks out at the side."""
+    """Take pictures in both themes, in the size of a wall and of a phone; check that nothing overflows at the
+    side.
+    """
     for look, width, height, phone in LOOKS:
         for dark in (False, True):
             await page.look(width, height, dark=dark, phone=phone)

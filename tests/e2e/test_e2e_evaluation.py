@@ -1,4 +1,4 @@
-"""Evaluation with real processes: a node is killed in the middle of one, which is made again and reported once."""
+"""Evaluation with real processes: a node is killed in the middle of one, which is repeated and reported once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_node_killed_during_an_evaluation(
     step = max(run.losses)
     ground.inject(do="kill", node="node-1")
     ground.until_event("NodeLost", "node-1")
-    assert step not in evaluations(run), "nobody has got to its end"
+    assert step not in evaluations(run), "no node has finished it"
     hold.unlink()
     recovery = ground.until_recovery("node_lost")
     assert recovery["step"] == step and recovery["recomputed_steps"] <= 1
@@ -36,7 +36,7 @@ def test_a_node_killed_during_an_evaluation(
     found = [event["step"] for event in ended.named("Evaluated")]
     assert found == sorted(set(found)) and step in found
     told = [event["step"] for event in ended.events if event["event"] in ("StepCommitted", "Evaluated")]
-    assert told == sorted(told), "each between its step and the next"
+    assert told == sorted(told), "each evaluation is published between its step and the next"
     assert set(found) >= set(range(5, max(ended.losses), 5))
     told_data = training_data(ended.job)
     data = msgspec.structs.replace(told_data, arguments={**told_data.arguments, "delay_s": 0.0})

@@ -32,7 +32,7 @@ def ftd(*arguments: object) -> str:
 def train(
     ground: Playground, job: Path, *, steps: int, kill_at: int | None = None, override: dict[str, Any]
 ) -> Run:
-    """Run a job file to its end; every step was committed once, and nothing was undone."""
+    """Run a job file to its end; check that every step was committed once and nothing was undone."""
     run = ground.offer(load_job_data(job, steps=steps, override=override))
     if kill_at is not None:
         ground.play({"at_step": kill_at, "do": "kill", "node": "node-2"})
@@ -44,7 +44,7 @@ def train(
 
 
 def has_learned(run: Run) -> bool:
-    """Whether the mean of the last losses is below that of the first ones."""
+    """Return whether the mean of the last losses is below that of the first ones."""
     losses = [run.losses[step] for step in sorted(run.losses)]
     some = max(1, len(losses) // 4)
     return sum(losses[-some:]) < sum(losses[:some])
@@ -105,7 +105,9 @@ def test_a_llama_is_pretrained_exported_and_fine_tuned(ground: Playground, tmp_p
 
 
 def test_the_ported_script_has_the_losses_of_the_plain_one(ground: Playground, tmp_path: Path) -> None:
-    """In float64, which leaves no room for another formula: the gradients of all steps are clipped."""
+    """The job runs in float64, where rounding cannot hide another formula: the gradients of all steps are
+    clipped.
+    """
     steps = 6
     override = {
         "training": {"precision": "float64", "clip_gradient_norm": 0.5},
@@ -146,7 +148,7 @@ def plain_losses(directory: Path, **settings: Any) -> list[float]:
 
 
 def test_the_plain_and_the_ported_script_share_their_lines() -> None:
-    """What the port does not have to change stands in both scripts word for word."""
+    """Lines that the port does not have to change are the same in both scripts, word for word."""
     plain, ported = (
         (EXAMPLES / "nanogpt" / f"train_{name}.py").read_text().splitlines() for name in ("plain", "ftd")
     )

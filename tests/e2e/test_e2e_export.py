@@ -46,7 +46,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def of_checkpoint(url: Path, step: int) -> torch.Tensor:
-    """The logits of the model as torch reads it out of the checkpoint."""
+    """Return the logits of the model that torch reads from the checkpoint."""
     make = build().model
     assert callable(make)
     model = make()
@@ -56,7 +56,7 @@ def of_checkpoint(url: Path, step: int) -> torch.Tensor:
     return logits(model)
 
 
-def test_a_models_checkpoints_are_exported_beside_training_and_by_hand(
+def test_a_models_checkpoints_are_exported_during_training_and_by_hand(
     ground: Playground, tmp_path: Path
 ) -> None:
     (tmp_path / "job.toml").write_text(JOB.format(here=Path(__file__).parents[1] / "helpers"))

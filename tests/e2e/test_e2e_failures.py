@@ -1,7 +1,7 @@
-"""Failures of nodes and trainers: training continues with the same losses, and nobody else is restarted.
+"""Failures of nodes and trainers: training continues with the same losses, and no other trainer is restarted.
 
-Nodes have two devices each. A copy of the model is on two nodes, in stages of a device each, or, for jobs that
-tolerate three failures, on the two devices of one stage.
+Nodes have two devices each. A copy of the model is on two nodes, in stages of one device; in jobs that
+tolerate three failures it is on the two devices of one stage.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def survivors(ground: Playground, *lost: str) -> dict[tuple[str, int], int]:
 
 
 def recovered_from(run: Run) -> set[str]:
-    """Nodes whose failure training has got over."""
+    """Return the nodes from whose failure training has recovered."""
     causes = ("node_lost", "trainer_lost")
     return {node for r in run.recoveries if r["cause"] in causes for node in r["nodes"]}
 
@@ -78,8 +78,8 @@ def test_a_killed_node_where_integer_programs_share_out_the_batch(
     same_losses(run)
 
 
-def test_what_was_said_was_held_against_the_contract(ground: Playground) -> None:
-    """After the test above: the witness of every test here hears something, and of every kind."""
+def test_published_messages_were_checked_against_the_contract(ground: Playground) -> None:
+    """The tests above published messages of every kind, and the witness checked them."""
     assert {"events", "clusterState", "nodeState", "request", "reply"} <= set(ground.witness.seen)
 
 
@@ -96,7 +96,7 @@ def test_what_was_said_was_held_against_the_contract(ground: Playground) -> None
 def test_a_killed_trainer_comes_back(
     ground: Playground, tmp_path: Path, same_losses: SameLosses, options: dict[str, Any], of_a_stage: bool
 ) -> None:
-    """And with it the other trainer of its node: a node fails as a whole."""
+    """The other trainer of its node restarts as well, because a node fails as a whole."""
     run = ground.submit(tiny_job(tmp_path, **options))
     ground.until_planned(HOME)
     ground.further(3)
@@ -117,11 +117,11 @@ def test_a_killed_trainer_comes_back(
 
 
 @pytest.mark.parametrize(
-    ("once", "told"),
+    ("once", "message"),
     [("raise_once", "planted by the test"), ("starve_once", "To make it fit: a smaller training.microbatch")],
 )
 def test_a_trainer_that_raises(
-    ground: Playground, tmp_path: Path, same_losses: SameLosses, once: str, told: str
+    ground: Playground, tmp_path: Path, same_losses: SameLosses, once: str, message: str
 ) -> None:
     trap = tmp_path / "trap"
     run = ground.submit(tiny_job(tmp_path, failures=3, arguments=f'{once} = "{trap}"'))
@@ -132,7 +132,7 @@ def test_a_trainer_that_raises(
     [raised] = ground.until_recovery("trainer_lost")["nodes"]
     lost = ground.until_event("TrainerLost")
     assert lost["details"]["cause"] == "raised"
-    assert told in lost["details"]["detail"]
+    assert message in lost["details"]["detail"]
     ground.until_recovery("node_returned")
     ground.further()
     assert survivors(ground, raised) == {key: pid for key, pid in before.items() if key[0] != raised}
@@ -163,7 +163,7 @@ def test_a_device_that_is_gone_keeps_its_node_out_until_it_is_back(
 
 
 def test_code_that_is_wrong_from_a_step_on_fails_the_job(ground: Playground, tmp_path: Path) -> None:
-    """And does not keep it going back to its snapshot for ever."""
+    """The job does not roll back to its snapshot again and again."""
     wrong = tmp_path / "wrong"
     path = write_job(tmp_path, arguments=f'wrong_from = "{wrong}"')
     path.write_text(f"{path.read_text()}\n[snapshot]\nevery_steps = 2\n")
@@ -180,7 +180,7 @@ def test_code_that_is_wrong_from_a_step_on_fails_the_job(ground: Playground, tmp
 
 @pytest.mark.parametrize("how", ["stop", "hang"])
 def test_a_trainer_that_hangs(ground: Playground, tmp_path: Path, same_losses: SameLosses, how: str) -> None:
-    """One of the two of its node. The other one waits for it, and is not taken for hung."""
+    """One of the node's two trainers hangs. The other one waits for it and is not mistaken for hung."""
     job = tiny_job(tmp_path, failures=3) if how == "stop" else tiny_job(tmp_path, two_node_replicas=True)
     ground.submit(job)
     ground.until_planned(HOME)
@@ -230,6 +230,6 @@ def test_a_frozen_node_is_out_until_it_wakes(
     assert recovery["detected_how"] in ("silence", "no_answer")
     ground.further()
     ground.until_event("NodeFenced", "node-2")
-    ground.until_recovery("node_joined")  # As somebody new.
+    ground.until_recovery("node_joined")  # It has a new incarnation.
     ground.further()
     same_losses(ground.stop_job())

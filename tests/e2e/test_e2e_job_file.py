@@ -23,7 +23,8 @@ from tests.helpers.playground import LIMIT_S, Playground, training_data
 from tests.helpers.reference import load, reference_losses
 from tests.helpers.small_models import model_of
 
-# BERT's attention drops out inside a fused function, whose random numbers depend on how rows are split.
+# BERT's attention applies dropout inside a fused function, whose random numbers depend on how rows are
+# split.
 pytestmark = pytest.mark.devices(1)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +95,7 @@ precision = "float64"
 
 
 def llama_job(directory: Path) -> JobData:
-    """A llama from random weights on tokens in which each follows from the one before."""
+    """Return the job of a randomly initialised llama, on tokens that each follow from the one before."""
     (np.arange(20_000) * 7 % 64).astype("<u2").tofile(directory / "tokens.bin")
     (directory / "llama.toml").write_text(LLAMA)
     return load_job_data(directory / "llama.toml")
@@ -121,7 +122,7 @@ def test_a_llama_goes_on_after_a_kill_with_the_losses_of_a_plain_loop(
 
 
 def plain(job: JobData) -> Training:
-    """Return what the job trains with its model made, and the loss that people mean written out."""
+    """Return the job's training with its model created and the mean loss written out."""
 
     def mean_over_tokens(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         count = (batch["labels"][:, 1:] != -100).sum()

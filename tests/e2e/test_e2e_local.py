@@ -1,4 +1,4 @@
-"""``ftd local`` as a user runs it: the report, bad input, and what is left behind however it ends."""
+"""Runs ``ftd local`` as a user does: the report, bad input, and that nothing is left however it ends."""
 
 import json
 import os
@@ -21,7 +21,9 @@ from tests.helpers.playground import LIMIT_S, write_job
 
 @pytest.fixture
 def home() -> Iterator[dict[str, str]]:
-    """An environment of its own, under a short path: other tests' clusters are not found, leftovers are."""
+    """Yield an environment of its own under a short path: other tests' clusters are invisible, and leftovers
+    are found.
+    """
     with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
 
@@ -48,12 +50,12 @@ def start(home: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]
 
 
 def shared_memory(home: dict[str, str]) -> list[Path]:
-    """Where the nodes of a cluster that runs keep snapshots: below the name of its directory."""
+    """Return where the nodes of a running cluster hold snapshots: below the name of its directory."""
     return [path for own in Path(home["TMPDIR"]).iterdir() if (path := Path("/dev/shm", own.name)).exists()]
 
 
 def process_of(pid: int, config: str) -> int:
-    """The one below ``pid`` that was started with this configuration."""
+    """Return the process below ``pid`` that was started with this configuration."""
     [found] = [p for p in descendant_pids(pid) if config in Path(f"/proc/{p}/cmdline").read_text()]
     return found
 
@@ -66,7 +68,9 @@ def until(holds: Callable[[], Any], what: str, every_s: float = 0.05) -> None:
 
 
 def until_training(home: dict[str, str]) -> None:
-    """Wait for the first step. A command takes half a second of a processor, which the cluster needs to start."""
+    """Wait for the first step. Ask rarely: a command takes half a second of a processor, which the starting
+    cluster needs.
+    """
     until(lambda: shared_memory(home), "nodes have memory for snapshots")
     until(lambda: '"RUNNING"' in ftd("status", "--json", home=home).stdout, "training", every_s=1.0)
 
@@ -120,7 +124,7 @@ def test_nothing_is_left_however_it_ends(
     run = start("local", write_job(tmp_path, failures=0), "--nodes", 1, "--no-view", "--report", path)
     until_training(home)
     below = descendant_pids(run.pid)
-    assert len(below) >= 1 + 1 + 3  # Broker, coordinator; daemon, zygote and trainer.
+    assert len(below) >= 1 + 1 + 3  # Broker and coordinator, and the node's daemon, zygote and trainer.
     memory = shared_memory(home)
     assert memory
     run.send_signal(how)
@@ -134,7 +138,7 @@ def test_nothing_is_left_however_it_ends(
         assert "the run ended before the job did" in printed
         assert Report.from_json(json.loads(path.read_text())).outcome == "unfinished"
         assert leftovers(home) == []
-    assert ftd("status", home=home).returncode == 2  # Nothing says where a cluster is.
+    assert ftd("status", home=home).returncode == 2  # No file names a cluster.
 
 
 def test_other_commands_reach_it_while_it_runs(
@@ -166,11 +170,11 @@ def test_other_commands_reach_it_while_it_runs(
     assert "nothing was injected" in refused.stderr
     until(lambda: "NodeReleased" in ftd("events", "--json", home=home).stdout, "node-1 has left")
     assert "node-2" in ftd("story", "node-2", home=home).stdout
-    os.kill(process_of(run.pid, "/coordinator.toml"), signal.SIGKILL)  # The one that leads.
+    os.kill(process_of(run.pid, "/coordinator.toml"), signal.SIGKILL)  # This is the leader.
     until(lambda: '"coordinator-2"' in ftd("status", "--json", home=home).stdout, "the other one leads")
     until(lambda: ftd("stop", "tiny", home=home).returncode == 0, "the job is stopped")
     printed, _ = run.communicate(timeout=LIMIT_S)
-    assert run.returncode == 1  # Stopped is not finished.
+    assert run.returncode == 1  # A stopped job has not finished.
     assert "stopped" in printed
     assert "coordinator has ended; coordinator-2 still running" in printed
 
@@ -178,7 +182,7 @@ def test_other_commands_reach_it_while_it_runs(
 def test_a_command_changes_only_the_cluster_that_it_names(
     tmp_path: Path, home: dict[str, str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """Two clusters run, each with a node-1: a fault strikes the node of the named one, and no other."""
+    """Each of the two clusters has a node-1: a fault hits the node of the named cluster only."""
     (tmp_path / "other").mkdir()
     jobs = (write_job(tmp_path, failures=0), write_job(tmp_path / "other", failures=0))
     first = start("local", jobs[0], "--nodes", 2, "--no-view")
@@ -206,7 +210,7 @@ def test_a_command_changes_only_the_cluster_that_it_names(
     stopped = ftd("stop", "tiny", "--cluster", "ftd", "--json", home=home)
     assert json.loads(stopped.stdout)["cluster"] == "ftd"
     first.communicate(timeout=LIMIT_S)
-    assert ftd("status", home=home).returncode == 0  # One is left, and needs no name.
+    assert ftd("status", home=home).returncode == 0  # The only one left needs no name.
     second.kill()
     until(lambda: ftd("status", home=home).returncode == 2, "a killed one does not count")
 
@@ -222,7 +226,7 @@ def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) ->
     assert "no such data" in done.stdout + done.stderr
 
 
-def test_a_job_that_waits_for_nodes_nobody_starts_is_given_up(tmp_path: Path, home: dict[str, str]) -> None:
+def test_a_job_that_waits_for_missing_nodes_is_abandoned(tmp_path: Path, home: dict[str, str]) -> None:
     done = ftd("local", write_job(tmp_path, steps=5, failures=3), "--nodes", 2, home=home)
     assert done.returncode == 1
     assert "set tolerance.failures to at most 1, or start 4 nodes" in " ".join(done.stdout.split())
@@ -241,7 +245,7 @@ def test_a_job_that_waits_for_nodes_nobody_starts_is_given_up(tmp_path: Path, ho
         (["{job}", "--nodes", 2, "--report", "/proc/nothing/report.json"], "--report"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
+def test_bad_input_is_rejected_before_anything_starts(
     tmp_path: Path, home: dict[str, str], arguments: list[object], said: str
 ) -> None:
     (tmp_path / "bad.toml").write_text('[[fault]]\nat_step = 1\ndo = "kill"\nnode = "node-7"\n')
@@ -260,10 +264,10 @@ def test_bad_input_is_refused_before_anything_starts(
     assert leftovers(home) == []
 
 
-def test_a_pause_that_ends_in_a_return_to_a_checkpoint_is_waited_for(
+def test_a_pause_that_ends_with_a_restored_checkpoint_is_not_abandoned(
     tmp_path: Path, home: dict[str, str]
 ) -> None:
-    """Longer than the time after which a pause for nodes that nobody starts is given up."""
+    """The pause lasts longer than the time after which ``ftd local`` gives up on missing nodes."""
     job = write_job(tmp_path, steps=60, devices=1, two_node_replicas=True)
     tables = '[snapshot]\nevery_steps = 5\n[checkpoint]\nurl = "kept"\nevery_steps = 10\n'
     job.write_text(job.read_text() + tables)

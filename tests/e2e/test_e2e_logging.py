@@ -1,4 +1,4 @@
-"""A job's logs over the death of the leading coordinator, and of what is around it: all processes are real."""
+"""A job's logs when leading coordinators hang and die: all processes are real."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ mlflow = {{}}
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Playground]:
-    """A cluster of its own with two coordinators."""
+    """Yield a cluster of its own with two coordinators."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with playground(nodes=2, coordinators=2, timing={"leader_silence_s": 2.0}) as ground:
@@ -49,7 +49,7 @@ def run_of(ground: Playground, directory: Path) -> Path:
 
 
 def every_step_once(ground: Playground, run: Path) -> None:
-    """In each place, and with the loss that was published."""
+    """Check that every step is logged once in each destination, with the loss that was published."""
     ground.fill_gaps()
     assert ground.run is not None
     told = ground.run.losses
@@ -68,7 +68,8 @@ def every_step_once(ground: Playground, run: Path) -> None:
     evaluated = everything[EVERY - 1 : -1 : EVERY]  # The job is stopped, so the last step is not evaluated.
     assert steps_of(shown["evaluation/loss"])[: len(evaluated)] == evaluated
     assert steps_of(shown["evaluation/metrics/largest_error"])[: len(evaluated)] == evaluated
-    timed = steps_of(shown["train/step_s"])  # Of a step that a node had to recall nobody knows the time.
+    # The time of a step is unknown if a node reported the step again from memory.
+    timed = steps_of(shown["train/step_s"])
     assert timed == sorted(set(timed))
     [loss] = run.parent.glob("mlruns/*/*/metrics/train/loss")
     assert [int(line.split()[2]) for line in loss.read_text().splitlines()] == everything
@@ -92,7 +93,7 @@ def is_locked(path: Path) -> bool:
 
 
 def test_the_logs_have_every_step_once_when_leaders_hang_and_die(pair: Playground, tmp_path: Path) -> None:
-    """A leader hangs, is deposed and wakes up; the next one is killed, with all that it started."""
+    """A leader hangs, is deposed and wakes up; the next leader is killed together with its child processes."""
     standing_by(pair)
     pair.submit(logged_job(tmp_path))
     run = run_of(pair, tmp_path)

@@ -1,4 +1,4 @@
-"""Devices too small for the model, or for all activations: nothing of that shows in the losses."""
+"""Devices too small for the model, or for all activations: the losses stay the same."""
 
 from pathlib import Path
 
@@ -15,8 +15,9 @@ pytestmark = pytest.mark.devices(1)
 
 ROWS, MICROBATCHES = 32, 8
 MEMORY_KIB = 80
-"""The last stage of two or three has room for its activations, and the first one has none for several
-microbatches'."""
+"""Memory of a device. The last stage of two or three has room for its activations; the first one has no room
+for those of several microbatches.
+"""
 
 
 def ways(pipelines: list[Json]) -> list[list[str]]:
@@ -55,8 +56,9 @@ BLOCK_MIB = 4 * 8 * WIDTH**2 / 2**20
 """Parameters, gradients and two moments of Adam, in float64."""
 DEVICE_MIB = BLOCKS * BLOCK_MIB / 3
 PLANNED_MIB = 86.0
-"""Ten blocks and no eleventh. The rest is for what is there for a moment: what the optimizer computes of one weight,
-chunks of state that moves, small blocks that the allocator keeps."""
+"""Enough for ten blocks and not for eleven. The remainder is for short-lived memory: what the optimizer
+computes for one weight, chunks of state in transfer, and small blocks that the allocator keeps.
+"""
 
 
 def wide_job(directory: Path, *, width: int, device_mib: float) -> JobData:
@@ -87,7 +89,7 @@ protection = "buddy"
 def test_a_model_three_times_as_large_as_a_device_trains_through_a_join_and_a_kill(
     ground: Playground, tmp_path: Path
 ) -> None:
-    """What no trainer ever exceeds is the device's limit, beside what a trainer of a tiny model has."""
+    """No trainer ever exceeds the device's limit plus the memory of a tiny model's trainer."""
     ground.submit(wide_job(tmp_path, width=WIDTH // 32, device_mib=1000.0))
     ground.further()
     base_mib = max(private_mib(pid) for pid in ground.pids.values())

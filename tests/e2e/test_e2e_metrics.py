@@ -1,4 +1,4 @@
-"""What coordinator and nodes serve at /metrics while nodes are killed, against docs/reference/metrics.md."""
+"""Metrics that coordinator and nodes serve while nodes are killed, compared with docs/reference/metrics.md."""
 
 import re
 import time
@@ -17,12 +17,12 @@ from tests.helpers.playground import LIMIT_S, Playground, playground, write_job
 
 TABLE = re.compile(r"^\| `(ftd_\w+)` \| (\w+) \| ([^|]*) \|", re.MULTILINE)
 PORTS: dict[str, int] = {}
-"""Of those that serve metrics."""
+"""Ports of the daemons that serve metrics."""
 
 
 @pytest.fixture
 def ground() -> Iterator[Playground]:
-    """A cluster of its own, of which the coordinator and the first node serve metrics."""
+    """Yield a cluster of its own whose coordinator and first node serve metrics."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with playground(nodes=0) as made:
@@ -40,7 +40,7 @@ def ground() -> Iterator[Playground]:
 
 
 def scrape(daemon: str, openmetrics: bool = False) -> dict[str, Metric]:
-    """Families by the name that their samples have."""
+    """Return the metric families by the names of their samples."""
     request = urllib.request.Request(f"http://127.0.0.1:{PORTS[daemon]}/metrics")
     if openmetrics:
         request.add_header("Accept", "application/openmetrics-text; version=1.0.0")
@@ -51,7 +51,7 @@ def scrape(daemon: str, openmetrics: bool = False) -> dict[str, Metric]:
 
 
 def value(daemon: str, sample: str, **labels: str) -> float:
-    """0 where there is none."""
+    """Return the value of a sample, or 0 if there is none."""
     found = [
         s.value for f in scrape(daemon).values() for s in f.samples if (s.name, s.labels) == (sample, labels)
     ]

@@ -23,7 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Models that are trained here, with options that give them as many blocks."""
 KILLS = [("llama", "node"), ("mixtral", "trainer"), ("bert", "trainer"), ("t5", "node")]
-"""What is killed; a node's processes begin with importing torch, which takes seconds."""
+"""Victim of the kill for each model. A killed node takes seconds to return, because its processes import
+torch.
+"""
 JOB = """
 name = "models"
 steps = 100000

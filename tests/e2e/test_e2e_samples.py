@@ -1,4 +1,4 @@
-"""Every sample is used exactly once an epoch, whatever fails: committed steps name the samples they were made of."""
+"""Every sample is used exactly once in an epoch, whatever fails: committed steps name their samples."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from tests.helpers.playground import Playground, training_data, write_job
 SAMPLES, BATCH = 480, 16
 
 
-def test_committed_steps_are_of_the_samples_that_are_due(ground: Playground, tmp_path: Path) -> None:
-    """Over a kill, a return and the end of an epoch."""
+def test_committed_steps_use_the_samples_that_are_due(ground: Playground, tmp_path: Path) -> None:
+    """This holds across a kill, a return and the end of an epoch."""
     log = tmp_path / "read"
     path = write_job(tmp_path, arguments=f'samples = {SAMPLES}\nlog = "{log}"')
     text = path.read_text().replace("tiny.py:build", "sampled.py:build")

@@ -1,4 +1,4 @@
-"""Strangers at the doors of a cluster that trains: it trains on."""
+"""Strangers connect to the sockets of a cluster that trains: training continues."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Back to a snapshot in memory when no live replica is left: real processes, an unbroken run's losses."""
+"""Rollback to a snapshot in memory when no live replica is left: real processes, losses of an undisturbed run."""
 
 import shutil
 from collections.abc import Callable
@@ -19,13 +19,15 @@ SameLosses = Callable[[Run], None]
 
 @pytest.fixture
 def same_losses(reference: Callable[[int], list[float]]) -> SameLosses:
-    """Every step is there, with the loss of the undisturbed run each time that it was committed.
+    """Return a check that every step is there, with the loss of the undisturbed run each time that it was
+    committed.
 
-    Steps behind the snapshot are done again, possibly in another layout, which changes the order of sums.
+    Steps after the snapshot are computed again, possibly in another layout, which changes the order of
+    sums.
     """
 
     def check(run: Run) -> None:
-        told = run.named("StepCommitted")  # Once: what is on its way still comes.
+        told = run.named("StepCommitted")  # Read once, because more events may arrive.
         steps = sorted({e["step"] for e in told})
         assert steps == list(range(1, len(steps) + 1))
         expected = reference(len(steps))
@@ -47,7 +49,7 @@ def snapshot_job(directory: Path, protection: str = "aec", **options: object) ->
 
 
 def until_rolled_back(ground: Playground) -> Json:
-    """The event; training goes on behind it."""
+    """Return the RolledBack event, after which training continues."""
     event = ground.until_event("RolledBack")
     details = event["details"]
     assert 0 < details["to_step"] <= details["from_step"]
@@ -56,7 +58,7 @@ def until_rolled_back(ground: Playground) -> Json:
     return details
 
 
-def test_all_trainers_killed_at_once_and_the_hosts_remember(
+def test_all_trainers_killed_at_once_are_restored_from_host_memory(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
     run = ground.submit(snapshot_job(tmp_path, two_node_replicas=True))
@@ -74,7 +76,7 @@ def test_all_trainers_killed_at_once_and_the_hosts_remember(
 def test_one_host_lost_with_all_trainers_is_decoded(
     ground: Playground, tmp_path: Path, same_losses: SameLosses, protection: str, within: str
 ) -> None:
-    """Where the devices of a stage hold shards, every pipeline keeps all layers, and there is nothing to decode."""
+    """If the devices of a stage hold shards, every pipeline has all layers, and nothing needs decoding."""
     ground.submit(snapshot_job(tmp_path, protection, failures=3, within_node=within))
     ground.until_event("SnapshotCompleted", times=2)
     ground.play(
@@ -100,7 +102,7 @@ def test_all_hosts_restarted_find_their_memory_again(
     same_losses(ground.stop_job())
 
 
-def test_memory_is_given_back_when_the_job_ends(ground: Playground, tmp_path: Path) -> None:
+def test_memory_is_freed_when_the_job_ends(ground: Playground, tmp_path: Path) -> None:
     ground.submit(snapshot_job(tmp_path, failures=3))
     ground.until_event("SnapshotCompleted")
     memory = ground.snapshot_directory
@@ -109,7 +111,7 @@ def test_memory_is_given_back_when_the_job_ends(ground: Playground, tmp_path: Pa
     ground.until(lambda: not list(memory.glob("*/*/device-0")), "the arenas are gone")
 
 
-def test_the_only_owner_is_lost_with_its_memory_and_its_buddy_has_a_copy(
+def test_the_only_owner_is_lost_with_its_memory_and_its_replica_peer_has_a_copy(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
     spare = ["node-2", "node-3"]
@@ -135,7 +137,7 @@ def test_the_only_owner_is_lost_with_its_memory_and_its_buddy_has_a_copy(
 
 
 def asked(ground: Playground, *arguments: str) -> str:
-    """What ``ftd snapshot …`` prints, or its error."""
+    """Return the output of ``ftd snapshot …``, or its error."""
     cluster = ground.cluster
     address = ["--broker", cluster.broker.url, "--cluster", cluster.options.cluster]
     result = CliRunner().invoke(app, ["snapshot", *arguments, *address])
@@ -175,7 +177,7 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains_and_while_it_does_not(
 ) -> None:
     run = ground.submit(snapshot_job(tmp_path, two_node_replicas=True, delay_s=0.02))
     ground.until_event("SnapshotCompleted")
-    asked(ground, "every", "0")  # The newest stays, so what is flipped is what a rollback reads.
+    asked(ground, "every", "0")  # The newest snapshot stays, so a rollback reads the flipped one.
     ground.until(lambda: ground.state["snapshot_policy"]["every_steps"] == 0, "no other one comes")
     ground.further()
     ground.inject(do="flip", nodes=["node-0", "node-1"])
@@ -186,8 +188,9 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains_and_while_it_does_not(
         assert repaired["step"] == run.named("SnapshotCompleted")[-1]["step"]
     assert len(run.named("ShardCorrupted")) == 2, [event["reason"] for event in run.named("ShardCorrupted")]
 
-    # While no trainer is there: it is decoded around, and made again as well. The bit flips just before the trainers
-    # are killed, since the rollback may be over before a busy machine lets this thread go on.
+    # Without trainers, the shard is decoded from the others and also written again. The bit flips just
+    # before the trainers are killed, since the rollback may be over before a busy machine lets this thread
+    # continue.
     [arena] = ground.snapshot_directory.glob("*node-2/*/device-0")
     kept = Arena.open(arena)
     [manifest] = kept.snapshots
@@ -202,5 +205,5 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains_and_while_it_does_not(
 
 
 def protections(run: Run) -> list[str]:
-    """Of the snapshots that were completed."""
+    """Return the protections of the completed snapshots."""
     return [event["details"]["protection"] for event in run.named("SnapshotCompleted")]

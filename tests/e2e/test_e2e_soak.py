@@ -1,4 +1,4 @@
-"""``ftd chaos soak`` for a moment: random faults on a real cluster, and nothing that must not happen."""
+"""A short ``ftd chaos soak``: random faults on a real cluster violate no invariant."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.helpers.playground import write_job
 
 @pytest.fixture
 def home() -> Iterator[dict[str, str]]:
-    """An environment of its own, under a short path, in which leftovers are found."""
+    """Yield an environment of its own under a short path, in which leftovers are found."""
     with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
 
@@ -35,7 +35,7 @@ def test_a_soak_holds_and_leaves_nothing(tmp_path: Path, home: dict[str, str]) -
     found = json.loads(report.read_text())
     assert found["passed"]
     assert found["violations"] == []
-    # How much fits into the time depends on the machine; that training went on afterwards is a rule.
+    # The number of faults depends on the machine; a rule checks that training continued afterwards.
     assert sum(found["by_kind"].values()) >= 1, done.stdout
     assert found["goodput"]["step_s"] > 0
     assert "every rule held" in done.stdout
@@ -44,8 +44,8 @@ def test_a_soak_holds_and_leaves_nothing(tmp_path: Path, home: dict[str, str]) -
     assert leftovers(home) == []
 
 
-def test_a_soak_of_a_job_that_does_not_run_says_so(tmp_path: Path, home: dict[str, str]) -> None:
-    """The file is wrong: nothing is started."""
+def test_a_soak_reports_a_job_that_does_not_run(tmp_path: Path, home: dict[str, str]) -> None:
+    """The file is wrong, so nothing is started."""
     done = ftd("chaos", "soak", tmp_path / "nowhere.toml", home=home)
     assert done.returncode == 2
     assert "nowhere.toml" in done.stderr

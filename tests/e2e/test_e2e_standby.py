@@ -23,13 +23,13 @@ from tests.helpers.playground import Playground, Run, playground, tiny_job, writ
 SameLosses = Callable[[Run], None]
 SILENCE_S = 2.0
 FROZEN_S = 6.0
-"""Longer than a takeover takes, so that it wakes up deposed."""
+"""Longer than a takeover, so that the leader is deposed when it wakes up."""
 SNAPSHOTS = '[snapshot]\nevery_steps = 8\nprotection = "aec"\n'
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Playground]:
-    """A cluster of its own with two coordinators."""
+    """Yield a cluster of its own with two coordinators."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with playground(coordinators=2, dashboard=True, timing={"leader_silence_s": SILENCE_S}) as ground:
@@ -38,7 +38,7 @@ def pair() -> Iterator[Playground]:
 
 @pytest.fixture
 def ground(pair: Playground) -> Iterator[Playground]:
-    """One leads, the other one follows; four idle nodes."""
+    """Yield the cluster with a leader, a follower and four idle nodes."""
     pair.until(lambda: len(pair.state.get("standbys", [])) == 1, "one stands by")
     pair.tidy()
     yield pair
@@ -46,7 +46,7 @@ def ground(pair: Playground) -> Iterator[Playground]:
 
 
 def elected(ground: Playground, before: str, times: int = 1) -> str:
-    """Who leads now; not the one before."""
+    """Wait for a leader other than the one before, and return its name."""
     event = ground.until_event("LeaderElected", times=times)
     leader = str(event["details"]["leader"])
     assert leader != before
@@ -54,7 +54,7 @@ def elected(ground: Playground, before: str, times: int = 1) -> str:
 
 
 def deposed(ground: Playground, before: str, *, thawed: bool = False) -> None:
-    """The one that led follows, and is seen to; one that did not die has noticed."""
+    """Wait until the former leader is shown as a follower; if it did not die, it must have noticed."""
     child = ground.cluster.processes.children[before]
     if thawed:
         ground.until(lambda: "stepped_down" in child.log.read_text(), f"{before} knows that it does not lead")
@@ -63,7 +63,7 @@ def deposed(ground: Playground, before: str, *, thawed: bool = False) -> None:
 
 
 def pages_show(ground: Playground, leader: str) -> None:
-    """The page of each coordinator, of the one that led, too, shows the cluster as it is now."""
+    """Check that the page of each coordinator, also the former leader's, shows the current cluster."""
 
     def current(page: str) -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{page}now") as answer:
@@ -79,8 +79,10 @@ def pages_show(ground: Playground, leader: str) -> None:
         ground.until(lambda page=page: current(page), f"{page} shows that {leader} leads, and steps go on")
 
 
-def as_if_nothing_was(ground: Playground, same_losses: SameLosses) -> None:
-    """Every step once, with the loss of an undisturbed run; no generation twice."""
+def check_undisturbed_steps(ground: Playground, same_losses: SameLosses) -> None:
+    """Check that every step was committed once with the undisturbed run's loss, and that no generation was
+    used twice.
+    """
     ground.fill_gaps()
     run = ground.stop_job()
     same_losses(run)
@@ -104,11 +106,11 @@ def test_a_leader_that_dies_while_training_is_replaced_and_no_trainer_notices(
     pages_show(ground, second)
     assert ground.pids == trainers
     assert [r["cause"] for r in run.recoveries] == ["start"]
-    # A failure is the new one's to mend, as if it had led from the start.
+    # The new leader repairs a failure as if it had led from the start.
     ground.inject(do="kill", node="node-2")
     ground.until_recovery("node_lost")
     ground.further()
-    as_if_nothing_was(ground, same_losses)
+    check_undisturbed_steps(ground, same_losses)
 
 
 @pytest.mark.parametrize("phase", ["quiescing", "recovering"])
@@ -128,7 +130,7 @@ def test_a_leader_that_dies_in_a_recovery_leaves_it_to_the_standby(
     ground.further()
     deposed(ground, first, thawed=fault["do"] == "stop")
     assert all(ground.pids[name, 0] == trainers[name, 0] for name in ("node-0", "node-2", "node-3"))
-    as_if_nothing_was(ground, same_losses)
+    check_undisturbed_steps(ground, same_losses)
 
 
 @pytest.mark.parametrize("fault", [{"do": "kill"}, {"do": "stop", "for_s": FROZEN_S}], ids=["kill", "stop"])
@@ -145,19 +147,19 @@ def test_a_leader_that_dies_in_a_snapshot_costs_that_snapshot_at_most(
     ground.until(lambda: len(run.named("SnapshotCompleted")) > known + 1, "snapshots are complete again")
     deposed(ground, first, thawed=fault["do"] == "stop")
     assert ground.pids == trainers
-    as_if_nothing_was(ground, same_losses)
+    check_undisturbed_steps(ground, same_losses)
 
 
-def test_a_standby_that_is_left_with_a_broker_that_forgot_everything_uses_no_generation_again(
+def test_a_standby_with_an_emptied_broker_reuses_no_generation(
     ground: Playground, tmp_path: Path, same_losses: SameLosses
 ) -> None:
-    """Leader and broker die together, and the broker alone comes back, with nothing that it retained."""
+    """Leader and broker die together, and the broker comes back alone, without its retained messages."""
     run = ground.submit(tiny_job(tmp_path))
     trainers, first, before = dict(ground.pids), ground.state["leader"], ground.state["generation"]
     ground.until_step(5)
 
     async def black_out() -> None:
-        await ground.cluster.kill(BROKER)  # First: the leader's last will is told to nobody.
+        await ground.cluster.kill(BROKER)  # First, so that the leader's last will reaches nobody.
         await ground.cluster.kill(first)
         await ground.cluster.start_broker()
 
@@ -172,7 +174,7 @@ def test_a_standby_that_is_left_with_a_broker_that_forgot_everything_uses_no_gen
     assert ground.until_recovery("node_lost")["generation"] > before + left_out
     ground.on_loop(ground.cluster.start_coordinator(first))
     deposed(ground, first)
-    as_if_nothing_was(ground, same_losses)
+    check_undisturbed_steps(ground, same_losses)
 
 
 def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_back(
@@ -181,7 +183,8 @@ def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_bac
     run = ground.submit(tiny_job(tmp_path))
     trainers = dict(ground.pids)
     cluster = ground.cluster
-    # A third one behind a cable that can be pulled: a stopped relay passes nothing and closes nothing.
+    # The third coordinator connects through a relay, which stands for its cable: a stopped relay passes
+    # nothing and closes nothing.
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         relay = module_command(
@@ -201,7 +204,7 @@ def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_bac
     ground.on_loop(cluster.processes.start("far", command))
     deposed(ground, "far")
     ground.play({"after_s": 0, "do": "kill", "role": "coordinator"})
-    assert ground.until_event("LeaderElected")["details"]["leader"] == "far"  # By its priority.
+    assert ground.until_event("LeaderElected")["details"]["leader"] == "far"  # It has the highest priority.
     ground.further()
 
     ground.until(lambda: len(ground.state.get("standbys", [])) == 2, "both others follow")
@@ -215,5 +218,5 @@ def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_bac
     ground.further()
     assert all(ground.pids[name, 0] == trainers[name, 0] for name in ("node-0", "node-1", "node-2"))
     assert [r["cause"] for r in run.recoveries] == ["start", "node_lost"]
-    as_if_nothing_was(ground, same_losses)
+    check_undisturbed_steps(ground, same_losses)
     ground.on_loop(cluster.processes.terminate(["far", "cable"], grace_s=10.0))

@@ -1,4 +1,4 @@
-"""A node becomes slow while the job trains, and quick again: real processes, real sleeping."""
+"""A node becomes slow while the job trains, and fast again: real processes that really sleep."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.helpers.playground import Json, Playground, Run, playground, tiny_job
 
 @pytest.fixture
 def quick_to_judge() -> Iterator[Playground]:
-    """Four nodes, and a coordinator that does not take as long as in production to call a node slow."""
+    """Yield four nodes, and a coordinator that judges a node to be slow sooner than in production."""
     timing = {"straggler_s": 1.0, "straggler_replan_s": 1.0}
     with playground(broker="embedded", timing=timing) as ground:
         ground.until(lambda: len(ground.state.get("nodes", {})) == 4, "four nodes")
@@ -19,7 +19,7 @@ def quick_to_judge() -> Iterator[Playground]:
 
 
 def shares(pipelines: list[Json]) -> dict[str, int]:
-    """Node → microbatches of its pipeline."""
+    """Return each node's number of microbatches, which is that of its pipeline."""
     return {
         device.partition("/")[0]: pipeline["microbatches"]
         for pipeline in pipelines

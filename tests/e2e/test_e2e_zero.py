@@ -1,4 +1,6 @@
-"""ZeRO-1 in real processes: with replicas a lost node undoes nothing; without, all go back to a snapshot."""
+"""ZeRO-1 in real processes: with replicas, the loss of a node undoes nothing; without, all roll back to a
+snapshot.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -22,7 +24,7 @@ def sharded_job(
     failures: int = 3,
     two_node_replicas: bool = False,
 ) -> JobData:
-    """Four pipelines of a node each: everybody has a quarter of the optimizer's state."""
+    """Return a job with four pipelines of one node each: every node has a quarter of the optimizer's state."""
     path = write_job(directory, failures=failures, delay_s=delay_s, two_node_replicas=two_node_replicas)
     text = path.read_text().replace("[training]\n", "[training]\nzero1 = true\n")
     table = f'[snapshot]\nevery_steps = {every_steps}\nprotection = "{protection}"\n'
@@ -31,7 +33,9 @@ def sharded_job(
 
 
 def check_losses(run: Run, reference: Reference) -> None:
-    """Each time that a step was committed, it had the loss of an undisturbed run without ZeRO-1."""
+    """Check that each committed step has the loss of an undisturbed run without ZeRO-1, however often it was
+    committed.
+    """
     told = run.named("StepCommitted")
     expected = reference(max(run.losses))
     assert sorted(run.losses) == list(range(1, len(run.losses) + 1))
@@ -58,7 +62,7 @@ def test_with_replicas_a_lost_node_undoes_nothing(
     assert not run.named("RolledBack") and not run.named("OptimizerReplicaDiverged")
 
 
-def test_without_replicas_everybody_goes_back_to_the_snapshot(
+def test_without_replicas_all_nodes_roll_back_to_the_snapshot(
     ground: Playground, tmp_path: Path, reference: Reference
 ) -> None:
     run = ground.submit(sharded_job(tmp_path, "none", every_steps=5))
@@ -88,10 +92,10 @@ def test_replicas_in_snapshots_make_up_for_a_lost_host(
     assert not run.named("ShardCorrupted")
 
 
-def test_the_last_pipeline_s_state_is_at_its_buddies(
+def test_the_last_pipeline_s_state_is_at_its_replica_peers(
     ground: Playground, tmp_path: Path, reference: Reference
 ) -> None:
-    """With one pipeline each part is a whole layer's, in one node's memory, and copied to another's."""
+    """With one pipeline each part is a whole layer, in one node's memory and copied to another's."""
     spare = ["node-2", "node-3"]
     ground.inject(do="kill", nodes=spare)
     ground.until(

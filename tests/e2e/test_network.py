@@ -1,7 +1,8 @@
-"""Hosts with a network between them, set up by hand as docs/tutorials/two-hosts.md says, and that network cut.
+"""Tests of a cluster on hosts with a network between them, set up by hand as docs/tutorials/two-hosts.md says;
+the tests cut that network.
 
-Each node is on a host of its own (a network namespace), broker and coordinator are on another. A cut
-cable is not a closed socket: nobody is told, and the processes behind it live on.
+Each node is on its own host (a network namespace); broker and coordinator are on another. A cut cable is
+not a closed socket: nobody is notified, and the processes on the other side live on.
 """
 
 import json
@@ -34,13 +35,13 @@ POLL_S = 0.05
 RELATIVE = 1e-9
 STEPS = 300
 MICROBATCHES = 50
-"""Evidence that training goes on: some steps, on whatever machine."""
+"""Microbatches that count as evidence that training continues: those of some steps, on any machine."""
 CUT_S = 2.5
 """Longer than the coordinator waits for a silent node, shorter than the broker does."""
 Json = dict[str, Any]
 
-# The two files of docs/tutorials/two-hosts.md. With the user line mosquitto stays root: a change of user would clear
-# the signal that ends it with this process.
+# The two files of docs/tutorials/two-hosts.md. With the user line, mosquitto stays root: a change of user
+# would clear the signal that ends it with this process.
 BROKER = """
 listener 1883 0.0.0.0
 allow_anonymous false
@@ -86,7 +87,7 @@ device_memory_mib = 0.4  # Two nodes for one copy of the model: activations cros
 
 
 class Deployment:
-    """A cluster on several hosts, and what it says about itself."""
+    """A cluster on several hosts, and the events that it publishes."""
 
     def __init__(self, directory: Path, network: NamespaceNetwork, running: Programs) -> None:
         self._directory = directory
@@ -96,16 +97,16 @@ class Deployment:
         self._stream: Path | None = None
         self._lines_read = 0
         self.events: list[Json] = []
-        """Of the present job."""
+        """Events of the present job."""
         self.pids: dict[str, int] = {}
-        """Process of each node's present trainer."""
+        """Process id of each node's present trainer."""
         self.witness = directory / "witness"
         self.brake = directory / "brake"
 
     # --- setting up --------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Broker, coordinator, an observer beside them, and the nodes, each on its host."""
+        """Start broker, coordinator and an observer on the hub, and each node on its host."""
         secret = self._directory / "secret"
         secret.write_text(secrets.token_hex())
         secret.chmod(0o600)
@@ -151,7 +152,9 @@ class Deployment:
     # --- the command line ----------------------------------------------------------------------------
 
     def ask(self, *arguments: str, must: bool = True) -> str:
-        """What ``ftd …`` prints on the hub; nothing when it fails and need not succeed."""
+        """Return what ``ftd …`` prints on the hub; the text is empty if the command fails and ``must`` is
+        false.
+        """
         command = self._network.command(HUB, *self._ftd(*arguments, "--config", self._config(HUB)))
         done = subprocess.run(command, check=False, capture_output=True, timeout=COMMAND_S, text=True)
         assert done.returncode == 0 or not must, f"{arguments}: {done.stderr}\n{self.describe()}"
@@ -162,11 +165,11 @@ class Deployment:
         return found
 
     def journal(self) -> list[Json]:
-        """``ftd events``: what a late comer is told."""
+        """Return the output of ``ftd events``, which a late reader sees."""
         return [json.loads(line) for line in self.ask("events", "--json", "--last", "1000").splitlines()]
 
     def submit(self) -> TrainingData:
-        """Submit a job that goes slowly as long as the brake is on; returns when it trains."""
+        """Submit a job that is slow while the brake file exists; return when it trains."""
         self._read()
         self.events.clear()
         self.brake.touch()
@@ -178,7 +181,7 @@ class Deployment:
         return msgspec.convert(load_job_data(path).training, TrainingData)
 
     def finish(self) -> None:
-        """Let the job go at full speed, to its end."""
+        """Let the job run at full speed to its end."""
         self.brake.unlink()
         self.until(lambda: self.named("JobFinished") or self.named("JobFailed"), "the job's end")
         assert self.named("JobFinished"), self.describe()
@@ -194,7 +197,7 @@ class Deployment:
     # --- observing -------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Events that the observer wrote since. A line that is half written waits for its other half."""
+        """Read the events that the observer wrote since; leave an incomplete last line for the next call."""
         if self._stream is not None:
             lines = self._stream.read_bytes().split(b"\n")[:-1]
             new = [json.loads(line) for line in lines[self._lines_read :]]
@@ -240,11 +243,11 @@ class Deployment:
 
     @property
     def trained(self) -> int:
-        """Microbatches that the trainers computed, whether or not anybody could be told."""
+        """Return how many microbatches the trainers computed, whether or not they could report it."""
         return self.witness.stat().st_size
 
     def until_ready(self) -> None:
-        """All nodes are there, each with an idle trainer."""
+        """Wait until all nodes are there, each with an idle trainer."""
 
         def ready() -> bool:
             nodes = self.state()["nodes"]
@@ -275,7 +278,7 @@ def deployment() -> Iterator[Deployment]:
 
 
 def check_losses(deployment: Deployment, data: TrainingData) -> None:
-    """Each step was committed once, in order, with the loss of a single process that nothing happened to."""
+    """Check that each step was committed once, in order, with the loss of an undisturbed single process."""
     alone = msgspec.structs.replace(data, arguments={})
     expected = reference_losses(load(alone), alone, STEPS)
     steps = [step for step, _ in deployment.losses]
@@ -284,7 +287,7 @@ def check_losses(deployment: Deployment, data: TrainingData) -> None:
     assert not deployment.named("ReplicasDiverged")
     assert all(recovery["rolled_back_steps"] == 0 for recovery in deployment.recoveries)
     assert all(recovery["recomputed_steps"] <= 1 for recovery in deployment.recoveries)
-    # Whoever asks afterwards is told the same as whoever listened.
+    # The journal shows late readers the same events that the observer received.
     told = [e for e in deployment.events if e["event"] != "StepCommitted"]
     journal = deployment.journal()
     assert all(event in journal for event in told)
@@ -303,7 +306,7 @@ def test_a_node_is_cut_off_and_comes_back(deployment: Deployment) -> None:
     data = deployment.submit()
     pipelines = deployment.named("PlanChosen")[0]["details"]["pipelines"]
     assert [len(pipeline["stages"]) for pipeline in pipelines] == [2, 2]
-    # Of all nodes the one that the others meet at: the next generation must meet elsewhere.
+    # Of all nodes, cut the one that runs the rendezvous: the next generation must meet elsewhere.
     lost = pipelines[0]["stages"][0]["devices"][0].split("/")[0]
     incarnation = deployment.state()["nodes"][lost]["incarnation"]
     before = dict(deployment.pids)
@@ -334,13 +337,13 @@ def test_a_node_is_cut_off_and_comes_back(deployment: Deployment) -> None:
     deployment.finish()
     check_losses(deployment, data)
     assert len(deployment.named("NodeLost")) == 1
-    # What the old generation's members committed ends where the new one begins.
+    # The steps that members of the old generation committed end where the new generation begins.
     generations = [e["generation"] for e in deployment.named("StepCommitted")]
     assert generations == sorted(generations)
 
 
 def test_the_hub_is_cut_off_and_comes_back(deployment: Deployment) -> None:
-    """Broker and coordinator out of everybody's reach: the nodes train on, and all is known afterwards."""
+    """No node can reach broker or coordinator: the nodes keep training, and every step is known afterwards."""
     deployment.until_ready()
     data = deployment.submit()
     before = dict(deployment.pids)
@@ -357,7 +360,6 @@ def test_the_hub_is_cut_off_and_comes_back(deployment: Deployment) -> None:
     assert deployment.pids == before
     deployment.finish()
     check_losses(deployment, data)
-    # Nobody could be heard, so nobody is dead: no new generation, no trainer stopped.
     assert not deployment.named("NodeLost")
     assert len(deployment.named("GenerationStarted")) == 1, deployment.describe()
     assert len({e["generation"] for e in deployment.named("StepCommitted")}) == 1

@@ -1,4 +1,4 @@
-"""The tests of late devices, and NCCL, on real GPUs where there are some (``make gpu-test``)."""
+"""Tests of late devices and NCCL on real GPUs, if there are any (``make gpu-test``)."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 class CudaFleet(LateFleet):
-    """Engines that share the first GPU."""
+    """A fleet whose engines share the first GPU."""
 
     def _held_up(self, runtime: Any, update: Callable[..., None]) -> Callable[..., None]:
         return update
