@@ -1,4 +1,4 @@
-"""Node daemon without processes, around the real agent machine."""
+"""A node daemon without processes, driven by hand around the real agent machine."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def plan(*nodes: str, devices: int = 1) -> Plan:
 
 
 class Daemon(Script):
-    """Agent of node ``a``, incarnation 7, that has started and is connected."""
+    """The agent of node ``a``, incarnation 7, started and connected."""
 
     def __init__(self, devices: int = 1) -> None:
         super().__init__(AgentMachine("a", Timing()))

@@ -9,7 +9,7 @@ def fill(slot: Slot, value: int) -> None:
 
 
 def manifest_of(slot: Slot, step: int, *sizes: int) -> SnapshotManifest:
-    """Parts ``p0``, ``p1``, … one after the other."""
+    """Return a manifest of parts ``p0``, ``p1``, … in this order and of these sizes."""
     parts, end = [], 0
     for index, size in enumerate(sizes or (len(slot.view),)):
         digest = digest_of(slot.view[end : end + size])

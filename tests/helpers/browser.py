@@ -1,4 +1,4 @@
-"""Headless Chromium for tests and benchmarks, spoken to by the DevTools protocol."""
+"""Headless Chromium for tests and benchmarks, controlled through the DevTools protocol."""
 
 import asyncio
 import base64
@@ -27,7 +27,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 @cache
 def find_chromium() -> str | None:
-    """Its path, where it is installed and starts: a stub that asks for a snap does not."""
+    """Return the path of Chromium if it is installed and starts; a stub that asks for a snap does not."""
     for name in _NAMES:
         if path := shutil.which(name):
             done = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=START_S)
@@ -42,18 +42,18 @@ class Page:
     def __init__(self, browser: "Browser", session: str) -> None:
         self._browser, self._session = browser, session
         self.problems: list[str] = []
-        """What the page logged as errors, exceptions and breaches of its content security policy."""
+        """Errors and exceptions that the page logged, and violations of its content security policy."""
 
     async def call(self, method: str, **params: Any) -> Json:
         return await self._browser.call(method, session=self._session, **params)
 
     async def open(self, url: str) -> None:
-        """Go there; returns when the document is loaded."""
+        """Navigate to the page, and return when the document is loaded."""
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete' && location.href !== 'about:blank'", "a page")
 
     async def value(self, expression: str) -> Any:
-        """What a JavaScript expression, or the promise that it is, comes to."""
+        """Return the value of a JavaScript expression; a promise is awaited."""
         answer = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -62,10 +62,10 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, expression: str, what: str, limit_s: float = ANSWER_S) -> None:
-        """Wait until the expression is true; it is asked inside the page, every 20 ms."""
+        """Wait until the expression is true; evaluate it in the page every 20 ms."""
         deadline = asyncio.get_running_loop().time() + limit_s
         while True:
-            with contextlib.suppress(RuntimeError, AssertionError):  # While it goes to another document.
+            with contextlib.suppress(RuntimeError, AssertionError):  # Evaluation fails during navigation.
                 if await self.value(f"Promise.resolve({expression}).then(Boolean)"):
                     return
             if asyncio.get_running_loop().time() > deadline:
@@ -74,7 +74,7 @@ class Page:
             await asyncio.sleep(0.02)
 
     async def look(self, width: int, height: int, *, dark: bool, phone: bool = False) -> None:
-        """Size of the window, and which colours the system prefers."""
+        """Set the size of the window and the preferred colours of the system."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -86,8 +86,8 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def shoot(self, path: Path, *, whole: bool = False) -> None:
-        """A screenshot as PNG.
-        :param whole: with what lies below the window.
+        """Save a screenshot as PNG.
+        :param whole: include the part of the page below the window.
         """
         answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
@@ -100,7 +100,7 @@ class Page:
 
 
 class Browser:
-    """Started by ``chromium()``."""
+    """A connection to a browser that ``chromium()`` started."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -111,8 +111,8 @@ class Browser:
         self._trace_over = asyncio.Event()
 
     async def call(self, method: str, *, session: str | None = None, **params: Any) -> Json:
-        """One command and its result.
-        :raises RuntimeError: the browser says no.
+        """Send a command and return its result.
+        :raises RuntimeError: the browser reports an error.
         """
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -121,7 +121,7 @@ class Browser:
         return await asyncio.wait_for(self._waiting[number], ANSWER_S)
 
     async def page(self) -> Page:
-        """A new tab, with a profile of its own."""
+        """Open a new tab with its own profile."""
         context = (await self.call("Target.createBrowserContext"))["browserContextId"]
         made = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
         attached = await self.call("Target.attachToTarget", targetId=made["targetId"], flatten=True)
@@ -132,7 +132,9 @@ class Browser:
 
     @contextlib.asynccontextmanager
     async def traced(self) -> AsyncIterator[list[Json]]:
-        """What all threads do meanwhile, in Chromium's trace format; the list is filled at the end."""
+        """Record what all threads do in this context, in Chromium's trace format; the list is filled at the
+        end.
+        """
         events: list[Json] = []
         self._traced, self._trace_over = events, asyncio.Event()
         categories = "toplevel,devtools.timeline,blink.user_timing,disabled-by-default-devtools.timeline"
@@ -143,7 +145,7 @@ class Browser:
         self._traced = None
 
     async def listen(self) -> None:
-        """Hand on what the browser says, until it is gone."""
+        """Dispatch the browser's messages until it closes the connection."""
         async for message in self._socket:
             said = json.loads(message.data)
             waiting = self._waiting.pop(said.get("id", 0), None)
@@ -162,7 +164,7 @@ class Browser:
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A browser with an empty profile; gone at the end with all its processes."""
+    """Start a browser with an empty profile; at the end, stop it with all its processes."""
     path = find_chromium()
     assert path is not None, "chromium is not installed"
     with TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
@@ -207,7 +209,7 @@ async def _address(process: asyncio.subprocess.Process) -> str:
     while line := (await process.stderr.readline()).decode(errors="replace"):
         said.append(line)
         if "DevTools listening on " in line:
-            # Nobody reads what else it says; a full pipe must not stop it.
+            # Drain the rest of its output: a full pipe would stop the browser.
             drain = asyncio.ensure_future(process.stderr.read())
             drain.add_done_callback(lambda done: done.cancelled() or done.exception())
             return line.split("DevTools listening on ", 1)[1].strip()

@@ -1,4 +1,4 @@
-"""Commands of ``ftd`` run in the test's own process: as they end, without the second that a process takes."""
+"""Runs commands of ``ftd`` in the test's own process, which saves the second that a new process takes."""
 
 import os
 import sys
@@ -15,9 +15,9 @@ def ftd_here(
     columns: int = 200,
     **environment: str,
 ) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error. This process's logs stay as they are.
+    """Return exit code, standard output and standard error. The logging of this process stays as it is.
 
-    :param environment: variables of ftd that are set; all others are not.
+    :param environment: variables of ftd that are set; all others are unset.
     """
     for name in [name for name in os.environ if name.startswith("FTD_")]:
         patch.delenv(name)

@@ -20,13 +20,13 @@ def document() -> Json:
 
 @functools.cache
 def validator(message: str) -> Callable[[Any], Any]:
-    """Raises for what is no such message."""
+    """Return a function that raises for values that are no valid message of this name."""
     components = {"components": document()["components"]}
     return fastjsonschema.compile({**components, "$ref": f"#/components/messages/{message}/payload"})
 
 
 def channel_of(topic: str) -> str | None:
-    """The channel whose address this topic is one of."""
+    """Return the channel whose address matches this topic."""
     for name, channel in document()["channels"].items():
         pattern = re.sub(r"\{\w+\}", "[^/]+", channel["address"])
         if re.fullmatch(pattern, topic):
@@ -35,14 +35,14 @@ def channel_of(topic: str) -> str | None:
 
 
 def problem_of(topic: str, payload: bytes) -> str | None:
-    """What a subscriber who goes by the contract finds wrong with a message; None: nothing."""
+    """Return how a message violates the contract, or None if it does not."""
     channel = channel_of(topic)
     if channel is None:
         return f"{topic} is no topic of the contract"
     if channel.startswith(("node", "leader")) and channel != "nodeState":
-        return None  # Our own: no promise is made.
+        return None  # Internal messages: the contract promises nothing.
     if not payload:
-        return None  # A retained message is taken back.
+        return None  # An empty payload removes a retained message.
     try:
         message = msgspec.json.decode(payload)
         validator(message_of(channel, message))(message)
@@ -52,8 +52,8 @@ def problem_of(topic: str, payload: bytes) -> str | None:
 
 
 def message_of(channel: str, message: Json) -> str:
-    """Its name in the contract.
-    :raises LookupError: the channel has none of this name.
+    """Return the name of a message in the contract.
+    :raises LookupError: the channel has no message of this name.
     """
     match channel:
         case "events":

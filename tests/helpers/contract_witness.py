@@ -1,4 +1,4 @@
-"""Hears everything that is said in a cluster, and holds it against the shipped contract."""
+"""A subscriber that receives every message of a cluster and checks it against the shipped contract."""
 
 from collections import Counter
 
@@ -8,11 +8,11 @@ from tests.helpers.contract_schemas import channel_of, problem_of
 
 
 class ContractWitness:
-    """One per playground; what the tests themselves publish is ``excused``."""
+    """A witness for one playground; messages that the tests publish themselves are ``excused``."""
 
     def __init__(self, broker: BrokerAddress, cluster: str) -> None:
         self.seen: Counter[str] = Counter()
-        """Messages of each channel that were held against their Schema."""
+        """Number of checked messages of each channel."""
         self._heard: list[tuple[str, bytes]] = []
         self._excused: set[tuple[str, bytes]] = set()
         self.session = MqttSession(
@@ -26,7 +26,7 @@ class ContractWitness:
         self._excused.add((topic, payload))
 
     def problems(self) -> list[str]:
-        """Of what was heard since the last call."""
+        """Return the problems of the messages received since the last call."""
         heard, self._heard = self._heard, []
         found = []
         for topic, payload in heard:

@@ -1,4 +1,4 @@
-"""The coordinator as a process, and a node that the test plays by hand."""
+"""The coordinator as a process, and a node that the test controls by hand."""
 
 import asyncio
 import signal
@@ -99,7 +99,7 @@ class Daemon:
 
 
 class PlayedNode:
-    """A node without trainers: says what the test tells it to, and keeps the commands it gets."""
+    """A node without trainers, which sends what the test asks for and collects the commands that it receives."""
 
     def __init__(self, daemon: Daemon, name: str, incarnation: int = 1) -> None:
         self.name, self.incarnation = name, incarnation
@@ -175,14 +175,14 @@ class PlayedNode:
         )
 
     async def expect(self, kind: Any) -> Any:
-        """The next command of this kind; others are skipped."""
+        """Return the next command of this kind; skip others."""
         async with asyncio.timeout(PATIENCE_S):
             while not isinstance(command := await self.commands.get(), kind):
                 pass
             return command
 
     async def start_training(self, job_id: str) -> int:
-        """From the job's acceptance to its first steps; the generation."""
+        """Take the node from the job's acceptance to its first steps; return the generation."""
         asked = await self.expect(Prepare)
         assert asked.job.job_id == job_id
         self.job_id = job_id

@@ -1,4 +1,6 @@
-"""A cluster that never was, as the coordinator would publish it: for the dashboard's tests and benchmark."""
+"""Messages of a large fictitious cluster, as the coordinator would publish them, for the dashboard's tests and
+benchmark.
+"""
 
 import itertools
 from datetime import UTC, datetime, timedelta
@@ -13,12 +15,12 @@ _NUMBERS = itertools.count(1)
 
 
 def stamp(at_s: float) -> str:
-    """ISO-8601, so many seconds after ``BEGAN``."""
+    """Return an ISO-8601 time this many seconds after ``BEGAN``."""
     return (BEGAN + timedelta(seconds=at_s)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def event(name: str, at_s: float = 0.0, /, **fields: Any) -> EventMessage:
-    """An event of the coordinator; what is no field of the envelope goes into ``details``."""
+    """Return an event of the coordinator; fields that the envelope lacks go into ``details``."""
     envelope = {
         "node": None,
         "generation": 1,
@@ -40,7 +42,7 @@ def event(name: str, at_s: float = 0.0, /, **fields: Any) -> EventMessage:
 
 
 def committed(step: int, at_s: float, loss: float | None = 1.0, step_s: float = 1.0) -> EventMessage:
-    """One step with a batch of 32."""
+    """Return the event of one step with a batch of 32."""
     return event(
         "StepCommitted", at_s, step=step, loss=loss, gradient_norm=1.0, skipped=False, step_s=step_s,
         samples_per_s=32 / step_s,
@@ -48,7 +50,7 @@ def committed(step: int, at_s: float, loss: float | None = 1.0, step_s: float = 
 
 
 def pipelines_of(names: list[str], stages: int, layers: int) -> list[Json]:
-    """As many pipelines as ``names`` fill, of equal stages."""
+    """Return as many pipelines of equal stages as ``names`` fill."""
     cuts = [layers * i // stages for i in range(stages + 1)]
     return [
         {
@@ -63,7 +65,7 @@ def pipelines_of(names: list[str], stages: int, layers: int) -> list[Json]:
 
 
 def state_of(names: list[str], *, stages: int = 2, layers: int = 8, lost: tuple[str, ...] = ()) -> Json:
-    """The cluster while it trains on ``names``; those that are lost are OFFLINE and in no plan."""
+    """Return the state of a cluster that trains on ``names``; lost nodes are OFFLINE and in no plan."""
     left = [name for name in names if name not in lost]
     node = {"devices": 1, "host": "10.0.0.1", "incarnation": 1, "draining": False, "step": 5, "speed": 1.0}
     return {
@@ -93,7 +95,7 @@ def state_of(names: list[str], *, stages: int = 2, layers: int = 8, lost: tuple[
 
 
 def snapshot_of(owners: int, missing: tuple[str, ...] = (), protection: str = "aec") -> Json:
-    """The newest snapshot, as the state has it."""
+    """Return the newest snapshot as the state describes it."""
     return {
         "step": 4,
         "generation": 1,
@@ -107,7 +109,7 @@ def snapshot_of(owners: int, missing: tuple[str, ...] = (), protection: str = "a
 
 
 def recovery(number: int, nodes: list[str], at_s: float, step: int = 5) -> list[EventMessage]:
-    """The whole story of a loss, with generation ``number``."""
+    """Return all events of a recovery from a loss, with generation ``number``."""
     common: Json = {"generation": number, "cause": f"c-{number}", "step": step}
     losses = [
         event(

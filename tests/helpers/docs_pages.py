@@ -1,4 +1,4 @@
-"""The pages for users, and the commands that stand in them."""
+"""The pages for users, and the commands in them."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,9 @@ def is_commands(language: str, text: str) -> bool:
 
 
 def blocks(page: Path) -> list[str]:
-    """Where prompts tell commands from what they print, the commands alone."""
+    """Return the page's blocks of commands; where prompts separate commands from their output, only the
+    commands.
+    """
     found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     made = []
     for language, text in found:
@@ -37,7 +39,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def commands(block: str) -> Iterator[str]:
-    """Each on its own and without its comment; a loop, or what goes on behind a backslash, stays whole."""
+    """Yield each command without its comment; a loop, or lines joined by a backslash, are one command."""
     joined = block.replace("\\\n", " ")
     if re.match(r"(for|while|if)\b", block) or re.search(r"^\s+\S", joined, re.M) or "| while" in joined:
         yield joined

@@ -1,4 +1,4 @@
-"""A reader of the pages, who types their commands."""
+"""A reader of the pages who types their commands."""
 
 import contextlib
 import json
@@ -15,11 +15,11 @@ PATIENCE_S = 180.0
 
 
 ELSEWHERE = r"^torchrun|^export TORCH|^ftd (coordinator|node)\b|^ftd submit train|host-a:9641"
-"""Of several hosts: ``test_docs_hosts`` runs them."""
+"""Pattern of commands for several hosts, which ``test_docs_hosts`` runs."""
 
 
 class Reader:
-    """Somebody with a directory, an environment, and a first terminal in which ``ftd local`` trains."""
+    """A user with a directory, an environment, and a first terminal in which ``ftd local`` trains."""
 
     def __init__(self, place: Path, webhook: str) -> None:
         self.place = place
@@ -48,7 +48,7 @@ class Reader:
         return next(said.read_text(errors="replace") for known, _, said in self.beside if known == command)
 
     def train(self, command: str) -> None:
-        """Start the cluster, wait for its first steps, and note where it is, as its users do."""
+        """Start the cluster, wait for its first checkpoint, and note its addresses as its users do."""
         self.begin(command)
         address = self.runtime / "ftd" / "local-ftd.json"
         self.until(lambda: address.exists() and json.loads(address.read_text())["broker"], command)
@@ -70,7 +70,7 @@ class Reader:
             time.sleep(0.1)
 
     def run(self, commands: list[tuple[str, str]]) -> list[str]:
-        """One after the other; what went wrong."""
+        """Run commands one after the other; return a description of each that failed."""
         problems = []
         for page, command in commands:
             done = subprocess.run(

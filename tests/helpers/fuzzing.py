@@ -1,4 +1,4 @@
-"""Valid messages made wrong: drawn from a seed, so that a failure comes again."""
+"""Makes valid messages invalid, by random numbers from a seed, so that a failure can be repeated."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -14,13 +14,15 @@ DEEP = 3000
 
 
 def seeded(seed: int, count: int) -> Iterator[random.Random]:
-    """So many sources of randomness; each is told by its own number, for a single replay."""
+    """Yield this many random generators; each is seeded with its own number, so that one can be replayed
+    alone.
+    """
     for number in range(count):
         yield random.Random(f"{seed}/{number}")
 
 
 def garbled(rng: random.Random, payload: bytes) -> bytes:
-    """Bytes that were a message: bits flipped, cut short, doubled, with others in between."""
+    """Return the bytes of a message with bits flipped, and with parts cut off, repeated or inserted."""
     data = bytearray(payload)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(len(data) + 1)
@@ -42,7 +44,7 @@ def garbled(rng: random.Random, payload: bytes) -> bytes:
 
 
 def twisted(rng: random.Random, value: Any) -> Any:
-    """Plain data with one of its values, names or branches made another."""
+    """Return plain data in which one value, name or branch is changed."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(list(value))
         match rng.randrange(8):
@@ -61,18 +63,20 @@ def twisted(rng: random.Random, value: Any) -> Any:
                 return [*value, *value]
             case _:
                 return [*value[:number], twisted(rng, value[number]), *value[number + 1 :]]
-    # Half of them of the same type: these pass the codec.
+    # Half of the values keep the type, so that they pass the codec.
     alike = [other for other in EXTREMES if type(other) is type(value)]
     return rng.choice(alike if alike and rng.random() < 0.5 else EXTREMES)
 
 
 def deep(opening: bytes, closing: bytes = b"") -> bytes:
-    """Nested deeper than any decoder of ours may follow."""
+    """Return data that is nested deeper than any of our decoders may follow."""
     return opening * DEEP + closing * DEEP
 
 
 def survives(feed: Callable[[bytes], object], payload: bytes, allowed: tuple[type[Exception], ...]) -> bool:
-    """Whether it was taken; what is not refused in one of the allowed ways fails the test."""
+    """Return whether ``feed`` accepted the payload. Fail the test if it raised anything but an allowed
+    exception.
+    """
     try:
         feed(payload)
     except allowed:

@@ -16,7 +16,7 @@ GONE_S = 30.0
 
 
 class Programs:
-    """Processes on the hosts of a network: ended, with all that they started, when this is closed."""
+    """Processes on the hosts of a network; ``close`` ends them with all their descendants."""
 
     def __init__(self, network: NamespaceNetwork, hosts: Sequence[str], logs: Path) -> None:
         self._network = network
@@ -25,7 +25,7 @@ class Programs:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, host: str, command: Sequence[str]) -> Path:
-        """Start ``command`` on ``host``; the answer is the file that its output goes to."""
+        """Start ``command`` on ``host``, and return the file with its output."""
         output = self._logs / f"{name}.out"
         with output.open("wb") as out, (self._logs / f"{name}.log").open("wb") as log:
             self._running[name] = subprocess.Popen(
@@ -40,7 +40,7 @@ class Programs:
         return output
 
     def ended(self) -> list[str]:
-        """Those that should run and do not."""
+        """Return the names of the processes that have ended, though they should run."""
         return [name for name, process in self._running.items() if process.poll() is not None]
 
     def pid(self, name: str) -> int:
@@ -51,9 +51,9 @@ class Programs:
         return "\n".join(f"--- {file.stem}\n{text}" for file in files if (text := read_tail(file, 1500)))
 
     def close(self, grace_s: float) -> None:
-        """SIGTERM, and for what is left on the hosts after ``grace_s`` SIGKILL.
+        """Send SIGTERM, and after ``grace_s`` send SIGKILL to all processes left on the hosts.
 
-        :raises RuntimeError: something survived that, too.
+        :raises RuntimeError: a process survived that as well.
         """
         for process in self._running.values():
             if process.poll() is None:
@@ -71,7 +71,7 @@ class Programs:
             raise RuntimeError(f"processes {sorted(left)} did not end within {GONE_S:g} s of SIGKILL")
 
     def _left(self) -> set[int]:
-        """Processes on the hosts: all of them are ours, since the hosts are."""
+        """Return the processes on the hosts; all are ours, because the hosts are."""
         for process in self._running.values():
             process.poll()
         return set().union(*(self._network.pids(host) for host in self._hosts))
@@ -81,7 +81,7 @@ class Programs:
 def programs(
     hosts: Sequence[str], logs: Path, grace_s: float = 3.0
 ) -> Iterator[tuple[NamespaceNetwork, Programs]]:
-    """A network, and processes on it; nothing of either is left."""
+    """Create a network and run processes on it; remove both at the end."""
     with NamespaceNetwork(hosts, prefix=PREFIX) as network:
         running = Programs(network, hosts, logs)
         try:

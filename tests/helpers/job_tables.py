@@ -5,7 +5,7 @@ from typing import Any
 
 
 def write(directory: Path, tables: dict[str, Any]) -> Path:
-    """The tables as TOML; enough of it for a job file."""
+    """Write the tables as TOML, as far as job files need it."""
     (directory / "train.py").write_text("def build(): ...\n")
     lines: list[str] = []
 

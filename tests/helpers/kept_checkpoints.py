@@ -16,7 +16,7 @@ DESCRIPTION = ModelDescription(aliases={"0.weight": ("2.weight",)}, files={"conf
 
 
 def layer_state(layer: int, seed: int = 0, numel: int = 1000) -> tuple[bytes, np.ndarray[Any, Any]]:
-    """A weight in bfloat16, its moment in float32, and a buffer of int64; random bytes."""
+    """Return a weight in bfloat16, its moment in float32 and a buffer of int64, all of random bytes."""
     entries, end = [], 0
     for name, role, key, dtype, shape in (
         ("weight", "parameter", "", "bfloat16", (numel // 10, 10)),
@@ -63,7 +63,7 @@ def write(
     job: str = "gpt",
     numel: int = 1000,
 ) -> CheckpointManifest:
-    """A whole checkpoint; its bytes depend on the seed, which is the step by default."""
+    """Write a whole checkpoint, whose bytes depend on the seed; by default the step is the seed."""
     draft = store.begin(step, attempt)
     store.write_description(draft, encode_description(DESCRIPTION))
     files: list[LayerFile] = []
@@ -84,7 +84,7 @@ def about(job: str = "gpt") -> dict[str, Any]:
 
 
 def holds(store: CheckpointStore, step: int, seed: int | None = None) -> bool:
-    """Every layer of the step is, byte for byte, what ``write`` wrote."""
+    """Return whether every layer of the step has exactly the bytes that ``write`` wrote."""
     checkpoint = store.open(step)
     for layer in range(LAYERS):
         header, payload = layer_state(layer, step if seed is None else seed)

@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 @contextmanager
 def shared_directory() -> Iterator[Path]:
-    """In memory, and gone afterwards."""
+    """Yield a directory in memory, and remove it at the end."""
     with TemporaryDirectory(prefix="ftd-test-", dir="/dev/shm") as name:
         yield Path(name)
 
@@ -49,7 +49,7 @@ def write(
     layout: dict[str, Any] | None = None,
     device: int = 0,
 ) -> SnapshotManifest:
-    """One device's snapshot in the arenas below ``root``."""
+    """Write one device's snapshot into the arenas below ``root``."""
     arena = Arena.open(root / JOB / f"device-{device}")
     slot = arena.begin(max(1, sum(map(len, parts.values()))))
     made, end = [], 0
@@ -71,7 +71,9 @@ def write(
 
 
 def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
-    """Header and payload of a staged layer, verified as a trainer does, and how much of it is lent."""
+    """Return header and payload of a staged layer, verified as a trainer does it, and how many of its bytes
+    are borrowed.
+    """
     staged, payload, lent = read_staged(directory, layer), bytearray(), 0
     for piece in staged.chunks:
         file = Path(piece.path).read_bytes() if piece.path else piece.data
@@ -88,7 +90,7 @@ def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
 
 
 def flip(root: Path, step: int, part: str, device: int = 0, job: str = JOB) -> None:
-    """A bit in memory changes."""
+    """Flip a bit of a snapshot in memory."""
     arena = Arena.open(root / job / f"device-{device}")
     manifest = next(m for m in arena.snapshots if m.step == step)
     arena.view(manifest, manifest.part(part))[3] ^= 16
@@ -96,7 +98,7 @@ def flip(root: Path, step: int, part: str, device: int = 0, job: str = JOB) -> N
 
 
 class Node(AbstractAsyncContextManager["Node"]):
-    """A node's arenas, served."""
+    """A node that serves its arenas."""
 
     def __init__(self, name: str, root: Path, **options: Any) -> None:
         self.name, self.root = name, root
@@ -133,7 +135,7 @@ class Node(AbstractAsyncContextManager["Node"]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What ``runtime.layers.state`` packs: header, and payload; and its parts in a snapshot."""
+    """A layer as ``runtime.layers.state`` packs it, and its parts in a snapshot."""
 
     header: bytes
     payload: Bytes
@@ -142,7 +144,9 @@ class Layer:
 
 
 def make_layer(number: int, sizes: Sequence[int], buffer_bytes: int = 0) -> Layer:
-    """A layer with tensors of so many bytes, and a buffer behind the first where it has one."""
+    """Return a layer with tensors of these sizes, and a buffer after the first one if ``buffer_bytes`` is not
+    0.
+    """
     random = np.random.default_rng(number)
     entries, runs, end = [], [], 0
     kinds = [("parameter", size) for size in sizes]
@@ -181,7 +185,7 @@ def make_layer(number: int, sizes: Sequence[int], buffer_bytes: int = 0) -> Laye
 def write_group(
     roots: Mapping[str, Path], group: SnapshotGroup, layers: Sequence[Layer], step: int, generation: int = 1
 ) -> None:
-    """Every owner's part of a group, each in its own arena."""
+    """Write the snapshot of a group: every owner's part, each into its own arena."""
     bucket = np.concatenate([layer.shared for layer in layers])
     code = make_code(group.protection, len(group.owners))
     layout = ShardLayout(code=code, bucket_bytes=len(bucket))
@@ -218,19 +222,19 @@ def write_group(
             {f"{name}/shard": shard, f"{name}/small": small},
             generation=generation,
             layout={"groups": [described], "vote": None},
-            device=group.first_layer,  # A device for each group: no two of them in one manifest.
+            device=group.first_layer,  # Each group has its own device, so that no manifest has two of them.
         )
 
 
 def copy_to_buddy(root: Path, owner: str, buddy: str, device: int = 0) -> None:
-    """What ``buddy`` has once ``owner`` sent its part."""
+    """Copy the owner's snapshot to ``buddy``, as if the owner had sent it."""
     there = root / buddy / JOB / f"copy-{device}-{owner}"
     there.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(root / owner / JOB / f"device-{device}", there)
 
 
 async def raw_request(port: int, text: str, *, token: str | None = TOKEN) -> bytes:
-    """What the server answers to these lines, up to 64 KiB."""
+    """Send these lines to the server, and return up to 64 KiB of its answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
     writer.write(f"{text}\r\nHost: test\r\nConnection: close\r\n{authorization}\r\n".encode())

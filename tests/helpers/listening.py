@@ -1,4 +1,4 @@
-"""Who listens where, by what the kernel says; and how a door answers somebody without a credential."""
+"""Lists listening sockets as the kernel reports them, and probes how they answer clients without credentials."""
 
 import contextlib
 import re
@@ -19,7 +19,7 @@ _ACCEPTS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """A socket that somebody may connect to."""
+    """A socket that accepts connections."""
 
     kind: str
     """``tcp`` or ``unix``."""
@@ -32,7 +32,7 @@ class Door:
 
 
 def doors_of(pid: int) -> list[Door]:
-    """All listening sockets that this process has open; none when it has ended."""
+    """Return all listening sockets of this process; none if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return _doors_of(pid)
     return []
@@ -47,7 +47,8 @@ def _doors_of(pid: int) -> list[Door]:
     doors = []
     for file, size in (("tcp", 4), ("tcp6", 16)):
         table = Path(f"/proc/{pid}/net/{file}")
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():  # A kernel without IPv6.
+        # A kernel without IPv6 has no table for it.
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
             if fields[3] == _LISTEN and fields[9] in inodes:
                 address, port = fields[1].split(":")
@@ -60,7 +61,7 @@ def _doors_of(pid: int) -> list[Door]:
 
 
 def _address(text: str, size: int) -> str:
-    """As /proc has it: 32-bit words, each in the host's byte order."""
+    """Return the address for its text in /proc: 32-bit words, each in the host's byte order."""
     words = bytes.fromhex(text)
     raw = b"".join(words[at : at + 4][::-1] for at in range(0, size, 4))
     found = ip_address(raw)
@@ -68,7 +69,7 @@ def _address(text: str, size: int) -> str:
 
 
 def answer(door: Door, said: bytes, *, host: str = "127.0.0.1", patience_s: float = PATIENCE_S) -> bytes:
-    """What comes back until the door is shut, or for so long."""
+    """Return the bytes that arrive until the peer closes the connection or is silent for ``patience_s``."""
     back = bytearray()
     with contextlib.suppress(OSError), socket.create_connection((host, door.port), patience_s) as stranger:
         stranger.settimeout(patience_s)
@@ -79,7 +80,9 @@ def answer(door: Door, said: bytes, *, host: str = "127.0.0.1", patience_s: floa
 
 
 def refusal(door: Door, *, host: str = "127.0.0.1") -> str:
-    """How a stranger who speaks HTTP is turned away: ``401``, ``StoreRejected``; or what else happens."""
+    """Return how an HTTP client without credentials is rejected: ``401``, ``StoreRejected``, or whatever was
+    answered.
+    """
     back = answer(door, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", host=host)
     if found := re.match(rb"HTTP/1\.1 (\d+)", back):
         return found[1].decode()
@@ -91,7 +94,9 @@ def refusal(door: Door, *, host: str = "127.0.0.1") -> str:
 
 
 def documented(process: str) -> dict[str, str]:
-    """What SECURITY.md says of the doors of a process: name → how a stranger is refused."""
+    """Return the sockets of a process that SECURITY.md lists: name → how a client without credentials is
+    rejected.
+    """
     rows = re.findall(
         r"^\| `([\w .-]+)` \| ([^|]+?) \| [^|]* \| `([^`|]+)` \|", (ROOT / "SECURITY.md").read_text(), re.M
     )
@@ -99,7 +104,7 @@ def documented(process: str) -> dict[str, str]:
 
 
 def undocumented(process: str, pid: int) -> list[str]:
-    """Doors that the table does not have, or that turn strangers away in another way than it says."""
+    """Return the sockets that the table lacks, or that reject clients in another way than it says."""
     expected = list(documented(process).values())
     wrong = []
     for door in doors_of(pid):
@@ -109,7 +114,7 @@ def undocumented(process: str, pid: int) -> list[str]:
         if door.kind == "unix" and Path(door.address).stat().st_mode & 0o077:
             how = "everybody"
         if door.on_loopback and how in ("200", "403", "404"):
-            how = "401"  # Here it asks for no credential, as the table says.
+            how = "401"  # This one asks for no credential, as the table says.
         if how in expected:
             expected.remove(how)
         else:

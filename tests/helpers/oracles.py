@@ -1,4 +1,4 @@
-"""What the planner is checked against: slow, obvious, and sharing no code with it."""
+"""Oracles for the planner: slow and obvious algorithms that share no code with it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +36,9 @@ def layer(
     output_bytes: int = 0,
     selective: Recomputation | None = None,
 ) -> LayerProfile:
-    """``state_bytes`` is spread over parameters, gradients and optimizer as 1 : 1 : 2."""
+    """Return a layer's profile; ``state_bytes`` is split 1 : 1 : 2 between parameters, gradients and
+    optimizer.
+    """
     return LayerProfile(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
@@ -50,7 +52,9 @@ def layer(
 
 
 def profile_of(times_ms: Sequence[float], memory_bytes: int | None = None, rows: int = 4) -> ModelProfile:
-    """A model of layers whose forward and backward times add up to ``times_ms``; links are free."""
+    """Return a model of layers whose forward and backward times add up to ``times_ms``; communication takes no
+    time.
+    """
     return ModelProfile(
         layers=tuple(layer(forward_ms=time / 4, backward_ms=time * 3 / 4) for time in times_ms),
         microbatch_rows=rows,
@@ -61,10 +65,10 @@ def profile_of(times_ms: Sequence[float], memory_bytes: int | None = None, rows:
 
 
 def random_model(random: Random, objective: str = "iteration") -> tuple[ModelProfile, Policy, int]:
-    """A small model, a policy, and a number of nodes: small enough to look at every mapping.
+    """Return a model, a policy and a number of nodes, small enough to try every mapping.
 
-    Half of them have times that doubles do not hold exactly, half a memory limit; node splits and measured
-    times on several devices are restricted or there or not, and so are recomputation and shards.
+    Half of the models have times that doubles cannot hold exactly, and half have a memory limit. Node
+    splits, times measured on several devices, recomputation and shards vary as well.
     """
     devices, rows = random.randint(1, 4), random.choice([1, 2, 4, 4])
     exact, measured, selective = (random.random() < 0.5 for _ in range(3))
@@ -125,7 +129,7 @@ def random_model(random: Random, objective: str = "iteration") -> tuple[ModelPro
 
 
 def with_shards(random: Random, profile: ModelProfile, policy: Policy) -> tuple[ModelProfile, Policy]:
-    """Let stages of several devices hold shards, or not; over a link that is slow, quick or not measured."""
+    """Allow stages of several devices to hold shards or not; the link is slow, fast or not measured."""
     inner = Link(latency_ms=random.choice([0.0, 0.125]), bytes_per_s=random.choice([8e3, 64e3, 1e12]))
     within = random.choice(["replicate", "auto", "auto", "shard"])
     if max(max(split) for split in node_splits(profile, policy)) == 1:
@@ -137,7 +141,7 @@ def with_shards(random: Random, profile: ModelProfile, policy: Policy) -> tuple[
 
 
 def operations(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """1F1B as everyone draws it."""
+    """Return the operations of a stage in the textbook order of 1F1B."""
     ahead = min(stages - stage - 1, microbatches)
     order = [("F", m) for m in range(ahead)]
     for m in range(ahead, microbatches):
@@ -148,7 +152,7 @@ def operations(stage: int, stages: int, microbatches: int) -> list[tuple[str, in
 def simulated_makespan_ms(
     forward_ms: Sequence[float], backward_ms: Sequence[float], link_ms: Sequence[float], microbatches: int
 ) -> float:
-    """Do whatever operation is possible next, until all are done."""
+    """Simulate the schedule: perform any operation that is possible next, until all are done."""
     stages = len(forward_ms)
     todo = [operations(stage, stages, microbatches) for stage in range(stages)]
     free = [0.0] * stages
@@ -181,7 +185,7 @@ def compositions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
 
 
 def node_splits(profile: ModelProfile, policy: Policy) -> list[tuple[int, ...]]:
-    """The ways to split a node's devices into stages that the profile and the policy allow."""
+    """Return the ways to split a node's devices into stages that the profile and the policy allow."""
     splits = []
     for split in compositions(policy.devices_per_node, policy.devices_per_node):
         starts = [sum(split[:index]) for index in range(len(split))]
@@ -211,8 +215,12 @@ def stage_ms(
     recompute: Recompute = "none",
     within: Within = "replicate",
 ) -> tuple[float, float]:
-    """Measured where the profile has it, else by the rows of the fullest device; shards pass on a share of the
-    parameters in each pass, and of the gradients in the backward pass, once less often than there are devices."""
+    """Return forward and backward time of a stage: measured if the profile has it, else by the rows of the
+    fullest device.
+
+    Shards transfer a share of the parameters in each pass, and of the gradients in the backward pass, one
+    time fewer than there are devices.
+    """
     first, end, devices = stage
     forward_ms = backward_ms = 0.0
     inner = profile.ring if profile.inner is None else profile.inner
@@ -241,7 +249,7 @@ def stage_ms(
 
 
 def ways(profile: ModelProfile, policy: Policy, devices: int) -> list[Way]:
-    """How a stage of so many devices may work."""
+    """Return the ways in which a stage of this number of devices may work."""
     recomputes: list[Recompute]
     if policy.activation_checkpointing != "auto":
         recomputes = [policy.activation_checkpointing]
@@ -258,7 +266,7 @@ def ways(profile: ModelProfile, policy: Policy, devices: int) -> list[Way]:
 
 
 def quickest_way(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> Way | None:
-    """The quickest way that fits, the first of equally quick ones; ``None`` if none does."""
+    """Return the fastest way that fits, the first of several equally fast ones, or ``None`` if none fits."""
     limit = policy.device_memory_bytes or profile.device_memory_bytes
     fitting = [
         way
@@ -297,7 +305,7 @@ def stage_bytes(
             if split.devices == devices and split.activation_bytes is not None and x.activation_bytes:
                 grown = Fraction(policy.microbatch_rows, profile.microbatch_rows)
                 scales[-1] = Fraction(split.activation_bytes, x.activation_bytes) * grown
-    # Sizes of single layers are rounded up to whole bytes of the rows that were measured.
+    # Sizes of single layers are rounded up to whole bytes of the measured rows.
     unit = profile.microbatch_rows
 
     def total(sizes: list[int]) -> int:
@@ -328,7 +336,7 @@ def fits(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage]) -> boo
 
 
 def paper_ms(times_ms: Sequence[float]) -> float:
-    """T1, T2 and T3 of Eq. 1–4 spelled out, N_b = 4S."""
+    """Return T1 + T2 + T3 of Eq. 1–4 written out, with N_b = 4S."""
     stages = len(times_ms)
     k = max(range(stages), key=lambda index: (times_ms[index], index))
     t1 = sum(times_ms)
@@ -337,7 +345,7 @@ def paper_ms(times_ms: Sequence[float]) -> float:
 
 
 def mapping_ms(profile: ModelProfile, policy: Policy, mapping: Sequence[Stage], microbatches: int) -> float:
-    """The policy's objective, of a mapping that fits."""
+    """Return the policy's objective for a mapping that fits."""
     times = []
     for number, stage in enumerate(mapping):
         way = quickest_way(profile, policy, stage, len(mapping) - 1 - number)
@@ -353,7 +361,7 @@ def pipeline_ms(
     times: Sequence[tuple[float, float]],
     microbatches: int,
 ) -> float:
-    """The policy's objective for these forward and backward times of the stages."""
+    """Return the policy's objective for these forward and backward times of the stages."""
     if policy.objective == "paper":
         return paper_ms([there + back for there, back in times])
     links = [
@@ -373,7 +381,7 @@ def best_mapping_ms(profile: ModelProfile, policy: Policy, nodes: int, microbatc
 
 
 def multisets(total: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to add up sizes to ``total``, each largest first."""
+    """Yield all ways to write ``total`` as a sum of sizes, largest first."""
     if total == 0:
         yield ()
     for size in sizes:
@@ -383,14 +391,14 @@ def multisets(total: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to hand out ``total`` microbatches, at least one to each."""
+    """Yield all ways to distribute ``total`` microbatches, at least one to each part."""
     for cuts in combinations(range(1, total), parts - 1):
         edges = [0, *cuts, total]
         yield tuple(b - a for a, b in pairwise(edges))
 
 
 def check_way(profile: ModelProfile, policy: Policy, stage: Stage, behind: int, taken: Way) -> None:
-    """It fits, and no other way that fits is quicker (but for rounding)."""
+    """Check that the chosen way fits, and that no other way that fits is faster, up to rounding."""
     best = quickest_way(profile, policy, stage, behind)
     assert best is not None
     limit = policy.device_memory_bytes or profile.device_memory_bytes
@@ -403,7 +411,7 @@ def check_way(profile: ModelProfile, policy: Policy, stage: Stage, behind: int, 
 
 
 def check_plan(plan: Plan, situation: Situation, profile: ModelProfile, policy: Policy) -> None:
-    """Everything that must hold of any plan."""
+    """Check the properties that every plan must have."""
     layers = len(profile.layers)
     first_microbatch = 0
     for pipeline in plan.pipelines:
@@ -446,8 +454,9 @@ def check_plan(plan: Plan, situation: Situation, profile: ModelProfile, policy: 
 
 
 def check_transition(plan: Plan, situation: Situation, profile: ModelProfile, policy: Policy) -> None:
-    """Until the first commit every device has room for what it keeps, and dropping has made nothing less safe than
-    the tolerated failures and one more allow."""
+    """Check that every device has room for what it holds until the first commit, and that dropped layers leave
+    the state as safe as the tolerated failures and one more require.
+    """
     limit = profile.device_memory_bytes if policy.device_memory_bytes is None else policy.device_memory_bytes
     if limit is None or not situation.in_memory:
         assert not plan.released_layers

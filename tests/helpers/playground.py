@@ -1,7 +1,8 @@
 """Real clusters for tests: mosquitto, coordinator, node daemons and trainers as processes on this machine.
 
-The cluster lives on an event loop in a thread of its own, so that plain tests can use one cluster after
-another: starting a node costs seconds of importing torch, so tests share a cluster and put it in order.
+The cluster runs on an event loop in its own thread, so that plain tests can use one cluster after another.
+A node needs seconds to start, because it imports torch; therefore tests share a cluster and restore its
+order.
 """
 
 import asyncio
@@ -36,11 +37,13 @@ LIMIT_S = 200.0
 RELATIVE = 1e-9
 """Largest relative error of a loss."""
 DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
-"""What trainers compute on; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
+"""Type of the trainers' devices; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
 SILENCE_S = 3.0
-"""Twice the usual: on a busy machine whoever is alive may be kept waiting."""
+"""Twice the usual timeout, because a busy machine delays processes that are alive."""
 HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}
-"""Devices of a node → memory of each, with which two nodes hold the test job's six layers, and one does not."""
+"""Devices of a node → memory of each in MiB, such that two nodes hold the test job's six layers and one does
+not.
+"""
 HOME = ("node-0", "node-1", "node-2", "node-3")
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -48,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Run:
-    """One job and what became known of it."""
+    """A job and its events."""
 
     job: JobData
     events: list[Json] = field(default_factory=list)
@@ -72,7 +75,7 @@ class Run:
 
 
 class Playground:
-    """A cluster and a client of it, driven from a plain thread."""
+    """A cluster and its client, controlled from a plain thread."""
 
     def __init__(self, directory: Path, options: ClusterOptions) -> None:
         self._loop = asyncio.new_event_loop()
@@ -81,7 +84,7 @@ class Playground:
         self.state: Json = {}
         self.run: Run | None = None
         self.pids: dict[tuple[str, int], int] = {}
-        """(node, device) → process of its present trainer."""
+        """(node, device) → process id of its present trainer."""
         self._news = asyncio.Condition()
         self.cluster = self.on_loop(self._make(directory, options))
 
@@ -148,7 +151,7 @@ class Playground:
     # --- waiting -----------------------------------------------------------------------------------
 
     def until(self, holds: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> None:
-        """Wait until ``holds()``; looked at whenever there is news, and twice a second."""
+        """Wait until ``holds()`` is true; check at each message, and at least twice a second."""
 
         async def wait() -> None:
             deadline = time.monotonic() + limit_s
@@ -162,13 +165,13 @@ class Playground:
         self.on_loop(wait(), limit_s + 10)
 
     def until_event(self, name: str, node: str | None = None, times: int = 1) -> Json:
-        """The ``times``-th event of this name since the job was submitted."""
+        """Return the ``times``-th event of this name since the job was submitted; wait for it."""
         run = self._current
         self.until(lambda: len(run.named(name, node)) >= times, f"{name} {node or ''} × {times}")
         return run.named(name, node)[times - 1]
 
     def until_recovery(self, cause: str) -> Json:
-        """The first recovery from this cause."""
+        """Return the first recovery from this cause; wait for it."""
         run = self._current
         self.until(lambda: any(r["cause"] == cause for r in run.recoveries), f"recovery from {cause}")
         return run.recovery(cause)
@@ -179,12 +182,12 @@ class Playground:
 
     @property
     def devices(self) -> int:
-        """Devices of each node that is not said to have others."""
+        """Number of devices of a node whose configuration gives no other."""
         return self.cluster.options.devices_per_node
 
     @property
     def healthy(self) -> set[str]:
-        """Nodes that are here, if all that are here are healthy."""
+        """Nodes that are present; empty while any of them is not healthy."""
         here = {
             n: node["state"] for n, node in self.state.get("nodes", {}).items() if node["state"] != "OFFLINE"
         }
@@ -192,11 +195,11 @@ class Playground:
 
     @property
     def snapshot_directory(self) -> Path:
-        """Where all nodes keep their snapshots."""
+        """Directory with the snapshots of all nodes."""
         return shared_memory(self.cluster.directory)
 
     def further(self, steps: int = 5) -> None:
-        """Training must go on."""
+        """Wait until training has made this many more steps."""
         self.until_step(max(self._current.losses, default=0) + steps)
 
     def until_planned(self, nodes: Sequence[str]) -> None:
@@ -218,7 +221,7 @@ class Playground:
         return self.run
 
     def describe(self) -> str:
-        """What is known, for the message of a test that fails."""
+        """Return the known state, for the message of a failing test."""
         events = [] if self.run is None else self.run.events
         lines = [
             f"{e['monotonic']:.3f} {e['event']} {e['node'] or ''} g{e['generation']} step {e['step']} "
@@ -234,13 +237,13 @@ class Playground:
     # --- acting ------------------------------------------------------------------------------------
 
     def submit(self, job: JobData) -> Run:
-        """Submit, and wait for the first committed step."""
+        """Submit a job, and wait for its first committed step."""
         run = self.offer(job)
         self.until_step(1)
         return run
 
     def offer(self, job: JobData) -> Run:
-        """Submit; it need not come to a step."""
+        """Submit a job without waiting for a step."""
         self.run = Run(job)
         envelope = self.client.envelope()
         request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
@@ -248,7 +251,7 @@ class Playground:
         return self.run
 
     def finish(self) -> Run:
-        """Wait for the job's end, which must be good."""
+        """Wait until the job ends successfully."""
         self.until(
             lambda: self._current.named("JobFinished") or self._current.named("JobFailed"), "the job's end"
         )
@@ -256,7 +259,7 @@ class Playground:
         return self._leave()
 
     def stop_job(self) -> Run:
-        """End the job here."""
+        """Stop the job."""
         envelope = self.client.envelope()
         name = self._current.job.name
         request = StopRequest(request=envelope["request"], reply=envelope["reply"], job=name)
@@ -265,8 +268,8 @@ class Playground:
         return self._leave()
 
     def _leave(self) -> Run:
-        # The state comes a moment behind the events.
-        self.until(lambda: self.state.get("phase") in ("FINISHED", "FAILED"), "the state tells of the end")
+        # The state is published a moment after the events.
+        self.until(lambda: self.state.get("phase") in ("FINISHED", "FAILED"), "the state shows the end")
         run = self._current
         self._conductor = None
         assert self._failures == []
@@ -278,12 +281,12 @@ class Playground:
         self.on_loop(self.client.request(request))
 
     def inject(self, **fault: Any) -> None:
-        """A fault now: the fields of a scenario's ``[[fault]]`` without a trigger."""
+        """Inject a fault now; ``fault`` has the fields of a scenario's ``[[fault]]`` without a trigger."""
         [parsed] = parse_scenario({"fault": [{"after_s": 0, **fault}]}, "test").faults
         self.on_loop(self._injector.inject(parsed))
 
     def kill_later(self, pid: int, after_s: float) -> None:
-        """SIGKILL a process when the broker that would carry the order is away."""
+        """Send SIGKILL to a process later, when the broker that would carry the order is down."""
         self._loop.call_soon_threadsafe(self._loop.call_later, after_s, os.kill, pid, signal.SIGKILL)
 
     def publish(self, topic: str, payload: bytes) -> None:
@@ -295,7 +298,7 @@ class Playground:
         self.on_loop(send())
 
     def fill_gaps(self) -> None:
-        """Events that the broker's outage swallowed, from the coordinator's journal."""
+        """Add the events that were lost while the broker was down, from the coordinator's journal."""
         run = self._current
         since = run.events[0]["monotonic"]
 
@@ -312,15 +315,17 @@ class Playground:
         self.on_loop(fetch())
 
     def until_journaled(self, holds: Callable[[], Any], what: str) -> None:
-        """What is told while the broker, or the way to it, is away: the journal has it in any case."""
+        """Wait for something that is published while the broker cannot be reached: the journal has it in any
+        case.
+        """
         deadline = time.monotonic() + LIMIT_S
         while not holds():
             assert time.monotonic() < deadline, f"not in the journal: {what}\n{self.describe()}"
-            with contextlib.suppress(FtdError):  # Nobody answers while the broker is away.
+            with contextlib.suppress(FtdError):  # Nobody answers while the broker is down.
                 self.fill_gaps()
 
     def play(self, *faults: Json) -> None:
-        """From here on: faults with their triggers."""
+        """Inject these faults at their triggers, from now on."""
 
         async def begin() -> None:
             scenario = parse_scenario({"fault": list(faults)}, "test")
@@ -335,7 +340,7 @@ class Playground:
     # --- order ---------------------------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Whatever a test left: no job, and the home nodes up with idle trainers, no others."""
+        """Restore order after any test: no job, and exactly the home nodes up with idle trainers."""
         self._conductor = None
         self._failures.clear()
         with contextlib.suppress(FtdError):
@@ -358,7 +363,7 @@ class Playground:
         return warm and self.healthy == set(HOME)
 
     def contract_is_kept(self) -> None:
-        """Whatever was said so far is as the contract for other tools has it."""
+        """Check that all messages so far conform to the contract for other tools."""
         problems = self.witness.problems()
         assert problems == [], "\n".join(problems[:20])
 
@@ -371,7 +376,7 @@ def nodes_of(pipelines: list[Json]) -> list[int]:
 
 @contextlib.contextmanager
 def playground(nodes: int = len(HOME), **options: Any) -> Iterator[Playground]:
-    """A cluster with its home nodes on their way up; gone at the end, however the test ends."""
+    """Start a cluster and its home nodes; remove everything at the end, however the test ends."""
     with private_directory() as directory:
         timing = {"silence_s": SILENCE_S, **options.pop("timing", {})}
         ground = Playground(directory, ClusterOptions(**{"broker": "mosquitto", "timing": timing, **options}))
@@ -424,10 +429,11 @@ def write_job(
 ) -> Path:
     """Write the test job to a file.
 
-    :param delay_s: of each layer. A node that starts imports torch, which takes long while steps need all
-        processors: jobs that wait for one give it time.
-    :param within_node: how devices of a stage share its work; other than with "auto", every stage has two devices.
-    :param two_node_replicas: a copy of the model fits no node with so many ``devices``, and fits two of them.
+    :param delay_s: delay of each layer. A new node imports torch, which takes long while steps use all
+        processors; jobs that wait for a node leave it time this way.
+    :param within_node: how devices of a stage share its work; with any value but "auto", every stage has
+        two devices.
+    :param two_node_replicas: a copy of the model needs two nodes with this number of ``devices``.
     """
     text = JOB.format(
         steps=steps,
@@ -477,7 +483,7 @@ def write_pairs(directory: Path, within_node: str) -> Path:
 
 
 def tiny_job(directory: Path, **options: Any) -> JobData:
-    """The same as a client submits it."""
+    """Return the test job as a client submits it."""
     return load_job_data(write_job(directory, **options))
 
 

@@ -22,7 +22,9 @@ needs_mosquitto = pytest.mark.skipif(
 
 
 class SecureBroker:
-    """Certificates are made by an authority of the test's own; passwords are names, reversed."""
+    """A broker with TLS whose certificates come from the test's own authority; passwords are the names,
+    reversed.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -38,7 +40,7 @@ class SecureBroker:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def start(self, *identities: str, expires: datetime | None = None) -> int:
-        """A broker with a certificate for these names; its port."""
+        """Start a broker with a certificate for these names, and return its port."""
         port = free_port()
         here = self.directory / str(port)
         here.mkdir()
@@ -51,7 +53,7 @@ class SecureBroker:
             f"certfile {here}/cert.pem\nkeyfile {here}/key.pem\n"
             f"allow_anonymous false\npassword_file {self.directory}/passwords\n"
             f"acl_file {self.directory}/acl\n"
-            "user root\nlog_dest none\n"  # Or it becomes another user, who cannot read a test's directory.
+            "user root\nlog_dest none\n"  # Otherwise it changes to another user, who cannot read a test's directory.
         )
         binary = str(find_mosquitto())
         self.processes.append(subprocess.Popen([binary, "-c", str(here / "mosquitto.conf")]))

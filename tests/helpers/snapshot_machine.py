@@ -1,4 +1,4 @@
-"""Scripts of the cluster machine's rules of snapshots."""
+"""Scripts that drive the snapshot rules of the cluster machine."""
 
 from typing import Any
 

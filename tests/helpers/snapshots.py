@@ -1,4 +1,4 @@
-"""Snapshots as somebody reads them who has nothing but the arenas: found, checked, decoded, staged."""
+"""Reads snapshots with nothing but their arenas: finds, checks, decodes and stages them."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -20,7 +20,7 @@ Layers = dict[int, tuple[bytes, bytes]]
 
 
 class Kept:
-    """One owner's part of one group."""
+    """One owner's part of a group."""
 
     def __init__(self, arena: Arena, manifest: SnapshotManifest, group: dict[str, object]) -> None:
         name = f"group-{group['first_layer']}"
@@ -41,7 +41,7 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kept(arenas: Path, step: int) -> dict[tuple[int, int], dict[int, Kept]]:
-    """For each group its owners' parts, by number; checked."""
+    """Return the checked parts of each group's owners, by the owner's number."""
     found: dict[tuple[int, int], dict[int, Kept]] = {}
     for directory in sorted(arenas.glob("device-*")):
         arena = Arena.open(directory)
@@ -70,7 +70,7 @@ def vote_of(arenas: Path, step: int) -> Vote:
 
 
 def decoded(parts: dict[int, Kept], lost: Sequence[int], small_of: int) -> Layers:
-    """The layers of one group without what the owners ``lost`` kept."""
+    """Return the layers of one group, decoded without the parts of the owners ``lost``."""
     group = parts[small_of].group
     code = make_code(group.scheme, len(group.owners))
     layout = ShardLayout(code=code, bucket_bytes=group.bucket_bytes)
@@ -87,7 +87,7 @@ def decoded(parts: dict[int, Kept], lost: Sequence[int], small_of: int) -> Layer
 
 
 def losses_within(parts: dict[int, Kept]) -> list[tuple[int, ...]]:
-    """Every set of owners that the group's code promises to do without."""
+    """Return every set of owners whose loss the group's code must survive."""
     group = next(iter(parts.values())).group
     guarantee = make_code(group.scheme, len(group.owners)).guarantee
     owners = range(len(group.owners))
@@ -95,7 +95,7 @@ def losses_within(parts: dict[int, Kept]) -> list[tuple[int, ...]]:
 
 
 def stage(layers: Layers, directory: Path) -> None:
-    """As a node does before it sends Resume."""
+    """Stage layers as a node does before it sends Resume."""
     directory.mkdir(exist_ok=True)
     for layer, (header, payload) in layers.items():
         write_staged_payload(directory, layer, header, payload)

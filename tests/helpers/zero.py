@@ -1,4 +1,4 @@
-"""The coordinator's part in ZeRO-1: from reports to the step, and to who has which parts."""
+"""The coordinator's part in ZeRO-1: choosing the step from reports, and knowing which rank has which parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,7 +80,6 @@ def held_of(
     if report.committed_step == step:
         counted, held = list(report.parts), set(report.held)
     elif report.ready_step == step:
-        # It applies the gradients that it holds, for its share of the layers under the last plan.
         world = p.WorldData(pipelines=pipelines, transfers=(), hosts=())
         owned = {
             StatePart(layer=layer, start=start, end=end, of=of, replica=replica)
