@@ -108,7 +108,9 @@ def test_a_node_that_was_cut_off_returns_with_a_new_incarnation(
     ground.until_recovery("node_joined")
     ground.further()
     assert ground.pids["node-2", 0] != stale
-    ground.until(lambda: ground.state["nodes"]["node-2"]["incarnation"] > incarnation, "it began anew")
+    ground.until(
+        lambda: ground.state["nodes"]["node-2"]["incarnation"] > incarnation, "it has a new incarnation"
+    )
     assert run.named("NodeFenced", "node-2")
     same_losses(ground.stop_job())
 

@@ -503,7 +503,7 @@ SPOILED = """
     sys.path.insert(0, {root!r})
     from tests.helpers.architectures import ARCHITECTURES, Samples
 
-    class Spoiled(Samples):
+    class Corrupted(Samples):
         def __getitem__(self, index):
             sample = {{key: value.clone() for key, value in super().__getitem__(index).items()}}
             if index == self.corrupt:
@@ -511,7 +511,7 @@ SPOILED = """
             return sample
 
     def build(architecture, key, number, corrupt):
-        dataset = Spoiled(ARCHITECTURES[architecture].task)
+        dataset = Corrupted(ARCHITECTURES[architecture].task)
         dataset.key, dataset.number, dataset.corrupt = key, number, corrupt
         return Training(model=ARCHITECTURES[architecture].make(), optimizer=sgd, dataset=dataset)
 """

@@ -1,4 +1,6 @@
-"""Who has which elements, and who sends which: for any model, any two worlds, any state of the old one."""
+"""Property tests of which rank has which elements and sends which, for any model, any two worlds, and any
+state of the old one.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

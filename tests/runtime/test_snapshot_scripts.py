@@ -240,7 +240,7 @@ for number in range(start + 1, start + 4):
         snapshots.snapshot(number)
         snapshots.wait()
     if rank == 0:
-        print(f"step {number} {total:.12f} behind {start}", flush=True)
+        print(f"step {number} {total:.12f} after {start}", flush=True)
 dist.barrier()
 snapshots.close()
 dist.destroy_process_group()
@@ -266,14 +266,14 @@ def test_all_ranks_restore_the_newest_step_that_each_of_them_has(
     assert held["rank-0"].endswith("3.json") and held["rank-1"].endswith("2.json")
     assert len(list(place.glob("job/rank-0/step-*.json"))) == 2  # step 2 is kept for rank 1
     again = two_ranks(zygote, tmp_path, "all", place)
-    assert "step 3 " in again and "behind 2" in again
+    assert "step 3 " in again and "after 2" in again
     assert all(len(list(p.glob("step-*5.json"))) == 1 for p in place.glob("job/rank-*"))
 
 
 def test_fsdp2_shards_come_back(zygote: Zygote, tmp_path: Path, place: Path) -> None:
     first = two_ranks(zygote, tmp_path, "sharded", place)
     second = two_ranks(zygote, tmp_path, "sharded-again", place)  # other weights, until they are restored
-    assert "behind 3" in second
+    assert "after 3" in second
     totals = [(int(a), float(b)) for a, b in re.findall(r"^step (\d+) (\S+)", first + second, re.M)]
     assert totals == [(n, pytest.approx(total, rel=1e-6)) for n, total in enumerate(whole_model(6), 1)]
 

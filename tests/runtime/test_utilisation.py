@@ -1,4 +1,4 @@
-"""The figures behind MFU: the operations of a model, and the peak of a device."""
+"""The figures from which MFU is computed: a model's operations and a device's peak rate."""
 
 import pytest
 import torch

@@ -326,7 +326,7 @@ def test_daemons_survive_any_message_on_their_topics(lab: Deployment, wire: Wire
             assert not [e for e in history if e["event"] in ("RolledBack", "JobSubmitted", "ChaosInjected")]
             deadline = time.monotonic() + PATIENCE_S
             while not any(e["details"].get("suppressed", 0) > 1 for e in history):
-                assert time.monotonic() < deadline, "refusals are told one by one"
+                assert time.monotonic() < deadline, "rejections are published one by one"
                 # The number that was suppressed comes with the next event.
                 session.publish(T.request, b"\x91")
                 await asyncio.sleep(0.2)

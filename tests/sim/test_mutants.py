@@ -270,7 +270,7 @@ def test_a_journal_that_loses_used_generations_with_its_end_is_found(
 def test_a_journal_that_loses_the_resumed_plan_with_its_end_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node that the others left behind is then mistaken for one of them, with gradients of another plan; or
+    """A node that the others left out is then mistaken for one of them, with gradients of another plan; or
     what the others have is considered lost or undone.
     """
     monkeypatch.setattr(coordinator, "durability_key", lambda journal: durability_key(journal)[:-1])
@@ -544,7 +544,7 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
 def test_a_snapshot_that_counts_with_a_wrong_protection_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The snapshot counts as protected as the job file says, and not as the owners were told."""
+    """The snapshot counts as protected as the job file says, and not as the owners were instructed."""
 
     def complete(c: Cluster, *others: Any) -> None:
         if c.resumption is not None and c.job is not None and c.job.snapshot.auto_protection:

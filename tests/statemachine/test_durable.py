@@ -26,7 +26,7 @@ def plain(state: Any) -> dict[str, Any]:
 
 
 class Checked(Snapshots):
-    """What the machine stores after each step equals what a machine that reuses nothing would store."""
+    """A script which checks that the machine stores after each step what one that reuses nothing would store."""
 
     def feed(self, kind: Any, **values: Any) -> list[Any]:
         effects = super().feed(kind, **values)

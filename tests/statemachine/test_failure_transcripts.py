@@ -203,7 +203,7 @@ def test_several_nodes_at_once() -> None:
     s.failure(
         "several nodes at once",
         "node-1 and node-2 die while reports come in: both losses share generation 2.",
-        "node-3 dies when all have reported, since the planner was told of it: that takes generation 3.",
+        "node-3 dies when all have reported and the planner already counts on it: that takes generation 3.",
     )
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.reports(2, "node-2")

@@ -229,7 +229,7 @@ def training(devices: int = 2) -> Daemon:
 
 
 def snapped(s: Daemon) -> list[tuple[int, bool]]:
-    """Return the devices whose trainers were told to take a snapshot, and whether it was to be the last one."""
+    """Return the devices whose trainers were instructed to take a snapshot, and whether it was to be the last one."""
     published = [(effect.device, effect.instruction) for effect in s.all(InstructTrainer)]
     return [(device, snap.last) for device, snap in published if isinstance(snap, trainer.StartSnapshot)]
 

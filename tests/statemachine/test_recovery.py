@@ -651,7 +651,7 @@ def test_a_rejected_node_that_went_away_is_rejected_again() -> None:
         s.hello("node-3", 999)
         assert s.events("NodeRejected")
         s.hello("node-3", 999)
-        assert not s.events("NodeRejected"), "told once while it is there"
+        assert not s.events("NodeRejected"), "published once while it is there"
         s.feed(NodeVanished, node="node-3", incarnation=999)
         assert not s.commands()
 

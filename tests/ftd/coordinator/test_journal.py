@@ -197,7 +197,7 @@ def test_a_rebooted_host_skips_generations_that_it_may_have_used(
 
 
 def test_the_log_is_moved_into_the_file_at_quiet_moments(tmp_path: Path) -> None:
-    """So a recovery need not wait for it; what was saved is there, before and after."""
+    """A recovery need not wait for it then; saved records are there before and after."""
     journal = Journal(tmp_path)
     grown = (tmp_path / "journal.sqlite").stat().st_size
     for number in range(module._CHECKPOINT_COMMITS):

@@ -343,7 +343,7 @@ def test_many_coordinators_that_start_at_once_agree(
 
 
 def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBroker) -> None:
-    """So the others leave the lead to a coordinator with a newer journal."""
+    """The other coordinators need the position to leave the lead to one with a newer journal."""
     seen: list[dict[str, Any]] = []
 
     async def play() -> None:

@@ -60,7 +60,7 @@ def state():
         value = value.to_local() if hasattr(value, "to_local") else value
         digest.update(value.detach().contiguous().numpy())
     return digest.hexdigest()
-print(f"behind {rank} {start}", flush=True)
+print(f"after {rank} {start}", flush=True)
 print(f"state {rank} {start} {state()}", flush=True)
 assert progress["rank"] % int(os.environ.get("WORLD_SIZE", "1")) == rank
 for step in range(start + 1, last + 1):
@@ -199,8 +199,8 @@ class Ranks:
         return "".join(process.text for process in self.processes)
 
     @property
-    def behind(self) -> set[int]:
-        return {int(step) for step in re.findall(r"^behind \d+ (\d+)", self.text, re.MULTILINE)}
+    def restored_steps(self) -> set[int]:
+        return {int(step) for step in re.findall(r"^after \d+ (\d+)", self.text, re.MULTILINE)}
 
     @property
     def states(self) -> dict[tuple[int, int], str]:
@@ -259,10 +259,12 @@ def world(zygote: Zygote, place: Path) -> Iterator[World]:
 
 def went_on_exactly(first: Ranks, second: Ranks) -> None:
     """Check that the second run began with the first run's bytes of that step, on every rank."""
-    (behind,) = second.behind
-    assert behind >= 3
+    (restored,) = second.restored_steps
+    assert restored >= 3
     ranks = range(len(second.processes))
-    assert [second.states[rank, behind] for rank in ranks] == [first.states[rank, behind] for rank in ranks]
+    assert [second.states[rank, restored] for rank in ranks] == [
+        first.states[rank, restored] for rank in ranks
+    ]
 
 
 @pytest.mark.processes
@@ -317,7 +319,7 @@ def test_fewer_ranks_restore_replicated_state_but_not_sharded_state(world: World
         if kind == "ddp":
             second.until_protected(first.last_step + 1)
             second.kill()
-            assert min(second.behind) >= 3
+            assert min(second.restored_steps) >= 3
             world.ranks(hosts, kind, "arc:1", 1, "0", "remove").finish()
         else:
             while second.processes[0].alive:
@@ -338,7 +340,7 @@ def test_training_goes_on_without_a_valid_token_or_an_agent(world: World) -> Non
     hosts[1].lose()
     alone = world.ranks([hosts[1]], "single", "aec", 3).finish()
     assert alone.text.count("needs a snapshot agent on each host") == 1
-    assert world.ranks([hosts[1]], "single", "aec", 4).finish().behind == {3}
+    assert world.ranks([hosts[1]], "single", "aec", 4).finish().restored_steps == {3}
 
 
 class Agent:
@@ -401,8 +403,8 @@ def test_torchrun_on_two_hosts_survives_the_loss_of_one(world: World) -> None:
     finally:
         for agent in agents:
             agent.kill()
-    behind = set(re.findall(r"resumes after step (\d+)", agents[1].text))
-    assert behind and all(int(step) >= 5 for step in behind)
+    restored = set(re.findall(r"resumes after step (\d+)", agents[1].text))
+    assert restored and all(int(step) >= 5 for step in restored)
     # Repeated steps have the same losses as before, so each rank has one loss for each step.
     told = lost.losses | agents[0].losses | agents[1].losses
     assert sorted((int(rank), int(step)) for rank, step, _ in told) == [

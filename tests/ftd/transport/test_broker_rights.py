@@ -52,7 +52,7 @@ async def problem_of(address: BrokerAddress, *subscriptions: str) -> str:
     task = asyncio.create_task(member.session.run())
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while member.session.problem == untried:  # noqa: ASYNC110  # it is told to whoever waits too long
+            while member.session.problem == untried:  # noqa: ASYNC110  # it is reported to callers that wait too long
                 await asyncio.sleep(0.02)
         with pytest.raises(UnreachableError) as caught:
             await member.session.wait_connected(0.5)

@@ -124,9 +124,7 @@ def test_a_broken_connection_sends_the_will_and_a_goodbye_does_not(broker: Runni
 def test_disconnecting_waits_until_the_broker_has_read_it(
     mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the broker would still send to a closed socket breaks the connection, and the will would be
-    published.
-    """
+    """If the broker sent more to a closed socket, that would break the connection and publish the will."""
     monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", PATIENCE_S)
 
     async def scene() -> None:

@@ -1,5 +1,5 @@
-"""The coordinator's side of tracking: it starts a writer when it leads, replaces a dead one, and leaves none
-behind.
+"""The coordinator's side of tracking: it starts a writer when it leads, replaces a dead one, and ends
+the last one.
 """
 
 import asyncio
