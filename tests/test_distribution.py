@@ -34,7 +34,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the files that git tracks, so that building leaves nothing in the checkout."""
+    """Copy the files that git tracks, so that building leaves nothing in the checkout."""
     copy = tmp_path_factory.mktemp("sources")
     names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     for name in names:

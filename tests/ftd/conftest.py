@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A temporary directory under a path so short that a unix socket can lie below it."""
+    """Yield a temporary directory whose path is so short that a unix socket can lie below it."""
     with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield Path(name)
 

@@ -752,7 +752,7 @@ def test_a_lazy_module_is_to_be_called_first(place: Path) -> None:
     with pytest.raises(SnapshotError, match=r"lazy\['weight'\] has no shape yet: call the lazy module once"):
         snapshots.register("lazy", nn.LazyLinear(2))
     snapshots.close()
-    gc.collect()  # Nobody can read the shape of such a parameter.
+    gc.collect()  # No code can read the shape of such a parameter.
 
 
 def test_a_value_that_becomes_unsavable_costs_a_snapshot_and_not_the_run(

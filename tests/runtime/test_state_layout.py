@@ -160,7 +160,7 @@ def other_shape(s: Scene) -> None:
 
 
 def without_rows(s: Scene) -> None:
-    """Its memory has gaps, so it is gathered."""
+    """Replace a parameter's memory by one with gaps, which has to be gathered."""
     s.parameter().data = torch.randn(4, 8)[:, ::2]
 
 
@@ -227,7 +227,7 @@ def tied(s: Scene) -> None:
 
 
 def silently_untied(s: Scene) -> None:
-    """Two parameters that shared memory no longer do."""
+    """Give two parameters that shared memory separate memory."""
     s.model[0].weight.data = s.model[3].weight.data
     s.check()
     s.model[0].weight.data = s.model[3].weight.data.clone()
@@ -282,7 +282,7 @@ def state_of_one_parameter_removed(s: Scene) -> None:
 
 
 def state_of_a_removed_parameter(s: Scene) -> None:
-    """The parameter belongs to no object any more."""
+    """Add the state of a parameter that belongs to no object any more."""
     s.optimizer.state[torch.zeros(2)] = {"it": s.progress["mean"]}
 
 
@@ -338,7 +338,7 @@ def nested(s: Scene) -> None:
 
 
 def moved_from_one_dict_to_the_next(s: Scene) -> None:
-    """All keys and values in a row are as before."""
+    """Move a key so that all keys and values in a row stay the same."""
     s.state()["a"] = {"x": torch.ones(2), "y": torch.ones(2)}
     s.state()["b"] = {"z": torch.ones(2)}
     s.check()
@@ -397,7 +397,7 @@ def other_group(s: Scene) -> None:
 
 
 def no_longer_guarded(s: Scene) -> None:
-    """It is not guarded any more."""
+    """Remove a parameter from its group, so that it is not guarded any more."""
     if s.optimizer.param_groups[1]["params"]:
         s.optimizer.param_groups[1]["params"].pop()
 

@@ -161,7 +161,7 @@ def lab() -> Iterator[Deployment]:
 
 @pytest.fixture(autouse=True)
 def check_daemons(lab: Deployment) -> Iterator[None]:
-    """Whatever a test does: no daemon ends, finds a bug, or fills the log."""
+    """Check after each test that no daemon has ended, found a bug, or filled its log."""
     before = {name: len(daemon.said) for name, daemon in lab.daemons.items()}
     yield
     for name, daemon in lab.daemons.items():

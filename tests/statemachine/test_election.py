@@ -108,7 +108,7 @@ def test_the_term_is_above_all_that_were_read_or_held() -> None:
 def test_a_last_will_of_the_leader_is_enough_and_is_reported() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=7, graceful=False)
-    assert not one.out  # Of somebody who led before.
+    assert not one.out  # This is the will of an earlier leader.
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     assert one.leads(found=ANNA).leader.term == 5
     assert [name for name in one.names() if name.startswith("Leader")] == ["LeaderLost", "LeaderElected"]

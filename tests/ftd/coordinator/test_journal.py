@@ -440,7 +440,7 @@ def test_times_of_the_journal_are_shifted_to_this_hosts_current_clock(
 
 
 def test_unacknowledged_events_come_with_the_newest_state(tmp_path: Path) -> None:
-    """Whether the newest state is in this journal or at the broker; old programs have no outbox."""
+    """This holds whether the newest state is in this journal or at the broker; old programs have no outbox."""
     journal, timing = Journal(tmp_path), Timing()
 
     def state(*untold: tuple[str, str], **others: Any) -> bytes:

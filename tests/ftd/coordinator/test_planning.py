@@ -395,7 +395,7 @@ main()
 
 
 def slow(directory: Path, pause_s: float) -> list[str]:
-    """The real process, with a pause for every number of nodes but the first."""
+    """Run the real process with a pause for every number of nodes but the first."""
     return program(directory, SLOW.format(pause_s=pause_s))
 
 
@@ -584,7 +584,7 @@ def work_for(
 
 
 def built(directory: Path, effect: BuildTemplates, command: list[str] = COMMAND) -> Scene:
-    """A scene in which the build has finished."""
+    """Return a scene in which the build has finished."""
     scene = Scene(directory, command)
 
     async def story(scene: Scene) -> None:

@@ -100,7 +100,7 @@ def play(
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  # fakes tell nobody
+        while not holds():  # noqa: ASYNC110  # fakes notify nobody
             await asyncio.sleep(0.005)
 
 

@@ -94,7 +94,7 @@ def test_a_state_is_published_at_once_and_its_reason_later(
             the.publisher.publish_state(effect(NodeState.HEALTHY, "abandoned"))
             the.publisher.publish_state(effect(NodeState.HEALTHY, "idle"))
             assert await the.reasons(3) == ["started", "a snapshot", "abandoned"]
-            the.publisher.publish_state_now()  # Somebody else published in our place.
+            the.publisher.publish_state_now()  # Another process published in our place.
             assert await the.reasons(1) == ["idle"]
             the.publisher.interrupt(0.0)
             assert await the.reasons(1) == ["the connection to the broker broke"]

@@ -177,7 +177,7 @@ def test_layers_are_staged_once_for_all_devices_and_then_freed() -> None:
 
 
 def test_a_corrupt_shard_is_repaired_after_a_restore() -> None:
-    """Nobody waits for the next scrubbing: with another loss the bytes are needed."""
+    """The repair does not wait for the next scrubbing, because another loss would need these bytes."""
 
     async def body(daemon: Daemon, peer: Node) -> None:
         shard = daemon.config.snapshot_dir / JOB / "device-0" / "slot-0"

@@ -166,7 +166,7 @@ def test_the_next_source_is_tried_with_its_own_digests() -> None:
 
 async def flowing(node: Node, before: int) -> None:
     """Return when a large share of a part has been sent, in addition to the bytes sent ``before``."""
-    while node.server.rate.acquired_bytes < before + SIZE // 4:  # noqa: ASYNC110  # a stream tells nobody
+    while node.server.rate.acquired_bytes < before + SIZE // 4:  # noqa: ASYNC110  # a stream notifies nobody
         await asyncio.sleep(0.01)
 
 

@@ -329,7 +329,9 @@ def test_every_field_is_explained_in_the_documentation() -> None:
 
 
 def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
-    """All trainers of both nodes die at step 11, and training returns to the snapshot of step 7."""
+    """Return the events of a run in which all trainers of both nodes die at step 11 and training returns to
+    the snapshot of step 7.
+    """
     data = recovery(
         "resumed", 2, 7, nodes=["a", "b"], detected_how=None, detected_at=14.0, total_ms=300.0
     ) | {"rolled_back_steps": 4, "tier": "memory", "recomputed_steps": 1}
