@@ -56,9 +56,12 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
     horizon = f"{question.horizon_days:g} days"
     rate = repaired["losses_per_day"]
     lost = f"once in {days(1 / rate)}" if rate else "never"
+    safe_days = answers["with_protection"]["safe_days"]
+    survival = f"with probability {question.threshold:g} even if no lost node is replaced."
     lines = [
-        f"Persist snapshots from memory at least every {days(answers['with_protection']['safe_days'])}: until "
-        f"then they survive with probability {question.threshold:g} even if no lost node is replaced.",
+        f"Snapshots in memory survive without end {survival}"
+        if safe_days is None
+        else f"Persist snapshots from memory at least every {days(safe_days)}: until then they survive {survival}",
         f"If a lost node is replaced within {question.repair_days * 24:g} h: with "
         f"{repaired['node_failures_per_day']:.3g} node failures a day, a group loses more than it can decode "
         f"{lost}; the probability that this does not happen in {horizon} is {repaired['horizon_survival']:.4g}.",
