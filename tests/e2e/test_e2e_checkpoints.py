@@ -193,7 +193,7 @@ def test_a_stopped_job_continues_later_on_other_hosts_with_fewer_devices(
     kept = steps_in(url)
     ground.offer(checkpoint_job(tmp_path, steps=last + 50, arguments="width = 40"))
     reason = ground.until_event("JobFailed")["reason"]
-    assert "checkpoint.url" in reason and "(48, 48) float64 came" in reason and "(40, 40) float64" in reason
+    assert "checkpoint.url" in reason and "of (48, 48) float64" in reason and "(40, 40) float64" in reason
     assert "Traceback" not in reason and steps_in(url) == kept
 
 
