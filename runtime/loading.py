@@ -28,7 +28,7 @@ def load_checkpoint(
     and the schedule as in the job's training function, from all trainable parameters of ``model``. One
     layer is in memory at a time.
 
-    Example:
+    Examples:
         >>> step = load_checkpoint("/checkpoints/gpt", model, optimizer, scheduler)
 
     Args:

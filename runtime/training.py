@@ -48,7 +48,7 @@ Batch = Any
 class StepInfo:
     """A committed step, as ``Training.on_step`` receives it.
 
-    Example:
+    Examples:
         >>> def on_step(info: StepInfo) -> None:
         ...     print(f"step {info.step}: loss {info.loss:.4f}")
     """
@@ -91,7 +91,7 @@ class Training:
     Give either ``model`` or ``layers``; ``dataset`` and ``optimizer`` are required, and so is ``loss`` with
     ``layers``. A mistake is reported as a ``TrainingError`` that names what to change.
 
-    Example:
+    Examples:
         >>> def build(*, width: int = 64) -> Training:
         ...     points = torch.randn(4096, 2)
         ...     return Training(

@@ -91,7 +91,7 @@ def sample_indices(dataset_length: int, global_batch: int, seed: int, step: int)
     global batch is sample ``sample_indices(...)[r]``; microbatch m consists of the rows from ``m *
     microbatch``. The result depends on these arguments alone, not on the layout, failures or resumptions.
 
-    Example:
+    Examples:
         >>> indices = sample_indices(len(dataset), global_batch=256, seed=0, step=1)
 
     Args:

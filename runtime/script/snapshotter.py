@@ -70,7 +70,7 @@ class Snapshotter:
     Under ``torch.distributed`` every rank makes a ``Snapshotter`` with the same name. Use it in the thread
     that trains.
 
-    Example:
+    Examples:
         >>> progress = {"epoch": 0}
         >>> snapshots = Snapshotter("my-run", model=model, optimizer=optimizer, progress=progress)
         >>> start = snapshots.restore() or 0
@@ -148,7 +148,7 @@ class Snapshotter:
 
         Call it before ``restore()``, on all ranks, for what you did not pass to the constructor.
 
-        Example:
+        Examples:
             >>> snapshots.register("average", averaged_model, guarded=True)
 
         Args:
@@ -206,7 +206,7 @@ class Snapshotter:
         to save (no memory, a value that can no longer be saved) does not raise: it is logged and counted in
         ``counts.failed``, the previous snapshot stays, and training goes on.
 
-        Example:
+        Examples:
             >>> optimizer.step()
             >>> snapshots.snapshot(step)
 
@@ -257,7 +257,7 @@ class Snapshotter:
         Use it for changes other than an optimizer's step, such as ``load_state_dict`` or pruning. It waits
         until the current snapshot no longer reads the state.
 
-        Example:
+        Examples:
             >>> with snapshots.changing():
             ...     average.load_state_dict(state)
         """

@@ -164,7 +164,7 @@ def test_interval_and_protection_are_switched_on_a_running_job(
     ground.until_event("CoordinatorStarted")
     policy = {"every_steps": 0, "auto_interval": False, "protection": "aec2", "auto_protection": False}
     ground.until(lambda: ground.state.get("snapshot_policy") == policy, "the coordinator remembers")
-    assert asked(ground, "every", "auto").startswith("snapshots: as often as measurements say")
+    assert asked(ground, "every", "auto").startswith("snapshots: at an interval chosen from measurements")
     assert asked(ground, "every", "5") == "snapshots: every 5 steps\n"
     ground.inject(do="kill", nodes=list(HOME), target="trainer")
     assert until_rolled_back(ground)["tier"] == "memory"
