@@ -301,7 +301,7 @@ def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tm
         [event] = daemon.events
         assert isinstance(event, StagingFailed)
         assert (
-            event.failure.damaged
+            event.failure.corrupt
             and event.failure.bad == ()
             and "layer-0001.bin has 4 bytes" in event.failure.detail
         )
