@@ -153,6 +153,7 @@ def layers_to_release(
     if not short:
         return ()
     holders = _holders(pipelines, masks)
+    droppers: dict[int, set[str]] = {}
     sent = {(move.source, move.layer) for move in moves}
     found = []
     for device, old, too_much in short:
@@ -160,10 +161,13 @@ def layers_to_release(
         dropped: list[int] = []
         parked: list[int] = []
         for layer in sorted(old, key=lambda layer: (-size_of[layer], layer)):
-            others = sum(count > 0 for node, count in holders[layer].items() if node != device.node)
+            # Nodes that dropped the layer from another device do not count, so that the promise to them holds too.
+            excluded = droppers.setdefault(layer, set()) | {device.node}
+            others = sum(count > 0 for node, count in holders[layer].items() if node not in excluded)
             if excess > 0 and others > max(tolerate, 1) and (device, layer) not in sent:
                 dropped.append(layer)
                 holders[layer][device.node] -= 1
+                droppers[layer].add(device.node)
                 excess -= size_of[layer]
         for layer in sorted(set(old).difference(dropped), key=lambda layer: (-size_of[layer], layer)):
             if excess > 0:
