@@ -77,10 +77,12 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
     values = [math.nan if ratio is None else 100 * ratio for _, ratio in report.goodput.series]
     axes.stairs(values, times, fill=True, color=BLUE, alpha=0.25)
     axes.stairs(values, times, color=BLUE, linewidth=1.4)
-    whole = 100 * report.goodput.ratio
     axes.axhline(100, color=FAINT, linewidth=0.8, linestyle="--")
-    axes.axhline(whole, color=BLUE, linewidth=1.0, linestyle=":")
-    axes.annotate(f"{whole:.0f} %", (1.0, whole), xycoords=("axes fraction", "data"), color=BLUE, fontsize=9)
+    if report.goodput.ratio is not None:
+        whole = 100 * report.goodput.ratio
+        level = min(whole, _TOP)  # A label far outside the axes cannot be drawn.
+        axes.axhline(level, color=BLUE, linewidth=1.0, linestyle=":")
+        axes.annotate(f"{whole:.0f} %", (1.0, level), xycoords=("axes fraction", "data"), color=BLUE, fontsize=9)
     for recovery in report.recoveries:
         if recovery.cause != "start":
             axes.axvspan(

@@ -44,7 +44,10 @@ class CauseTimes:
 class SoakGoodput:
     """New steps, compared with an undisturbed run of the same duration."""
 
-    ratio: float
+    ratio: float | None
+    """Null if jobs trained for less than a point of ``series``: new steps that are published together in a moment
+    say nothing.
+    """
     new_steps: int
     repeated_steps: int
     """Steps that had been committed before: they were undone by a rollback, or published twice."""
@@ -141,9 +144,9 @@ def measure_goodput(
         series.append((round(end, 3), round(here * step_s / free_s, 4) if enough else None))
     between_s = sum(max(0.0, min(until_s, b) - max(0.0, a)) for a, b in gaps)
     total = int(sum(new))
-    trained_s = max(until_s - between_s, 1e-9)
+    trained_s = until_s - between_s
     return SoakGoodput(
-        ratio=round(total * step_s / trained_s, 4),
+        ratio=round(total * step_s / trained_s, 4) if trained_s >= width_s else None,
         new_steps=total,
         repeated_steps=repeated_steps,
         step_s=round(step_s, 6),
@@ -157,14 +160,19 @@ def render_lines(report: SoakReport) -> list[str]:
     kinds = ", ".join(f"{kind} {count}" for kind, count in report.by_kind.items()) or "none"
     rejected = sum(1 for fault in report.faults if fault.problem)
     good = report.goodput
+    share = (
+        "unknown, since jobs trained too briefly"
+        if good.ratio is None
+        else f"{good.ratio:.0%} of an undisturbed run"
+    )
     found = [
         f"soaked {report.job} on {report.nodes} nodes for {report.duration_s:.0f} s, seed {report.seed}: "
         f"{report.rounds} jobs of {report.steps} steps finished",
         f"faults: {kinds} ({rejected} could not be injected, {report.not_injected} waited too long for nodes to "
         "recover)",
         *_recovery_lines(report.by_cause),
-        f"goodput: {good.ratio:.0%} of an undisturbed run ({good.new_steps} new steps, {good.repeated_steps} "
-        f"computed again, {report.rollbacks} rollbacks)",
+        f"goodput: {share} ({good.new_steps} new steps, {good.repeated_steps} computed again, "
+        f"{report.rollbacks} rollbacks)",
     ]
     found += [f"lost without an injected fault: {what}" for what in report.unprovoked]
     if report.passed:

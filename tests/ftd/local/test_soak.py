@@ -316,6 +316,12 @@ def test_goodput_compares_new_steps_with_the_undisturbed_pace() -> None:
     assert sum(ratio or 0.0 for _, ratio in measured.series) * 10.0 / 60 == pytest.approx(4.0, rel=0.01)
 
 
+def test_goodput_is_unknown_where_almost_no_time_was_trained() -> None:
+    measured = measure_goodput([(5.95, 20)], until_s=6.0, step_s=0.1, gaps=[(0.0, 5.94)], repeated_steps=0)
+    assert measured.ratio is None
+    assert "goodput: unknown" in "\n".join(render_lines(replace(found(), goodput=measured)))
+
+
 def test_the_report_lists_faults_recoveries_and_the_command_to_repeat() -> None:
     text = "\n".join(render_lines(found()))
     assert (
@@ -343,6 +349,13 @@ def test_the_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
     place = tmp_path / f"soak.{suffix}"
     plot_soak(found(passed=False), place)
     assert place.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+@pytest.mark.parametrize("ratio", [None, 1.6, 1e10])
+def test_an_unknown_or_very_high_goodput_is_drawn(tmp_path: Path, ratio: float | None) -> None:
+    place = tmp_path / "soak.png"
+    plot_soak(replace(found(), goodput=replace(found().goodput, ratio=ratio)), place)
+    assert place.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_every_fault_has_a_row_in_the_plot(tmp_path: Path) -> None:
