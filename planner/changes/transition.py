@@ -10,7 +10,6 @@ host memory, from where they can be sent, until the first commit. Under ZeRO-1, 
 node, state is in parts, and none of it is released.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from heapq import heapify, heapreplace
@@ -153,7 +152,6 @@ def layers_to_release(
     if not short:
         return ()
     holders = _holders(pipelines, masks)
-    droppers: dict[int, set[str]] = {}
     sent = {(move.source, move.layer) for move in moves}
     found = []
     for device, old, too_much in short:
@@ -161,13 +159,11 @@ def layers_to_release(
         dropped: list[int] = []
         parked: list[int] = []
         for layer in sorted(old, key=lambda layer: (-size_of[layer], layer)):
-            # Nodes that dropped the layer from another device do not count, so that the promise to them holds too.
-            excluded = droppers.setdefault(layer, set()) | {device.node}
-            others = sum(count > 0 for node, count in holders[layer].items() if node not in excluded)
+            others = len(holders[layer] - {device.node})
             if excess > 0 and others > max(tolerate, 1) and (device, layer) not in sent:
                 dropped.append(layer)
-                holders[layer][device.node] -= 1
-                droppers[layer].add(device.node)
+                # The node no longer counts, even if another of its devices keeps the layer.
+                holders[layer].discard(device.node)
                 excess -= size_of[layer]
         for layer in sorted(set(old).difference(dropped), key=lambda layer: (-size_of[layer], layer)):
             if excess > 0:
@@ -190,11 +186,11 @@ def _stage_bytes(memory: MemoryModel, stage: StagePlacement, stages_after: int) 
     )
 
 
-def _holders(pipelines: Sequence[PipelinePlacement], masks: Masks) -> dict[int, Counter[str]]:
-    """Return how many devices of each node of the plan hold each layer."""
-    holders: dict[int, Counter[str]] = {}
+def _holders(pipelines: Sequence[PipelinePlacement], masks: Masks) -> dict[int, set[str]]:
+    """Return the nodes of the plan that hold each layer."""
+    holders: dict[int, set[str]] = {}
     for node in {node for pipeline in pipelines for node in pipeline.nodes}:
         for mask in masks[node]:
             for layer in layers_of(mask):
-                holders.setdefault(layer, Counter())[node] += 1
+                holders.setdefault(layer, set()).add(node)
     return holders
