@@ -82,7 +82,9 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
         whole = 100 * report.goodput.ratio
         level = min(whole, _TOP)  # A label far outside the axes cannot be drawn.
         axes.axhline(level, color=BLUE, linewidth=1.0, linestyle=":")
-        axes.annotate(f"{whole:.0f} %", (1.0, level), xycoords=("axes fraction", "data"), color=BLUE, fontsize=9)
+        axes.annotate(
+            f"{whole:.0f} %", (1.0, level), xycoords=("axes fraction", "data"), color=BLUE, fontsize=9
+        )
     for recovery in report.recoveries:
         if recovery.cause != "start":
             axes.axvspan(
