@@ -5,10 +5,11 @@ The names are loaded when they are used first, because the daemons import this p
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from runtime.data.sampling import sample_indices as sample_indices
     from runtime.loading import load_checkpoint as load_checkpoint
     from runtime.script.plain_state import SnapshotError as SnapshotError
@@ -28,8 +29,6 @@ __all__ = [
     "sample_indices",
 ]
 
-__version__ = version("ftd")
-
 _MODULES = {
     "Snapshotter": "runtime.script.snapshotter",
     "SnapshotError": "runtime.script.plain_state",
@@ -47,6 +46,11 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: ftd has no such public name.
     """
-    if name not in _MODULES:
+    if name == "__version__":
+        value: Any = import_module("importlib.metadata").version("ftd")
+    elif name in _MODULES:
+        value = getattr(import_module(_MODULES[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

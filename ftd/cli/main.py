@@ -5,11 +5,11 @@ cluster answers.
 """
 
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+import ftd
 from ftd.cli import (
     acl,
     bridge,
@@ -62,7 +62,7 @@ for module in (
 
 def _print_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"ftd {version('ftd')}")
+        typer.echo(f"ftd {ftd.__version__}")
         raise typer.Exit
 
 

@@ -12,13 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
+import ftd
 from ftd.errors import CheckpointError, ConfigurationError
 from ftd.snapshots.checkpoint_export import run_export
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
@@ -182,7 +182,7 @@ def commit(
             job_id=job.job_id,
             vote=msgspec.to_builtins(effect.vote),
             written_at=time.time(),
-            ftd_version=version("ftd"),
+            ftd_version=ftd.__version__,
         )
     except (StorageError, ValueError) as error:
         return CheckpointCommitFailed(**fields, detail=str(error))

@@ -4,11 +4,11 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import structlog
 
+import ftd
 from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.coordinator.checkpoints import CheckpointService
@@ -52,7 +52,7 @@ class CoordinatorDaemon:
         self._dashboard = Dashboard(config.dashboard, cluster=config.cluster)
         self._coordinator = Coordinator(
             Ports(
-                program=Program(version=version("ftd"), schema=durable.SCHEMA),
+                program=Program(version=ftd.__version__, schema=durable.SCHEMA),
                 clock=SystemClock(),
                 transport=MqttTransport(config.broker, config.cluster),
                 disk=LocalDisk(),

@@ -2,13 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import version
 from typing import Any
 
+import ftd
 from ftd.transport.wire.public import SCHEMA, timestamp
-
-_version = cache(version)
 
 
 def public_state(
@@ -25,7 +22,7 @@ def public_state(
         **state,
         "planning": progress and {"done": progress[0], "total": progress[1]},
         "schema": SCHEMA,
-        "version": _version("ftd"),
+        "version": ftd.__version__,
         **coordinator,
         "at": timestamp(),
     }

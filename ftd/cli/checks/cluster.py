@@ -5,8 +5,8 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from importlib.metadata import version
 
+import ftd
 from ftd.cli.checks.check_result import CheckResult, failed, ok, warning
 from ftd.config.daemon import DaemonConfig
 from ftd.errors import UnreachableError, WireError
@@ -106,7 +106,7 @@ class _Probe:
             yield warning(
                 "standby", sentence, "install the same version of ftd on the hosts of all coordinators"
             )
-        mine = version("ftd")
+        mine = ftd.__version__
         if theirs != mine:
             yield warning(
                 "version",

@@ -1,10 +1,10 @@
 """Turns measurements into a profile file: the values for the planner, the raw data, and their origin."""
 
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
+import ftd
 from ftd.cli.profiling.network import LinkFit, fit_link, fit_ring
 from ftd.config.profile_document import (
     SCHEMA,
@@ -56,7 +56,7 @@ def build_profile_document(
             job=job,
             device=layers.device,
             torch_version=layers.torch_version,
-            ftd_version=_version(),
+            ftd_version=ftd.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             measured=_measured(layers, network),
             stated=_stated(layers, network, devices_per_node),
@@ -128,10 +128,3 @@ def _stated(
 def _listed(counts: list[int]) -> str:
     head = ", ".join(map(str, counts[:-1]))
     return f"{head} and {counts[-1]}" if head else str(counts[-1])
-
-
-def _version() -> str:
-    try:
-        return version("ftd")
-    except PackageNotFoundError:
-        return "not installed"

@@ -3,12 +3,13 @@
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+import ftd
 
 STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -37,7 +38,7 @@ class CommonMetrics:
             ("component", "version", "python"),
             registry=self.registry,
         )
-        build.labels(component, version("ftd"), platform.python_version()).set(1)
+        build.labels(component, ftd.__version__, platform.python_version()).set(1)
         up = Gauge(
             "ftd_broker_connected",
             "1 while the session with the MQTT broker is up.",

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import ftd
 from ftd.cli.checks.cluster import check_cluster
 from ftd.config.daemon import load_daemon_config
 from ftd.coordinator.journal import Journal
@@ -35,7 +35,7 @@ from tests.helpers.brokers import RunningBroker
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 60.0
 OLD, NEW = durable.SCHEMA, durable.SCHEMA + 1
-PROGRAM = Program(version=version("ftd"), schema=OLD)
+PROGRAM = Program(version=ftd.__version__, schema=OLD)
 OF_SCHEMA = """
 import importlib.metadata, sys
 schema, known = int(sys.argv.pop(1)), importlib.metadata.version

@@ -5,13 +5,13 @@ import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import ftd
 from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
@@ -54,7 +54,7 @@ class Coordinator:
             MqttTransport(broker, TOPICS.cluster),
             TOPICS,
             Peer(name=name, incarnation=incarnation),
-            Program(version=version("ftd"), schema=durable.SCHEMA),
+            Program(version=ftd.__version__, schema=durable.SCHEMA),
             TIMING,
             SystemClock(),
             subscriptions=(TOPICS.cluster_state,),
