@@ -1,0 +1,1 @@
+"""Replay of availability traces under recovery policies, in virtual time: what failures cost."""

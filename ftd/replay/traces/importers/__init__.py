@@ -1,0 +1,1 @@
+"""Importers of trace files, one module for each format."""
