@@ -1,0 +1,117 @@
+"""The job that is replayed: a model's profile, the planner's policy, and what is published about it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from ftd.errors import ConfigurationError
+from planner.errors import BatchError, InfeasibleError
+from planner.planner import Planner
+from planner.values import ModelProfile, Policy
+
+
+class JobError(ConfigurationError):
+    """The job cannot be replayed as asked."""
+
+
+class PublishedThroughput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constants of one system for one model that reproduce a published table. They are fitted to it."""
+
+    samples_per_s: float
+    """Throughput on ``nodes`` nodes without failures."""
+    nodes: int
+    exponent: float
+    """Exponent α of T(n) = ``samples_per_s`` · (n / ``nodes``)^α."""
+    global_batch: float
+    """Samples of an iteration, which determine the work that a failure discards."""
+    restart_s: float
+    """Pause at each failure."""
+    granularity: int = 1
+    """Nodes are used in multiples of this number."""
+    checkpoint_every: int = 0
+    """Iterations between two checkpoints; 0: none."""
+    checkpoint_stall_s: float = 0.0
+
+    def used(self, nodes: int) -> int:
+        """Return how many of ``nodes`` nodes are used."""
+        return nodes - nodes % self.granularity
+
+    def throughput(self, nodes: int) -> float:
+        """Return samples per second on ``nodes`` nodes, of which some may be idle; 0 without nodes."""
+        used = self.used(nodes)
+        return self.samples_per_s * (used / self.nodes) ** self.exponent if used else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayJob:
+    """A job in virtual time. Its planner is the one of real jobs."""
+
+    name: str
+    source: str
+    """Where the profile comes from: a measured file, a job file, or a model card with its sources."""
+    profile: ModelProfile
+    policy: Policy
+    published: Mapping[str, PublishedThroughput] = field(default_factory=dict)
+    """Published constants by the name of the system, for example ``varuna``."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Further figures of the model card, such as the nodes of the paper's cluster."""
+
+    @cached_property
+    def planner(self) -> Planner:
+        """The planner of this job.
+
+        :raises JobError: the profile or the policy makes no sense, or no pipeline fits into memory.
+        """
+        try:
+            return Planner(self.profile, self.policy)
+        except (InfeasibleError, BatchError) as error:
+            raise JobError(f"{self.name} cannot be planned: {error}") from error
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Return the fewest nodes that can train."""
+        return self.planner.fewest_nodes
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of one step."""
+        return self.policy.global_batch
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of parameters and optimizer state of the whole model."""
+        return sum(layer.state_bytes for layer in self.profile.layers)
+
+    @cached_property
+    def _iterations(self) -> dict[int, float]:
+        return {}
+
+    def prepare(self, most_nodes: int) -> None:
+        """Compute the templates for up to ``most_nodes`` nodes at once, which is cheaper than one by one.
+
+        :raises JobError: so many nodes cannot hold the model.
+        """
+        try:
+            self.planner.templates(most_nodes)
+        except InfeasibleError as error:
+            raise JobError(f"{self.name} does not fit on {most_nodes} nodes: {error}") from error
+
+    def iteration_s(self, nodes: int) -> float | None:
+        """Return the time of a step on ``nodes`` nodes without failures under the best plan; ``None``: there are
+        too few nodes.
+        """
+        if nodes < self.fewest_nodes:
+            return None
+        found = self._iterations.get(nodes)
+        if found is None:
+            found = self.planner.instantiator(nodes).best(nodes).iteration_ms / 1e3
+            self._iterations[nodes] = found
+        return found
+
+    def samples_per_s(self, nodes: int) -> float:
+        """Return the throughput on ``nodes`` nodes without failures under the best plan; 0: too few nodes."""
+        iteration_s = self.iteration_s(nodes)
+        return 0.0 if iteration_s is None else self.samples / iteration_s

@@ -1,0 +1,54 @@
+"""Parameters of the recovery policies, which are read from TOML.
+
+``parameters.toml`` next to this module has them all, each with its source. A user's file overrides some of them.
+"""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftd.config.validation import read_toml
+from ftd.errors import ConfigurationError
+
+_SHIPPED = Path(__file__).with_name("parameters.toml")
+
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+class Parameters:
+    """Parameters of all policies, by the name of the policy."""
+
+    def __init__(self, tables: dict[str, dict[str, Any]], file: str) -> None:
+        self._tables, self._file = tables, file
+
+    def section(self, policy: str, kind: type[Section]) -> Section:
+        """Return the parameters of a policy.
+
+        :param kind: a Struct that rejects unknown fields.
+        :raises ConfigurationError: a key is unknown, missing, or has a wrong value.
+        """
+        try:
+            return msgspec.convert(self._tables.get(policy, {}), kind)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{self._file}, [{policy}]: {error}", field=policy) from error
+
+
+def read_parameters(path: Path | None = None) -> Parameters:
+    """Return the shipped parameters, with those in ``path`` instead where it has some.
+
+    :raises ConfigurationError: the file cannot be read or is no TOML, or it names an unknown policy.
+    """
+    tables = {name: dict(table) for name, table in read_toml(_SHIPPED).items()}
+    if path is None:
+        return Parameters(tables, "parameters.toml")
+    for name, table in read_toml(path).items():
+        if name not in tables:
+            raise ConfigurationError(
+                f"{path} has {name}; the policies with parameters are {', '.join(sorted(tables))}",
+                field="--parameters",
+            )
+        if not isinstance(table, dict):
+            raise ConfigurationError(f"{path}: {name} must be a table, [{name}]", field="--parameters")
+        tables[name] |= table
+    return Parameters(tables, str(path))

@@ -1,0 +1,1 @@
+"""Recovery policies: ftd itself, and documented cost models of other systems."""
