@@ -15,8 +15,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "project"
 LINK = re.compile(
-    r"(?P<open>!?\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\()(?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)"
+    r"(?P<open>!?\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\()(?P<target>(?![a-z]+:)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
 )
+"""A link or image whose target is a file or directory of the project, with or without an anchor in it."""
 FIRST_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
 
 
@@ -31,26 +32,24 @@ def source_path(uri: str) -> str:
 
 
 def resolve(page: str, target: str) -> str | None:
-    """Return the file of the source tree to which a link of ``page`` leads, or ``None`` for a directory."""
+    """Return the file of the source tree to which a link of ``page`` leads in the site, or ``None`` for a
+    directory without a README. The site's first page stands for the README of the project.
+    """
     path = os.path.normpath(os.path.join(os.path.dirname(page), target))  # noqa: PTH118, PTH120
     if (ROOT / path).is_dir():
-        path = f"{path}/README.md"
-        return path if (ROOT / path).is_file() else None
-    return path
+        path = os.path.normpath(f"{path}/README.md")
+        if not (ROOT / path).is_file():
+            return None
+    return "docs/index.md" if path == "README.md" else path
 
 
 def rewrite(markdown: str, page: str) -> str:
     """Return a page's text with links that hold in the site."""
 
     def replace(match: re.Match[str]) -> str:
-        target = match["target"]
-        if not target or re.match(r"[a-z]+:", target):
-            return match[0]
-        found = resolve(page, target)
+        found = resolve(page, match["target"])
         if found is None:
             return match["text"]
-        if found == "README.md":
-            found = "docs/index.md"
         start = os.path.dirname(site_path(page))  # noqa: PTH120
         return f"{match['open']}{os.path.relpath(site_path(found), start)}{match['anchor'] or ''})"
 
@@ -70,13 +69,8 @@ def on_files(files: Files, config: Any) -> Files:
         if not page.startswith("docs/"):
             files.append(File.generated(config, site_path(page), abs_src_path=str(ROOT / page)))
         if page.endswith(".md"):
-            targets = LINK.finditer((ROOT / page).read_text(encoding="utf-8"))
-            links = (
-                resolve(page, match["target"])
-                for match in targets
-                if not re.match(r"[a-z]+:", match["target"])
-            )
-            waiting += [link for link in links if link and link != "README.md"]
+            links = LINK.finditer((ROOT / page).read_text(encoding="utf-8"))
+            waiting += filter(None, (resolve(page, link["target"]) for link in links))
     return files
 
 
