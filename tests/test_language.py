@@ -1,7 +1,6 @@
 """Words and openings that we do not use, so that the project keeps the language of its field (docs/glossary.md)."""
 
 import ast
-import functools
 import io
 import re
 import tokenize
@@ -57,15 +56,12 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line numbers and texts of a module's docstrings, those of attributes included."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", None), list) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                value = statement.value.value
-                if isinstance(value, str):
-                    yield statement.lineno, value
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
 
 
-@functools.cache
-def findings(path: Path) -> tuple[str, ...]:
+def findings(path: Path) -> list[str]:
     """Return what to write otherwise in a file, with its place."""
     where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     found = []
@@ -82,7 +78,7 @@ def findings(path: Path) -> tuple[str, ...]:
             for line, text in docstrings(path)
             if (match := OPENING.match(text))
         ]
-    return tuple(found)
+    return found
 
 
 def test_the_prose_uses_plain_words_and_standard_terms() -> None:
