@@ -26,12 +26,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from runtime.deferred import DeferredModule, ModelFactory, ModelRecorder, Recording, UntrackedWriteError
+from runtime.import_conflicts import OUR_PACKAGES, find_import_conflict
 from runtime.precision import PRECISIONS
 from runtime.sources.errors import DataError
 from runtime.wire.recipe import RECIPE
 from statemachine.messages.trainer import TrainingData
-
-OUR_PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
 
 
 class TrainingError(ValueError):
@@ -220,7 +219,7 @@ def _load_file(root: Path, place: str) -> ModuleType:
     if not path.is_file():
         raise TrainingError(f"training script {path} does not exist")
     for directory in dict.fromkeys((root, path.parent)):
-        _check_clash(directory)
+        _check_import_conflict(directory)
         _import_from(directory)
     name = f"_ftd_training_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -239,7 +238,7 @@ def _load_file(root: Path, place: str) -> ModuleType:
 def _load_module(root: Path, place: str) -> ModuleType:
     if place.partition(".")[0] in OUR_PACKAGES:
         raise TrainingError(f"{place} belongs to ftd; rename your module")
-    _check_clash(root)
+    _check_import_conflict(root)
     _import_from(root)
     try:
         return importlib.import_module(place)
@@ -252,18 +251,13 @@ def _import_from(directory: Path) -> None:
         sys.path.insert(0, str(directory))
 
 
-def _check_clash(directory: Path) -> None:
+def _check_import_conflict(directory: Path) -> None:
     """Check that no file of the user's has the name of one of ftd's packages, which would shadow it with
     obscure errors.
     """
-    ours = Path(__file__).resolve().parent.parent
-    if directory == ours:
-        return
-    for name in OUR_PACKAGES:
-        script, package = directory / f"{name}.py", directory / name
-        clash = script if script.is_file() else package
-        if script.is_file() or (package.is_dir() and any(package.glob("*.py"))):
-            raise TrainingError(f"{clash} has the name of ftd's own package {name!r}; rename it")
+    if (conflict := find_import_conflict(directory)) is not None:
+        clash, name = conflict
+        raise TrainingError(f"{clash} has the name of ftd's own package {name!r}; rename it")
 
 
 def _functions(module: ModuleType) -> str:

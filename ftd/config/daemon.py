@@ -116,6 +116,18 @@ class DaemonConfig:
     secret: str | None
     timing: Timing = dataclasses.field(default_factory=Timing)
 
+    @property
+    def listening_host(self) -> str:
+        """Address to listen on: loopback stays loopback, and any other host means all interfaces, since its name
+        may not be bindable here (NAT, DNS).
+        """
+        return self.host if self.is_on_loopback else "0.0.0.0"
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether other hosts cannot reach this node, because its host is a loopback address."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
     def broker_address(self) -> BrokerAddress:
         return self.broker
 

@@ -14,7 +14,6 @@ import msgspec
 from ftd.config.checkpoints import check_checkpoint, checkpoint_policy, with_absolute_paths
 from ftd.config.data import check_evaluation, resolve_data, resolve_evaluation
 from ftd.config.error_collector import ErrorCollector
-from ftd.config.import_conflicts import check_import_conflicts
 from ftd.config.models import resolve_model
 from ftd.config.optimization import check_optimizer, check_schedule
 from ftd.config.profile_file import load_profile
@@ -37,6 +36,7 @@ from ftd.transport.wire.public import (
     encode_json,
 )
 from planner.values import Minimum, ModelProfile, PlannerOptions, Policy
+from runtime.import_conflicts import find_import_conflict
 from runtime.sources.errors import DataError
 from runtime.sources.used_files import count_files
 from runtime.wire.recipe import (
@@ -467,13 +467,27 @@ def _function(written: str | None, directory: Path) -> str:
                 field=field,
                 remedy='write "file.py:function" or "package.module:function"',
             )
-        check_import_conflicts(directory)
+        _check_import_conflict(directory)
         return written
     script = (directory / place).resolve()
     if not script.is_file():
         raise ConfigurationError(
             f"{script} does not exist", field=field, remedy="the path is relative to the job file"
         )
-    check_import_conflicts(directory)
-    check_import_conflicts(script.parent)
+    _check_import_conflict(directory)
+    _check_import_conflict(script.parent)
     return f"{script}:{name}"
+
+
+def _check_import_conflict(directory: Path) -> None:
+    """Check that a directory on the import path hides none of ftd's packages.
+
+    :raises ConfigurationError: ``directory`` holds a module with the name of one of our packages.
+    """
+    if (conflict := find_import_conflict(directory)) is not None:
+        path, name = conflict
+        raise ConfigurationError(
+            f"{path} would be imported instead of ftd's own package {name!r}",
+            field="training.function",
+            remedy=f"rename {path.name}, or move the training script to a separate directory",
+        )

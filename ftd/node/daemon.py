@@ -96,12 +96,12 @@ class NodeDaemon:
         machine = AgentMachine(config.node, config.timing)
         self._driver = Driver(machine, self._perform, self._metrics.observe)
         self._rendezvous = RendezvousServer(
-            self._secret, host=_listening_address(config.host), port=config.rendezvous_port
+            self._secret, host=config.listening_host, port=config.rendezvous_port
         )
         self._snapshots = SnapshotService(
             config,
             self._secret,
-            host=_listening_address(config.host),
+            host=config.listening_host,
             feed=self._driver.feed,
             stamp=self._stamp,
             publish_event=self.publish_event,
@@ -432,10 +432,3 @@ class NodeDaemon:
 
     async def flush(self, timeout_s: float) -> None:
         await self._present_publisher().flush(timeout_s)
-
-
-def _listening_address(host: str) -> str:
-    """Return the address to listen on: loopback stays loopback, and for any other host name all interfaces,
-    since the name may not be bindable here (NAT, DNS).
-    """
-    return host if host in ("127.0.0.1", "::1", "localhost") else "0.0.0.0"

@@ -18,8 +18,8 @@ from ftd.config.daemon import DaemonConfig
 from ftd.errors import ConfigurationError, PeerError
 from ftd.snapshots.persist import Persister
 from ftd.snapshots.repair_writer import RepairWriter, TrainerControl
-from ftd.snapshots.restoring.restore import ReportCorruption
-from ftd.snapshots.scrub import Scrubber
+from ftd.snapshots.restoring.holders import ReportCorruption
+from ftd.snapshots.scrub import PublishEvent, Scrubber
 from ftd.snapshots.shards.arenas import Corruption, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copies import CopyStore
@@ -43,9 +43,6 @@ from statemachine.messages.values import HeldSnapshot, Job, Restore
 from storage.codes import has_buddy
 
 log = structlog.get_logger("ftd.node")
-
-PublishEvent = Callable[[str, str, dict[str, Any]], None]
-"""Publishes an event with this name, reason and details."""
 
 
 class SnapshotService:

@@ -18,7 +18,8 @@ from typing import Any
 import structlog
 
 from ftd.snapshots.persist import read_checkpoint
-from ftd.snapshots.restoring.restore import LayerRestoreError, ReportCorruption, Restorer
+from ftd.snapshots.restoring.holders import ReportCorruption
+from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer
 from ftd.snapshots.restoring.staging import StagingDirectory
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient

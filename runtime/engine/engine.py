@@ -51,6 +51,7 @@ from runtime.layers.world import (
     is_sharded,
     owners_of_layer,
     rank_assignment,
+    stage_of,
 )
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.precision import PRECISIONS
@@ -58,7 +59,7 @@ from runtime.snapshots.groups import layer_bytes, layer_groups
 from runtime.snapshots.schedule import StepTimes
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.training import Training, TrainingError, load_training
-from runtime.zero.cells import common_cells, stage_of
+from runtime.zero.cells import common_cells
 from runtime.zero.sharded_optimizer import NotElementwiseError, ShardedOptimization
 from runtime.zero.sharding import Divergence, ShardedState
 from statemachine.messages.trainer import ResumeRank, TrainingData, WorldData

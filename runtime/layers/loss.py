@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from runtime.data.batches import leaves_of, map_leaves, slice_rows
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
+from runtime.sources.collators import IGNORED_LABEL
 from runtime.training import Batch, Training, TrainingError
 from statemachine.messages.values import MAX_METRIC_NAME_CHARACTERS, MAX_METRICS
 
-IGNORED = -100
 _PROBED = 3
 """Number of labels per row that are used to find out which labels a loss counts."""
 _REMEDY = (
@@ -191,26 +191,26 @@ class Loss:
             labels = labels[..., 1:]
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return rows
-        return int((labels != IGNORED).sum())
+        return int((labels != IGNORED_LABEL).sum())
 
     def _ignores_first_label(self, batch: Batch, last: Callable[[Batch], Any]) -> bool:
         """Return whether the model's own loss ignores the first label of each row.
 
-        Class names do not tell (a ``T5ForConditionalGeneration`` does not ignore it, a
+        Class names do not show (a ``T5ForConditionalGeneration`` does not ignore it, a
         ``LlavaForConditionalGeneration`` does). The method therefore compares two losses over a few labels,
         one with the first label and one without it.
         """
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
             return False
-        counted = labels[labels != IGNORED]
+        counted = labels[labels != IGNORED_LABEL]
         if labels.shape[1] < _PROBED or not len(counted):
             return False
-        few = torch.full_like(labels, IGNORED)
+        few = torch.full_like(labels, IGNORED_LABEL)
         # These are labels of the batch, so they are in the vocabulary.
         few[:, :_PROBED] = counted[torch.arange(_PROBED, device=labels.device) % len(counted)]
         fewer = few.clone()
-        fewer[:, 0] = IGNORED
+        fewer[:, 0] = IGNORED_LABEL
         given = dict(batch)
         made = getattr(self._root, "prepare_decoder_input_ids_from_labels", None)
         if callable(made) and given.get("decoder_input_ids") is None:
@@ -230,7 +230,7 @@ class Loss:
                 and leaf.dim() > 1
                 and len(leaf) == rows
             ):
-                ignored = (leaf == IGNORED).flatten(1).sum(1)
+                ignored = (leaf == IGNORED_LABEL).flatten(1).sum(1)
                 if int(ignored.min()) != int(ignored.max()):
                     raise TrainingError(
                         "the loss is a single number, but rows have unequal numbers of targets that are -100, so "

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from runtime.data.batches import Batch
+from runtime.sources.collators import IGNORED_LABEL
 
 _INPUTS = ("input_ids", "decoder_input_ids")
-_IGNORED = -100
 
 
 class Vocabulary:
@@ -36,11 +36,13 @@ class Vocabulary:
                     f"ids, 0 to {self._inputs - 1}; use the tokenizer that belongs to the model, or enlarge the "
                     "model's vocabulary (resize_token_embeddings)"
                 )
-        if self._outputs is not None and (found := _outside(batch.get("labels"), self._outputs, (_IGNORED,))):
+        if self._outputs is not None and (
+            found := _outside(batch.get("labels"), self._outputs, (IGNORED_LABEL,))
+        ):
             row, number = found
             return row, (
                 f"has the label {number}, but {self._kind} predicts one of {self._outputs} ids, 0 to "
-                f"{self._outputs - 1}; give positions that do not count the label {_IGNORED}"
+                f"{self._outputs - 1}; give positions that do not count the label {IGNORED_LABEL}"
             )
         return None
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from planner.values import Recompute
 from runtime.groups.communicator import Channel, CommunicationEdge, member_range
-from statemachine.messages.trainer import WorldData, WorldStage
+from statemachine.messages.trainer import WorldData, WorldPipeline, WorldStage
 
 Peers = dict[int, tuple[int, int]]
 """Rows ``[start, end)`` of some ranks."""
@@ -118,35 +118,50 @@ def rank_assignment(
 
     :raises WorldError: the plan does not contain the rank.
     """
+    pipeline, number = _position_of(world, rank)
+    stage = pipeline.stages[number]
+    taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
+    passed_on = partial(_passed_on, microbatch_rows=microbatch_rows, coupled=coupled)
+    previous = pipeline.stages[number - 1] if number > 0 else None
+    following = pipeline.stages[number + 1] if number + 1 < len(pipeline.stages) else None
+    start, end = taken(stage)[rank]
+    speaks = rank in passed_on(stage)
+    passed = (start, end) if speaks else (0, 0)
+    return RankAssignment(
+        rank=rank,
+        stage=number,
+        stages=len(pipeline.stages),
+        first_layer=stage.first_layer,
+        end_layer=stage.end_layer,
+        first_microbatch=pipeline.first_microbatch,
+        microbatches=pipeline.microbatches,
+        first_row=start,
+        rows=end - start,
+        microbatch_rows=microbatch_rows,
+        activations_from=() if previous is None else _routes(passed_on(previous), start, end),
+        activations_to=() if following is None else _routes(taken(following), *passed),
+        gradients_to=() if previous is None else _routes(taken(previous), *passed),
+        gradients_from=() if following is None else _routes(passed_on(following), start, end),
+        is_representative=speaks,
+        recompute=stage.recompute,
+    )
+
+
+def stage_of(world: WorldData, rank: int) -> WorldStage:
+    """Return the stage of ``rank``.
+
+    :raises WorldError: the plan does not contain the rank.
+    """
+    pipeline, number = _position_of(world, rank)
+    return pipeline.stages[number]
+
+
+def _position_of(world: WorldData, rank: int) -> tuple[WorldPipeline, int]:
+    """Return the pipeline of ``rank``, and the number of the rank's stage in it."""
     for pipeline in world.pipelines:
         for number, stage in enumerate(pipeline.stages):
-            if rank not in stage.ranks:
-                continue
-            taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
-            passed_on = partial(_passed_on, microbatch_rows=microbatch_rows, coupled=coupled)
-            previous = pipeline.stages[number - 1] if number > 0 else None
-            following = pipeline.stages[number + 1] if number + 1 < len(pipeline.stages) else None
-            start, end = taken(stage)[rank]
-            speaks = rank in passed_on(stage)
-            passed = (start, end) if speaks else (0, 0)
-            return RankAssignment(
-                rank=rank,
-                stage=number,
-                stages=len(pipeline.stages),
-                first_layer=stage.first_layer,
-                end_layer=stage.end_layer,
-                first_microbatch=pipeline.first_microbatch,
-                microbatches=pipeline.microbatches,
-                first_row=start,
-                rows=end - start,
-                microbatch_rows=microbatch_rows,
-                activations_from=() if previous is None else _routes(passed_on(previous), start, end),
-                activations_to=() if following is None else _routes(taken(following), *passed),
-                gradients_to=() if previous is None else _routes(taken(previous), *passed),
-                gradients_from=() if following is None else _routes(passed_on(following), start, end),
-                is_representative=speaks,
-                recompute=stage.recompute,
-            )
+            if rank in stage.ranks:
+                return pipeline, number
     raise WorldError(f"rank {rank} is not in the plan")
 
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import lcm
 
-from runtime.layers.world import WorldError, is_sharded, stages_of_layer
+from runtime.layers.world import is_sharded, stage_of, stages_of_layer
 from statemachine.messages.trainer import WorldData, WorldStage
 
 Fractions = tuple[int, int, int]
@@ -43,18 +43,6 @@ class Cell:
         """Return the ``index``-th of ``count`` equal parts."""
         step = (self.end - self.start) / count
         return self.start + index * step, self.start + (index + 1) * step
-
-
-def stage_of(world: WorldData, rank: int) -> WorldStage:
-    """Return the stage of ``rank``.
-
-    :raises WorldError: the plan does not contain the rank.
-    """
-    for pipeline in world.pipelines:
-        for stage in pipeline.stages:
-            if rank in stage.ranks:
-                return stage
-    raise WorldError(f"rank {rank} is not in the plan")
 
 
 def share_of(stage: WorldStage, rank: int) -> Fractions:

@@ -20,10 +20,10 @@ from runtime.layers.model import Model
 from runtime.layers.state import StateError
 from runtime.layers.tensor_plan import TensorPlan
 from runtime.layers.transfer import PayloadEndpoint, StateExchange
-from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel
+from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel, stage_of
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.training import TrainingError
-from runtime.zero.cells import Fractions, owned_parts, replica_assignments, replica_parts, share_of, stage_of
+from runtime.zero.cells import Fractions, owned_parts, replica_assignments, replica_parts, share_of
 from runtime.zero.gather import ParameterGather
 from runtime.zero.part_states import PartState, PartStates
 from runtime.zero.parts import (

@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.layers.world import owners_of_layer
+from runtime.layers.world import is_sharded, owners_of_layer, stage_of
 from runtime.zero.cells import (
     Fractions,
     common_cells,
-    is_sharded,
     owned_parts,
     replica_assignments,
     replica_parts,
     share_of,
-    stage_of,
 )
 from runtime.zero.parts import (
     ParameterLayout,

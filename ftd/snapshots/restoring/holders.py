@@ -12,7 +12,7 @@ from ftd.snapshots.shards.sources import SnapshotSource
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import SnapshotManifest, SnapshotPart
 
-ReportLost = Callable[[str, str, str], None]
+ReportCorruption = Callable[[str, str, str], None]
 """Called with a node, a part and what is wrong with it."""
 
 
@@ -45,7 +45,7 @@ class SnapshotHolders:
     node: str
     arenas: NodeArenas
     client: ShardClient
-    report_lost: ReportLost
+    report_corruption: ReportCorruption
     _known: dict[str, list[tuple[SnapshotManifest, ArenaSnapshot | None, set[str]]]] = field(
         default_factory=dict
     )
@@ -93,10 +93,10 @@ class SnapshotHolders:
                 source = SnapshotSource(node=node, address=self.restore.sources[node])
                 answer = await self.client.manifest(source, job, step)
             except PeerError as error:
-                self.report_lost(node, "manifest", str(error))
+                self.report_corruption(node, "manifest", str(error))
                 return []
             corrupt = set(answer.corrupt) if answer is not None else set()
             found = [(manifest, None) for manifest in answer.manifests] if answer is not None else []
         for name in sorted(corrupt):
-            self.report_lost(node, name, "its digest does not match")
+            self.report_corruption(node, name, "its digest does not match")
         return [(m, own, corrupt) for m, own in found if m.generation == self.restore.generation]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ftd.errors import PeerError
+from ftd.snapshots.restoring.holders import ReportCorruption
 from storage.errors import CorruptDataError
 from storage.manifest import SnapshotPart
 from storage.partimage import (
@@ -28,9 +29,6 @@ Read = Callable[[int, int], Awaitable[Bytes]]
 
 :raises PeerError: they cannot be read (any more).
 """
-ReportLost = Callable[[str, str, str], None]
-"""Called with a node, a part and what is wrong with it."""
-
 
 Span = tuple[Fraction, Fraction]
 """A range of fractions of a layer."""
@@ -60,7 +58,7 @@ class HeldParts:
     shard: tuple[SnapshotPart, Read] | None
     replica: tuple[SnapshotPart, Read] | None
 
-    def copies(self, report_lost: ReportLost) -> list[PartCopy]:
+    def copies(self, report_corruption: ReportCorruption) -> list[PartCopy]:
         """Return the parts that are intact and long enough."""
         found: list[PartCopy] = []
         for image in self.image.held:
@@ -70,7 +68,7 @@ class HeldParts:
             part, read = held
             end = image.offset + image.size_bytes
             if part.size_bytes < end:
-                report_lost(
+                report_corruption(
                     self.node, part.name, f"it has {part.size_bytes} bytes, and its layout needs {end}"
                 )
             else:
@@ -96,7 +94,7 @@ async def assemble_from_holders(
     held: Sequence[HeldParts],
     layer: int,
     homes: Mapping[int, Sequence[HeldParts]],
-    report_lost: ReportLost,
+    report_corruption: ReportCorruption,
     unreadable: set[tuple[str, SnapshotPart]],
 ) -> tuple[bytes, Bytes]:
     """Return header and payload of a layer.
@@ -107,11 +105,11 @@ async def assemble_from_holders(
     :raises CorruptDataError: the parts do not make up the layer.
     """
     whole = _description_of(held, layer)
-    parts = await _all_parts(held, layer, report_lost, unreadable)
+    parts = await _all_parts(held, layer, report_corruption, unreadable)
     for home, some in homes.items():
         parts += [
             (select_tied(whole, part), data)
-            for part, data in await _all_parts(some, home, report_lost, unreadable)
+            for part, data in await _all_parts(some, home, report_corruption, unreadable)
         ]
     return await asyncio.to_thread(assemble_from_parts, whole, parts)
 
@@ -121,11 +119,14 @@ def _description_of(held: Sequence[HeldParts], layer: int) -> WholeLayer:
 
 
 async def _all_parts(
-    held: Sequence[HeldParts], layer: int, report_lost: ReportLost, unreadable: set[tuple[str, SnapshotPart]]
+    held: Sequence[HeldParts],
+    layer: int,
+    report_corruption: ReportCorruption,
+    unreadable: set[tuple[str, SnapshotPart]],
 ) -> list[tuple[LayerPart, Bytes]]:
     """Return parts that cover the layer. If one cannot be read, others replace it."""
     here = [one for one in held if any(whole.layer == layer for whole in one.image.layers)]
-    copies = [copy for one in here for copy in one.copies(report_lost)]
+    copies = [copy for one in here for copy in one.copies(report_corruption)]
     done: dict[PartCopy, tuple[LayerPart, Bytes]] = {}
     while True:
         there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in unreadable]
@@ -135,7 +136,7 @@ async def _all_parts(
         new = [copy for copy in chosen if copy not in done]
         if not new:
             return [done[copy] for copy in chosen]
-        parts = await asyncio.gather(*(_read(copy, layer, report_lost, unreadable) for copy in new))
+        parts = await asyncio.gather(*(_read(copy, layer, report_corruption, unreadable) for copy in new))
         done |= {copy: piece for copy, piece in zip(new, parts, strict=True) if piece is not None}
 
 
@@ -160,7 +161,7 @@ def choose_covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Sp
 
 
 async def _read(
-    copy: PartCopy, layer: int, report_lost: ReportLost, unreadable: set[tuple[str, SnapshotPart]]
+    copy: PartCopy, layer: int, report_corruption: ReportCorruption, unreadable: set[tuple[str, SnapshotPart]]
 ) -> tuple[LayerPart, Bytes] | None:
     """Return what the copy holds of the layer, or ``None`` if it cannot be read."""
     part = next(one for one in copy.image.layers if one.layer == layer)
@@ -168,5 +169,5 @@ async def _read(
         return part, await copy.read(copy.image.offset + part.offset, part.size_bytes)
     except (PeerError, CorruptDataError) as error:
         unreadable.add((copy.node, copy.part))
-        report_lost(copy.node, copy.part.name, str(error))
+        report_corruption(copy.node, copy.part.name, str(error))
         return None

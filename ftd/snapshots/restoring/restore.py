@@ -8,7 +8,7 @@ threads, so that heartbeats go on.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from ftd.errors import PeerError
-from ftd.snapshots.restoring.holders import ShardHolder, SnapshotHolders
+from ftd.snapshots.restoring.holders import ReportCorruption, ShardHolder, SnapshotHolders
 from ftd.snapshots.restoring.part_assembly import HeldParts, LostPartsError, assemble_from_holders, homes_of
 from ftd.snapshots.restoring.read_plan import (
     ByteRange,
@@ -38,9 +38,6 @@ from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout
 
 log = structlog.get_logger("ftd.node")
-
-ReportCorruption = Callable[[str, str, str], None]
-"""Called with a node, a part and what is wrong with it."""
 
 
 class LayerRestoreError(PeerError):
@@ -96,7 +93,7 @@ class Restorer:
             node=self.node,
             arenas=self.arenas,
             client=self.client,
-            report_lost=self._report_lost,
+            report_corruption=self._report_corruption,
         )
         await holders.ask(groups)
         for group in groups:
@@ -108,7 +105,7 @@ class Restorer:
 
     # --- holders ---------------------------------------------------------------------------------
 
-    def _report_lost(self, node: str, part: str, detail: str) -> None:
+    def _report_corruption(self, node: str, part: str, detail: str) -> None:
         self._bad.add(node)
         self.report_corruption(node, part, detail)
 
@@ -194,7 +191,7 @@ class Restorer:
                 homes[home] = by_group[other.first_layer]
             try:
                 header, payload = await assemble_from_holders(
-                    held_parts, layer, homes, self._report_lost, unreadable
+                    held_parts, layer, homes, self._report_corruption, unreadable
                 )
             except LostPartsError as error:
                 other = self._group_of(error.layer)
@@ -223,7 +220,7 @@ class Restorer:
                 if [one.layer for one in image.layers] != list(holder.layout.layers):
                     raise CorruptDataError("it belongs to other layers")
             except (PeerError, CorruptDataError) as error:
-                self._report_lost(holder.node, holder.small.name, str(error))
+                self._report_corruption(holder.node, holder.small.name, str(error))
                 continue
             shard, replica = (
                 None if part is None else (part, partial(self._range, holder, part))
@@ -270,7 +267,7 @@ class Restorer:
                 ] != list(range(group.first_layer, group.end_layer)):
                     raise CorruptDataError("it belongs to other layers")
             except (PeerError, CorruptDataError) as error:
-                self._report_lost(holder.node, holder.small.name, str(error))
+                self._report_corruption(holder.node, holder.small.name, str(error))
             else:
                 return image
         raise LayerRestoreError(
@@ -324,7 +321,7 @@ class Restorer:
             except ShardsUnusableError as failed:
                 for owner, problem in failed.owners:
                     holder = usable.pop(owner)
-                    self._report_lost(holder.node, holder.part_name("shard"), str(problem))
+                    self._report_corruption(holder.node, holder.part_name("shard"), str(problem))
                     if spare:
                         other = spare.pop(0)
                         usable[other.owner] = other

@@ -38,7 +38,6 @@ log = structlog.get_logger("ftd.node")
 T = TypeVar("T")
 
 MAX_SOCKET_PATH_BYTES = 107
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class SnapshotAgentDaemon:
@@ -73,7 +72,7 @@ class SnapshotAgentDaemon:
         server = ShardServer(
             self._arenas,
             self._token,
-            host=self._config.host if self._config.host in LOOPBACK else "0.0.0.0",
+            host=self._config.listening_host,
             port=self._config.snapshot_port,
             routes=self._routes(),
             tls=tls.server_context() if tls is not None else None,
@@ -101,7 +100,7 @@ class SnapshotAgentDaemon:
             await self._listen_to_scripts(stack)
             self._agent.resume()
             log.info("snapshot_agent_started", address=self._info.address, socket=str(self._socket))
-            if self._config.host in LOOPBACK:
+            if self._config.is_on_loopback:
                 log.warning("loopback_address", reason="other hosts cannot reach this one: set node.host")
             systemd.notify("READY=1", f"STATUS=snapshot agent {self._config.node}")
             watchdog = asyncio.ensure_future(systemd.feed_watchdog())

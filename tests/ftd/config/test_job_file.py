@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from ftd.config import tracking
-from ftd.config.import_conflicts import OUR_PACKAGES
 from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.config.tracking import check_installed, sinks_of
@@ -23,6 +22,7 @@ from ftd.transport.wire.public import (
     encode_json,
 )
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
+from runtime.import_conflicts import OUR_PACKAGES
 from statemachine.messages.trainer import TrainingData
 from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.helpers.job_tables import write
