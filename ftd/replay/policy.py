@@ -101,6 +101,10 @@ class Reaction:
     """Time for which the job runs on as before until the pauses begin, for example to the end of the iteration
     in flight. The work lost is determined then.
     """
+    saved_s: float | None = None
+    """Time after the pauses begin at which a checkpoint of all iterations so far is complete; ``None``: no
+    checkpoint is taken in them.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

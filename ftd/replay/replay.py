@@ -143,8 +143,13 @@ class _Account:
         self._pending = None
         if reaction.after_s > 0:
             self._pending = (self.at_s + reaction.after_s, reaction, lost)
-            return
+        else:
+            self._begin(reaction, lost)
+
+    def _begin(self, reaction: Reaction, lost: int) -> None:
         redone_s = self._undo(reaction)
+        if reaction.saved_s is not None:
+            self._save(reaction.saved_s)
         if self._recovery is not None:
             self._recoveries.append(self._recovery)
         self._recovery = None
@@ -159,7 +164,8 @@ class _Account:
         while self._pending is not None and self._pending[0] <= until_s:
             at_s, reaction, lost = self._pending
             self._advance(at_s)
-            self.react(reaction, lost)
+            self._pending = None
+            self._begin(reaction, lost)
         self._advance(until_s)
 
     def _advance(self, until_s: float) -> None:
@@ -189,10 +195,14 @@ class _Account:
     def _end_checkpoint(self) -> None:
         assert self._running is not None and self._running.checkpoints is not None
         self._stalling = False
+        self._save(self._running.checkpoints.write_s)
+
+    def _save(self, after_s: float) -> None:
+        """Record a checkpoint of all iterations so far, which can be used ``after_s`` from now."""
         self._since_checkpoint = 0
         usable = [index for index, (at_s, _) in enumerate(self._durable) if at_s <= self.at_s]
         self._durable = self._durable[usable[-1] :]
-        self._durable.append((self.at_s + self._running.checkpoints.write_s, self.iterations))
+        self._durable.append((self.at_s + after_s, self.iterations))
 
     def _run(self, running: Running, until_s: float) -> None:
         """Run iterations until ``until_s`` or the next checkpoint."""
