@@ -55,7 +55,7 @@ def test_a_change_replaces_a_reaction_that_has_not_begun() -> None:
 
 def test_a_checkpoint_in_the_pauses_counts_from_the_moment_it_is_complete() -> None:
     saving = pause(20.0, saved_s=8.0)
-    complete = replay(Scripted(saving, pause(0.0, undo="checkpoint")), trace(30.0, 38.0, end_s=38.0))
+    complete = replay(Scripted(saving, pause(0.0, undo="checkpoint")), trace(30.0, 38.0, end_s=40.0))
     assert complete.iterations == 3
-    partial = replay(Scripted(saving, pause(0.0, undo="checkpoint")), trace(30.0, 37.0, end_s=37.0))
+    partial = replay(Scripted(saving, pause(0.0, undo="checkpoint")), trace(30.0, 37.0, end_s=40.0))
     assert partial.iterations == 0
