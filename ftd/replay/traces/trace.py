@@ -103,17 +103,22 @@ class Trace:
         present: dict[str, None] = {}
         found = []
         for at_s, events in itertools.groupby(self.events, key=lambda event: event.at_s):
-            before = dict(present)
+            was_there: dict[str, bool] = {}
             lost: dict[str, float] = {}
+            came: dict[str, None] = {}
             for event in events:
+                was_there.setdefault(event.node, event.node in present)
                 _apply(present, event)
-                if event.kind == "remove" and event.node in before:
+                _apply(came, event)
+                if event.kind == "remove" and was_there[event.node]:
                     lost.setdefault(event.node, event.notice_s)
-            added = tuple(node for node in present if node not in before or node in lost)
-            if at_s > 0 and (lost or added):
+            if at_s > 0 and (lost or came):
                 found.append(
                     TraceChange(
-                        at_s=at_s, removed=tuple(lost), added=added, notice_s=min(lost.values(), default=0.0)
+                        at_s=at_s,
+                        removed=tuple(lost),
+                        added=tuple(came),
+                        notice_s=min(lost.values(), default=0.0),
                     )
                 )
         return tuple(found)
@@ -221,4 +226,4 @@ def _apply(present: dict[str, None], event: TraceEvent) -> None:
     if event.kind == "add":
         present[event.node] = None
     else:
-        del present[event.node]
+        present.pop(event.node, None)

@@ -2,7 +2,7 @@
 
 import csv
 
-from ftd.replay.traces.importers.trace_file import Record, TraceFile
+from ftd.replay.traces.importers.trace_file import ImportOptions, Record, TraceFile
 from ftd.replay.traces.trace import Trace, TraceEvent
 
 COLUMNS = ["time_s", "event", "node"]
@@ -14,7 +14,7 @@ def is_plain_csv(file: TraceFile) -> bool:
     return "time_s" in [column.strip() for column in file.lines[0].split(",")]
 
 
-def read_plain_csv(file: TraceFile) -> Trace:
+def read_plain_csv(file: TraceFile, options: ImportOptions) -> Trace:
     """Return the trace of a CSV file.
 
     :raises TraceError: names the line.
@@ -52,4 +52,5 @@ def read_plain_csv(file: TraceFile) -> Trace:
                 ),
             )
         )
-    return file.trace(records, description="csv")
+    gaps = file.gap_notes(((record.place, record.event.at_s) for record in records), options.max_gap_s)
+    return file.trace(records, description="csv", notes=gaps)

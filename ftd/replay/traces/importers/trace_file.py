@@ -1,13 +1,22 @@
 """The text of a trace file, and the assembly of a trace from the records that an importer found in it."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
+
+import msgspec
 
 from ftd.replay.traces.trace import EventKind, Trace, TraceError, TraceEvent
 
+T = TypeVar("T")
+
+LONG_GAP = 10.0
+"""Spans without records are noted from this multiple of the mean span on. With a constant rate of events the
+longest of n spans is about ln n times the mean, so that no trace below 22,000 records would have such a span.
+"""
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """Largest trace file that is read. The largest public one, LANL's, has 3 MB."""
 
@@ -19,6 +28,20 @@ class Record:
     place: str
     """Place in the file, such as ``line 12``."""
     event: TraceEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """Choices of the user for the import of a file. An importer refuses those that mean nothing to it."""
+
+    nodes: int | None = None
+    """Number of all nodes, for formats that name only the nodes which failed."""
+    system: str | None = None
+    """System whose failures to read, for files with several."""
+    max_gap_s: float | None = None
+    """Longest span in seconds without records that is accepted. By default any span is, and one of ``LONG_GAP``
+    times the mean is noted; samples that the file marks as missing are not accepted at all.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +111,44 @@ class TraceFile:
             if text == kind:
                 return kind  # type: ignore[no-any-return]
         raise self.error(f"{text!r} is not an event", place=place, remedy="write add or remove")
+
+    def decode_json(self, kind: type[T]) -> T:
+        """Return the content of a JSON file.
+
+        :raises TraceError: it is no JSON, or not of this kind.
+        """
+        try:
+            return msgspec.json.decode(self.text.encode(), type=kind)
+        except msgspec.DecodeError as error:
+            raise self.error(str(error), remedy="correct the file") from None
+
+    def gap_notes(self, times: Iterable[tuple[str, float]], max_gap_s: float | None) -> tuple[str, ...]:
+        """Return a note about the longest span without records, if it is long compared with the others.
+
+        :param times: places and times of all records, in the order of the file.
+        :raises TraceError: a span is longer than ``max_gap_s``.
+        """
+        instants: dict[float, str] = {}
+        for place, at_s in times:
+            instants.setdefault(at_s, place)
+        spans = [(later - earlier, earlier, later) for earlier, later in itertools.pairwise(instants)]
+        if not spans:
+            return ()
+        longest_s, begin_s, end_s = max(spans)
+        if max_gap_s is not None and longest_s > max_gap_s:
+            raise self.error(
+                f"there is no record for the {longest_s:.10g} s before this one, and {max_gap_s:.10g} s are accepted",
+                place=instants[end_s],
+                remedy="accept a longer gap, or use the part of the file before or after it",
+            )
+        mean_s = sum(span for span, _, _ in spans) / len(spans)
+        if longest_s < LONG_GAP * mean_s:
+            return ()
+        begin_h = (begin_s - next(iter(instants))) / 3600
+        return (
+            f"There is no record for {longest_s / 3600:,.1f} h from hour {begin_h:,.1f} on, "
+            f"{longest_s / mean_s:.0f} times the mean; the replay takes it that no node came or went.",
+        )
 
     def trace(
         self,
