@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common import Limit, Result, command_line, main
 from storage.checkpoint import CheckpointStore
-from storage.layerstate import LayerEntry, LayerHeader
+from storage.layerstate import LayerHeader, TensorEntry
 
 LAYERS = 16
 ROUNDS = 5
@@ -35,7 +35,7 @@ Chunk = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def layer_header(layer: int, size_bytes: int) -> bytes:
-    entry = LayerEntry(
+    entry = TensorEntry(
         name=f"{layer}.weight",
         role="parameter",
         key="",

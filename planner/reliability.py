@@ -1,4 +1,5 @@
-"""How long state in host memory is safe, how often to persist it, and which f to buy (REFT §5).
+"""The time for which state in host memory is safe, the interval at which to persist it, and the f to choose
+(REFT §5).
 
 A node survives t days with probability P = exp(−λ·t^c) (Weibull; REFT §5, TTF). Nodes fail independently.
 Without protection the state in memory survives while all k nodes do (Eq. 6); with it, while in no sharding
@@ -7,9 +8,10 @@ replaced in these curves: they say how long a snapshot that nothing renews would
 says how often state is lost when each lost node is replaced, and the group protected again, within a time.
 
 The paper's Figure 8 (k = 3072, n = 6, λ = 1e-4 and 1e-5, c = 1.3, survival 0.9) says 16.22 days with
-protection and 0.50 without. They follow from Eq. 5 *without* its factor P_re^k, here the reading ``figure``,
-looked up on a grid of 1,000 points over 100 days; the crossings themselves are at 16.18 and 0.41 days. With
-Eq. 5 ``printed``, where the programs that hold the snapshots must all survive too, it is 2.56 days.
+protection and 0.50 without. They follow from Eq. 5 *without* its factor P_re^k, here the reading
+``figure``, looked up on a grid of 1,000 points over 100 days; the crossings themselves are at 16.18 and
+0.41 days. With Eq. 5 ``printed``, where the programs that hold the snapshots must all survive too, it is
+2.56 days.
 """
 
 import math
@@ -35,7 +37,7 @@ MOST_TOLERATED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureDistribution:
-    """How one node, or one program on it, fails: survival exp(−rate·t^shape), t in days."""
+    """The failures of one node, or of one program on it: survival exp(−rate·t^shape), t in days."""
 
     rate: float
     """λ, in 1 / days^shape; with shape 1, failures per day."""
@@ -59,7 +61,7 @@ class FailureDistribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Protection:
+class ProtectedCluster:
     """A cluster and what its snapshots withstand."""
 
     nodes: int
@@ -167,7 +169,8 @@ def daly_days(cost_days: float, mean_to_loss_days: float) -> float:
 
 
 def loss_rate_per_day(nodes: int, tolerated: int, law: FailureDistribution, repair_days: float) -> float:
-    """How often more than ``tolerated`` of these nodes are lost before the first of them is replaced.
+    """Return the rate per day at which more than ``tolerated`` of these nodes are lost before the first of
+    them is replaced.
 
     Each failure opens a window of ``repair_days``; it is a loss if ``tolerated`` others or more fail in it.
     Nodes fail at their long-run rate 1 / mean (renewal theory), whatever the shape. An upper bound: windows

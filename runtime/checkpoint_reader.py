@@ -30,7 +30,7 @@ from torch.futures import Future
 from runtime.layers.state import DTYPES
 from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.errors import LocationError
-from storage.layerstate import LayerEntry
+from storage.layerstate import TensorEntry
 from storage.locations import open_location
 
 
@@ -121,11 +121,11 @@ class FtdCheckpointReader(StorageReader):
         self._checkpoint = CheckpointStore.at(os.fspath(url)).open(step)
         self._where = dict(_named(self._checkpoint))
 
-    def _found(self, index: MetadataIndex) -> tuple[int, LayerEntry]:
+    def _found(self, index: MetadataIndex) -> tuple[int, TensorEntry]:
         return self._where[index.fqn]
 
 
-def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, LayerEntry]]]:
+def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, TensorEntry]]]:
     """Yield each name of each tensor, with its layer and entry. All layers of a shared parameter hold the same
     bytes, so the last one replaces the others.
     """
@@ -138,7 +138,7 @@ def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, LayerEntry]
                 yield full, (layer, entry)
 
 
-def tensor_of(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: LayerEntry) -> Tensor:
+def tensor_of(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: TensorEntry) -> Tensor:
     """Return a view of the payload with the entry's type and shape."""
     part = torch.from_numpy(payload[entry.offset : entry.offset + entry.size_bytes])
     return part.view(DTYPES[entry.dtype]).view(entry.shape)

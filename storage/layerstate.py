@@ -46,7 +46,7 @@ class _Versioned(Protocol):
 Decoded = TypeVar("Decoded", bound=_Versioned)
 
 
-class LayerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor: ``size_bytes`` bytes of the payload from ``offset``, row-major."""
 
     name: str
@@ -65,7 +65,7 @@ class LayerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class LayerHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int
     layer: int
-    entries: tuple[LayerEntry, ...]
+    entries: tuple[TensorEntry, ...]
     scalars: dict[str, dict[str, int | float | bool | str | None]]
     """The optimizer state of each parameter that is not a tensor."""
     schedule: dict[str, Any]

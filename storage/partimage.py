@@ -23,8 +23,8 @@ from storage.errors import CorruptDataError
 from storage.layerstate import (
     DTYPE_BYTES,
     HEADER_FORMAT,
-    LayerEntry,
     LayerHeader,
+    TensorEntry,
     decode_versioned,
     padded_size,
 )
@@ -97,7 +97,7 @@ class PartImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     end: int
     of: int
     replica: bool
-    """Whether it is another owner's range and in the replica; otherwise it is in the shard."""
+    """Whether the range is another owner's and in the replica; otherwise it is in the shard."""
     offset: int
     """Offset of its bytes in the shard or replica."""
     size_bytes: int
@@ -175,7 +175,7 @@ class _State:
     dtype: str
     on_host: bool
     whole: bool
-    """Whether it is one number for the parameter."""
+    """Whether the value is one number for the parameter."""
 
 
 def assemble_from_parts(whole: WholeLayer, parts: Sequence[tuple[LayerPart, Bytes]]) -> tuple[bytes, Bytes]:
@@ -220,7 +220,7 @@ def assemble_from_parts(whole: WholeLayer, parts: Sequence[tuple[LayerPart, Byte
     return msgspec.msgpack.encode(header), payload
 
 
-def _check_complete(place: str, entry: LayerEntry, runs: list[range]) -> None:
+def _check_complete(place: str, entry: TensorEntry, runs: list[range]) -> None:
     """Raise ``CorruptDataError`` if an element is missing."""
     end = 0
     for run in sorted(runs, key=lambda one: one.start):
@@ -254,7 +254,7 @@ def _header_of(whole: WholeLayer, parts: Sequence[LayerPart]) -> LayerHeader:
         for name, values in part.scalars.items():
             if name not in known or scalars.setdefault(name, values) != values:
                 raise CorruptDataError(f"{place}: parts of {name} differ in {values}")
-    entries: list[LayerEntry] = []
+    entries: list[TensorEntry] = []
     end = 0
 
     def add(
@@ -264,7 +264,7 @@ def _header_of(whole: WholeLayer, parts: Sequence[LayerPart]) -> LayerHeader:
         shape = () if state.whole else tensor.shape
         size = math.prod(shape) * DTYPE_BYTES[state.dtype]
         entries.append(
-            LayerEntry(
+            TensorEntry(
                 name=tensor.name,
                 role=role,
                 key=key,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from storage.checkpoint import Checkpoint
 from storage.errors import StorageError
-from storage.layerstate import DTYPE_BYTES, LayerEntry
+from storage.layerstate import DTYPE_BYTES, TensorEntry
 
 DTYPE_NAMES = {
     "float64": "F64",
@@ -57,7 +57,7 @@ class FileTensor:
     name: str
     """Name in the file."""
     layer: int
-    entry: LayerEntry
+    entry: TensorEntry
     dtype: str
     """Type in the file; it differs from the checkpoint's only between floating-point types."""
 

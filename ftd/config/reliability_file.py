@@ -10,7 +10,7 @@ import msgspec
 from ftd.config.validation import convert, read_toml, require_positive
 from ftd.errors import ConfigurationError
 from planner.errors import InfeasibleError
-from planner.reliability import FailureDistribution, Protection
+from planner.reliability import FailureDistribution, ProtectedCluster
 
 DAY_S = 86_400.0
 
@@ -58,7 +58,7 @@ class ReliabilityFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class ReliabilityInput:
     """Checked content of the file."""
 
-    protection: Protection
+    protection: ProtectedCluster
     threshold: float
     persist_days: float
     repair_days: float
@@ -79,7 +79,7 @@ def load_reliability(path: Path) -> ReliabilityInput:
     require_positive(file.repair.hours, "repair.hours")
     require_positive(file.repair.horizon_days, "repair.horizon_days")
     try:
-        protection = Protection(
+        protection = ProtectedCluster(
             nodes=file.nodes,
             group=file.group,
             losses=file.losses,

@@ -103,8 +103,8 @@ class Disk(Protocol):
         """Let another coordinator open the database."""
 
 
-class Planning(Protocol):
-    """The planner. It feeds its results as events."""
+class PlanningOperations(Protocol):
+    """Operations of the planner. They feed their results as events."""
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -195,7 +195,7 @@ class Ports:
     clock: Clock
     transport: Transport
     disk: Disk
-    planning: Callable[[Feed, Driver, Callable[[], None]], Planning]
+    planning: Callable[[Feed, Driver, Callable[[], None]], PlanningOperations]
     """Makes the planner; the last argument is called when its progress has changed."""
     checkpoints: Callable[[Feed, Driver], CheckpointOperations]
     observer: Observer

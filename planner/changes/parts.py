@@ -15,7 +15,7 @@ from itertools import pairwise
 from planner.changes.cover import Masks, StateNeeds
 from planner.values import Device, ModelProfile, PipelinePlacement, StagePlacement, StatePart
 
-Run = tuple[Fraction, Fraction]
+FractionRange = tuple[Fraction, Fraction]
 """Range of fractions."""
 Cell = tuple[int, Fraction]
 """Layer, and the fraction at which the cell begins."""
@@ -47,9 +47,9 @@ def part_needs(
 
 def incomplete(parts: Iterable[Sequence[StatePart]], layers: int) -> list[int]:
     """Return the layers that these parts do not cover completely."""
-    told = list(parts)
-    cuts = _cuts(told, layers)
-    there = {cell for of_device in told for cell in _cells(of_device, cuts)}
+    listed = list(parts)
+    cuts = _cuts(listed, layers)
+    there = {cell for of_device in listed for cell in _cells(of_device, cuts)}
     return [
         layer
         for layer, begins in enumerate(cuts)
@@ -57,7 +57,7 @@ def incomplete(parts: Iterable[Sequence[StatePart]], layers: int) -> list[int]:
     ]
 
 
-def share_of(stage: StagePlacement, device: Device) -> Run:
+def share_of(stage: StagePlacement, device: Device) -> FractionRange:
     """Return the range that a device of the stage has of the stage's layers."""
     if stage.within == "replicate" or len(stage.devices) == 1:
         return Fraction(0), Fraction(1)
@@ -67,7 +67,7 @@ def share_of(stage: StagePlacement, device: Device) -> Run:
 
 def retained_parts(
     stages: Sequence[StagePlacement], number: int, device: Device, *, zero1: bool, replica: bool = False
-) -> list[Run]:
+) -> list[FractionRange]:
     """Return the ranges of a layer of which a device keeps the optimizer state, ascending.
 
     :param stages: the stages that have the layer, one in each pipeline; ``number``: the index of the
@@ -104,13 +104,13 @@ def moved_bytes(
     for number, pipeline in enumerate(pipelines):
         for stage in pipeline.stages:
             for device in stage.devices:
-                runs: dict[int, list[Run]] = {}
+                ranges: dict[int, list[FractionRange]] = {}
                 for part in parts.get(device, ()):
-                    run = Fraction(part.start, part.of), Fraction(part.end, part.of)
-                    runs.setdefault(part.layer, []).append(run)
+                    held = Fraction(part.start, part.of), Fraction(part.end, part.of)
+                    ranges.setdefault(part.layer, []).append(held)
                 begin, end = share_of(stage, device)
                 for layer in range(stage.first_layer, stage.end_layer):
-                    of, has = profile.layers[layer], runs.get(layer, [])
+                    of, has = profile.layers[layer], ranges.get(layer, [])
                     for low, high in retained_parts(stages_of[layer], number, device, zero1=zero1):
                         lacking += of.optimizer_bytes * (high - low - _overlap(has, low, high))
                     if layer not in holdings.get(device, frozenset()):
@@ -156,10 +156,10 @@ def _cells(parts: Sequence[StatePart], cuts: Sequence[Sequence[Fraction]]) -> se
     return cells
 
 
-def _overlap(runs: Iterable[Run], begin: Fraction, end: Fraction) -> Fraction:
+def _overlap(ranges: Iterable[FractionRange], begin: Fraction, end: Fraction) -> Fraction:
     """Return how much of [begin, end) these ranges cover; each point counts once."""
     covered, reached = Fraction(0), begin
-    for first, last in sorted(runs):
+    for first, last in sorted(ranges):
         added = min(last, end) - max(first, reached)
         if added > 0:
             covered, reached = covered + added, min(last, end)

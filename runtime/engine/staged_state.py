@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.layers.state import LayerStates, ReusedMemory
 from storage.errors import CorruptDataError
-from storage.layerstate import LayerEntry, padded_size
+from storage.layerstate import TensorEntry, padded_size
 from storage.manifest import BLOCK_BYTES, SnapshotPart
 from storage.pages import Bytes, map_file
 from storage.staged import BorrowedSnapshot, PayloadChunk, read_staged
@@ -184,7 +184,7 @@ class StagedStateLoader:
         return memory
 
     def _targets(
-        self, places: Sequence[tuple[LayerEntry, Tensor]]
+        self, places: Sequence[tuple[TensorEntry, Tensor]]
     ) -> tuple[list[_Target], list[tuple[Bytes, Tensor]]]:
         """Return the memory for the payload's bytes, ascending, and the tensors to be copied from staging
         memory.

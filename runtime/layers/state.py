@@ -23,8 +23,8 @@ from storage.layerstate import (
     ALIGNMENT_BYTES,
     DTYPE_BYTES,
     HEADER_FORMAT,
-    LayerEntry,
     LayerHeader,
+    TensorEntry,
     decode_header,
     padded_size,
 )
@@ -57,12 +57,12 @@ class LayerStates:
         """Return the header that ``pack`` would return, and the tensor of each entry, not copied."""
         self._check_held(layer)
         tensors, scalars = self._collect(layer)
-        entries: list[LayerEntry] = []
+        entries: list[TensorEntry] = []
         end = 0
         for name, role, key, tensor in tensors:
             size_bytes = tensor.numel() * tensor.element_size()
             entries.append(
-                LayerEntry(
+                TensorEntry(
                     name=name,
                     role=role,
                     key=key,
@@ -124,7 +124,7 @@ class LayerStates:
 
     def allocate(
         self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None = None
-    ) -> list[tuple[LayerEntry, Tensor]]:
+    ) -> list[tuple[TensorEntry, Tensor]]:
         """Hold ``layer`` with uninitialised tensors, and return the tensor of each entry.
 
         :param reused: if given, existing optimizer tensors that fit are filled again, because fresh memory
@@ -141,7 +141,7 @@ class LayerStates:
 
     def _allocate(
         self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None
-    ) -> tuple[list[tuple[LayerEntry, Tensor]], "_States"]:
+    ) -> tuple[list[tuple[TensorEntry, Tensor]], "_States"]:
         """Hold the layer; return the tensor of each entry, and the optimizer's state that is still to be set."""
         try:
             decoded = decode_header(header, layer, payload_bytes)
@@ -159,7 +159,7 @@ class LayerStates:
             for tensor in self._model.tensors_of(layer)
             if tensor.trainable
         }
-        targets: list[tuple[LayerEntry, Tensor]] = []
+        targets: list[tuple[TensorEntry, Tensor]] = []
         for entry in decoded.entries:
             tensor = values[entry.name]
             if entry.role == "optimizer":
@@ -172,7 +172,7 @@ class LayerStates:
             targets.append((entry, tensor))
         return targets, states
 
-    def _there(self, entry: LayerEntry, device: torch.device, reused: ReusedMemory) -> Tensor | None:
+    def _there(self, entry: TensorEntry, device: torch.device, reused: ReusedMemory) -> Tensor | None:
         """Return the optimizer's tensor that this entry replaces, if it owns suitable memory on the host."""
         old = self._optimization.parameter_state(entry.name).get(entry.key)
         if not isinstance(old, Tensor) or not entry.size_bytes or old.requires_grad:
@@ -281,7 +281,7 @@ class LayerStateWriter:
         the optimizer may have for a parameter shared by several layers stays intact.
     """
 
-    def __init__(self, targets: list[tuple[LayerEntry, Tensor]], take: Callable[[], None]) -> None:
+    def __init__(self, targets: list[tuple[TensorEntry, Tensor]], take: Callable[[], None]) -> None:
         self._tensors = [(entry, tensor) for entry, tensor in targets if entry.size_bytes]
         self._take = take
         self._staging: dict[int, Tensor] = {}
@@ -304,7 +304,7 @@ class LayerStateWriter:
         """Set the optimizer's state after all bytes have been written."""
         self._take()
 
-    def _bytes(self, entry: LayerEntry, tensor: Tensor) -> Tensor:
+    def _bytes(self, entry: TensorEntry, tensor: Tensor) -> Tensor:
         if tensor.is_contiguous():
             return tensor.reshape(-1).view(torch.uint8)
         if entry.offset not in self._staging:
@@ -314,7 +314,7 @@ class LayerStateWriter:
         return self._staging[entry.offset]
 
 
-def _check_entry(layer: int, entry: LayerEntry, shared: ModelTensor) -> None:
+def _check_entry(layer: int, entry: TensorEntry, shared: ModelTensor) -> None:
     where = f"layer {layer}, {entry.name} {entry.key}".rstrip()
     if entry.offset % ALIGNMENT_BYTES:
         raise StateError(f"{where}: offset {entry.offset} is not a multiple of {ALIGNMENT_BYTES}")
@@ -331,7 +331,7 @@ def _check_entry(layer: int, entry: LayerEntry, shared: ModelTensor) -> None:
         )
 
 
-def _view(payload: Tensor, entry: LayerEntry) -> Tensor:
+def _view(payload: Tensor, entry: TensorEntry) -> Tensor:
     """Return the entry's bytes of the payload as a view with its dtype and shape."""
     part = payload[entry.offset : entry.offset + entry.size_bytes]
     return part.view(DTYPES[entry.dtype]).view(entry.shape)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runtime.script.copier import ScriptCapture
 from runtime.script.plain_state import encode, freeze
-from runtime.script.protection import Protection
+from runtime.script.protection import ScriptProtection
 from runtime.script.random_states import random_states
 from runtime.script.ranks import Ranks
 from runtime.script.registered import RegisteredObject, expected_state_size
@@ -64,7 +64,7 @@ class SnapshotContents:
     :param random: whether to save the states of the random generators, too.
     """
 
-    protection: Protection
+    protection: ScriptProtection
     random: bool
     objects: dict[str, RegisteredObject] = field(default_factory=dict)
     _known: dict[int, KnownTensor] = field(default_factory=dict)

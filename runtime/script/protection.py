@@ -223,7 +223,7 @@ class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Protection:
+class ScriptProtection:
     """The protection of one script's snapshots, as all of its ranks agreed on it."""
 
     job: str
@@ -242,7 +242,7 @@ class Protection:
     _run: ProtectedRun | None = None
 
     @classmethod
-    def open(cls, job: str, protection: str, path: str | Path | None, default: Path) -> "Protection":
+    def open(cls, job: str, protection: str, path: str | Path | None, default: Path) -> "ScriptProtection":
         """Return the protection that a script asked for, or none with a warning if no agent answers.
 
         :raises SnapshotError: there is no such protection.

@@ -27,8 +27,8 @@ from runtime.script.contents import SnapshotContents
 from runtime.script.copier import HEADER, SnapshotCopier, part_name
 from runtime.script.plain_state import SnapshotError
 from runtime.script.protection import (
-    Protection,
     RestorableSnapshot,
+    ScriptProtection,
     SnapshotAgentError,
     rank_count_mismatch,
     rank_layout_of,
@@ -115,7 +115,7 @@ class Snapshotter:
         self.counts = SnapshotCounts()
         """Numbers of completed and failed snapshots, and the total delay of training."""
         self._name = name
-        self._protection = Protection.open(name, protection, snapshot_agent, default_root())
+        self._protection = ScriptProtection.open(name, protection, snapshot_agent, default_root())
         self._contents = SnapshotContents(self._protection, random_state)
         self._hooks: list[Any] = []
         self._last_step: int | None = None

@@ -10,7 +10,7 @@ from math import lcm
 
 from msgspec.structs import replace
 
-from planner.changes.parts import Run, incomplete, retained_parts, stages_by_layer
+from planner.changes.parts import FractionRange, incomplete, retained_parts, stages_by_layer
 from planner.values import Device, Plan, StatePart
 from statemachine.messages.values import HeldPart
 
@@ -32,9 +32,9 @@ def owned_parts(plan: Plan, device: Device, *, zero1: bool) -> frozenset[StatePa
     return frozenset(owned)
 
 
-def _part(layer: int, run: Run, *, replica: bool) -> StatePart:
-    of = lcm(run[0].denominator, run[1].denominator)
-    return StatePart(layer=layer, start=int(run[0] * of), end=int(run[1] * of), of=of, replica=replica)
+def _part(layer: int, held: FractionRange, *, replica: bool) -> StatePart:
+    of = lcm(held[0].denominator, held[1].denominator)
+    return StatePart(layer=layer, start=int(held[0] * of), end=int(held[1] * of), of=of, replica=replica)
 
 
 def held_parts(plan: Plan, holdings: Mapping[Device, frozenset[int]], parts: Parts) -> tuple[HeldPart, ...]:

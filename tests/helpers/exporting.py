@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from runtime.description import describe
 from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.description import encode_description
-from storage.layerstate import LayerEntry, LayerHeader
+from storage.layerstate import LayerHeader, TensorEntry
 from tests.helpers.kept_checkpoints import about
 
 
@@ -54,7 +54,7 @@ def _packed(
     for name, tensor in tensors.items():
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         entries.append(
-            LayerEntry(
+            TensorEntry(
                 name=name,
                 role="parameter" if name in parameters else "buffer",
                 key="",

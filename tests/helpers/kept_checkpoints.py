@@ -8,7 +8,7 @@ import numpy as np
 
 from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.description import ModelDescription, encode_description
-from storage.layerstate import LayerEntry, LayerHeader
+from storage.layerstate import LayerHeader, TensorEntry
 from storage.values import LayerFile
 
 LAYERS = 3
@@ -25,7 +25,7 @@ def layer_state(layer: int, seed: int = 0, numel: int = 1000) -> tuple[bytes, np
     ):
         size = int(np.prod(shape)) * {"bfloat16": 2, "float32": 4, "int64": 8}[dtype]
         entries.append(
-            LayerEntry(
+            TensorEntry(
                 name=f"{layer}.{name}",
                 role=role,  # type: ignore[arg-type]
                 key=key,

@@ -23,7 +23,7 @@ from statemachine.messages.values import SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage
-from storage.layerstate import HEADER_FORMAT, LayerEntry, LayerHeader
+from storage.layerstate import HEADER_FORMAT, LayerHeader, TensorEntry
 from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.shards import ShardLayout, make_shard
 from storage.staged import read_staged
@@ -155,7 +155,7 @@ def make_layer(number: int, sizes: Sequence[int], buffer_bytes: int = 0) -> Laye
     for index, (role, size) in enumerate(kinds):
         padded = size + -size % 16
         entries.append(
-            LayerEntry(
+            TensorEntry(
                 name=f"t{index}",
                 role="buffer" if role == "buffer" else "parameter",
                 key="",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planner.errors import InfeasibleError
 from planner.reliability import (
     FailureDistribution,
-    Protection,
+    ProtectedCluster,
     daly_days,
     loss_rate_per_day,
     mean_days,
@@ -20,7 +20,7 @@ from planner.reliability import (
     young_days,
 )
 
-FIGURE_8 = Protection(
+FIGURE_8 = ProtectedCluster(
     nodes=3072,
     group=6,
     hardware=FailureDistribution(rate=1e-4, shape=1.3),
@@ -42,7 +42,7 @@ def test_equation_5_as_printed_gives_less() -> None:
     assert printed == pytest.approx(2.564, abs=5e-4)
 
 
-def counted(protection: Protection, days: float) -> float:
+def counted(protection: ProtectedCluster, days: float) -> float:
     """Return the probability of survival, from every combination of nodes that are up or down."""
     up = math.exp(protection.hardware.log_survival(days))
     groups = [
@@ -71,7 +71,7 @@ def test_survival_is_what_counting_all_states_gives(
     group = min(group, nodes)
     losses = min(losses, group - 1)
     law = FailureDistribution(rate=rate, shape=shape)
-    protection = Protection(nodes=nodes, group=group, losses=losses, hardware=law)
+    protection = ProtectedCluster(nodes=nodes, group=group, losses=losses, hardware=law)
     assert protection.protected(days) == pytest.approx(counted(protection, days), rel=1e-9)
     if losses == 0:
         assert protection.protected(days) == pytest.approx(protection.unprotected(days), rel=1e-9)
@@ -80,7 +80,8 @@ def test_survival_is_what_counting_all_states_gives(
 def test_more_losses_that_can_be_decoded_are_safer_for_longer() -> None:
     law = FailureDistribution(rate=1e-3)
     safe = [
-        safe_days(Protection(nodes=60, group=6, losses=n, hardware=law).protected, 0.99) for n in range(4)
+        safe_days(ProtectedCluster(nodes=60, group=6, losses=n, hardware=law).protected, 0.99)
+        for n in range(4)
     ]
     assert safe == sorted(safe) and len(set(safe)) == 4
 
@@ -97,7 +98,7 @@ def test_a_mean_beyond_the_range_of_numbers_is_infinite() -> None:
 
 def test_the_mean_time_to_loss_of_one_node_is_its_mean() -> None:
     law = FailureDistribution(rate=0.02, shape=0.7)
-    alone = Protection(nodes=1, group=1, losses=0, hardware=law)
+    alone = ProtectedCluster(nodes=1, group=1, losses=0, hardware=law)
     assert mean_days(alone.unprotected) == pytest.approx(law.mean_days, rel=1e-6)
     assert mean_days(lambda _: 1.0) == math.inf
 
@@ -144,6 +145,6 @@ def test_losses_come_with_slow_repair_and_spare_replicas_prevent_them() -> None:
 def test_bad_entries_are_named(change: dict[str, object], names: str) -> None:
     good = {"nodes": 6, "group": 3, "losses": 1, "hardware": FailureDistribution(rate=0.1)}
     with pytest.raises(InfeasibleError, match=names):
-        Protection(**{**good, **change})  # type: ignore[arg-type]
+        ProtectedCluster(**{**good, **change})  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match="threshold is 1"):
         safe_days(lambda days: 0.5, 1.0)

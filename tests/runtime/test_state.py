@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.layers.state import LayerEntry, LayerHeader, LayerStates, StateError
+from runtime.layers.state import LayerHeader, LayerStates, StateError, TensorEntry
 from tests.helpers.layer_states import Trainer
 from tests.helpers.runtime_support import data_for, training_of
 
@@ -214,7 +214,7 @@ def test_the_header_is_plain_msgpack_that_describes_the_bytes() -> None:
     trainer.step(1)
     header, payload = trainer.states.pack(1)
     decoded = msgspec.msgpack.decode(header, type=LayerHeader)
-    assert decoded.entries[0] == LayerEntry(
+    assert decoded.entries[0] == TensorEntry(
         name="1.norm_1.weight",
         role="parameter",
         key="",

@@ -17,7 +17,7 @@ from ftd import SnapshotError
 from runtime.script.contents import SnapshotContents
 from runtime.script.copier import ScriptCapture
 from runtime.script.plain_state import thaw
-from runtime.script.protection import Protection
+from runtime.script.protection import ScriptProtection
 from runtime.script.registered import RegisteredObject
 from runtime.script.state_layout import StateLayout
 
@@ -60,7 +60,9 @@ class Scene:
             "progress": RegisteredObject.of("progress", self.progress, guarded=False),
             "scheduler": RegisteredObject.of("scheduler", self.scheduler, guarded=False),
         }
-        self.protection = Protection("job", "aec", None, None, active=True, owners=3, owner=1, shares=shares)
+        self.protection = ScriptProtection(
+            "job", "aec", None, None, active=True, owners=3, owner=1, shares=shares
+        )
         self.remembering = self.contents()
 
     def contents(self) -> SnapshotContents:

@@ -92,8 +92,8 @@ class Broker:
         self.path = path
         self.sessions: list[Session] = []
         self.echoes = True
-        """Whether it delivers what the coordinator publishes back to the coordinator, if that subscribed to
-        it.
+        """Whether the broker delivers what the coordinator publishes back to the coordinator, if that
+        subscribed to it.
         """
         self.events: list[EventMessage] = []
         self.after_commit: Callable[[], None] = lambda: None
@@ -181,7 +181,7 @@ class Session:
         return
 
 
-class Planning:
+class ImmediatePlanning:
     """Planner that answers as soon as it is asked."""
 
     progress = None
@@ -224,7 +224,7 @@ class Cluster:
                 clock=SystemClock(),
                 transport=self.broker,
                 disk=LocalDisk(),
-                planning=lambda feed, driver, changed: Planning(feed, self.path),
+                planning=lambda feed, driver, changed: ImmediatePlanning(feed, self.path),
                 checkpoints=lambda feed, driver: Mock(spec=CheckpointOperations),
                 observer=Mock(spec=Observer),
             ),

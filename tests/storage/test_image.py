@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from storage.errors import CorruptDataError
 from storage.image import GroupImage, LayerImage, assemble_payload, payload_ranges
-from storage.layerstate import ALIGNMENT_BYTES, HEADER_FORMAT, LayerEntry, LayerHeader
+from storage.layerstate import ALIGNMENT_BYTES, HEADER_FORMAT, LayerHeader, TensorEntry
 
 Role = Literal["parameter", "buffer", "optimizer"]
 
 
 def header_of(layer: int, tensors: list[tuple[Role, int]]) -> LayerHeader:
-    entries: list[LayerEntry] = []
+    entries: list[TensorEntry] = []
     end = 0
     for number, (role, size) in enumerate(tensors):
         key = "exp_avg" if role == "optimizer" else ""
         entries.append(
-            LayerEntry(
+            TensorEntry(
                 name=f"t{number}",
                 role=role,
                 key=key,

@@ -14,7 +14,7 @@ from statemachine.events import PlanCompared, TemplatesReady
 
 
 class SimPlanning:
-    """The planning port of one process (``ftd.coordinator.ports.Planning``)."""
+    """The planning port of one process (``ftd.coordinator.ports.PlanningOperations``)."""
 
     progress: tuple[int, int] | None = None
 
@@ -31,7 +31,7 @@ class SimPlanning:
         )
         self._planner: Planner | None = None
         self._busy_until = 0.0
-        """When the only planning thread is free, so that requests are answered in order."""
+        """Time at which the only planning thread is free, so that requests are answered in order."""
 
     def prepare(self) -> None:
         """Do nothing: there is no process to start."""

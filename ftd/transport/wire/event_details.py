@@ -1,8 +1,9 @@
 """The ``details`` of events about the job, nodes, reconfigurations, chaos and the service.
 
-Each event has a struct of its name. The structs check what we publish (``ftd.transport.wire.checking``) and
-make the contract (``ftd.transport.wire.contract``); docs/events.md describes them for people. The other
-events are in ``snapshot_details``.
+Each event has a struct of its name. A message between processes may have that name too (``Quiesced``): the
+catalogue, the only user of these structs, refers to them by their module. The structs check what we publish
+(``ftd.transport.wire.checking``) and make the contract (``ftd.transport.wire.contract``);
+docs/reference/events.md describes them for people. The other events are in ``snapshot_details``.
 """
 
 from typing import Literal
