@@ -124,8 +124,8 @@ class Training:
     ``None``, ftd finds the model's repeated blocks.
     """
     tensor_plan: Mapping[str, str] | None = None
-    """How the devices of a stage split linear modules (``planner.within_node = "tensor"``), by module name, in
-    which ``*`` stands for one component. The values are ``colwise``, ``rowwise``,
+    """Way in which the devices of a stage split linear modules (``planner.within_node = "tensor"``), by module
+    name, in which ``*`` stands for one component. The values are ``colwise``, ``rowwise``,
     ``colwise_gather_output``, ``rowwise_split_input`` and ``replicated_with_grad_allreduce``
     (docs/reference/models.md). With ``None``, ftd uses the plan that Hugging Face gives the model, if any.
     """

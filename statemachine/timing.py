@@ -53,15 +53,15 @@ class Timing:
     dead, hung or silent, the connection alone was at fault, and the group forms again.
     """
     start_settle_s: float = 1.0
-    """How long the first plan waits for nodes that are still preparing."""
+    """Time for which the first plan waits for nodes that are still preparing."""
     join_settle_s: float = 0.1
     """Joins and drains that come closer together than this share one reconfiguration."""
     lost_state_s: float = 30.0
-    """How long the job stays PAUSED if only absent nodes, which are not provably dead, hold some state. After
-    that it returns to a persistent checkpoint, or is FAILED.
+    """Time for which the job stays PAUSED if only absent nodes, which are not provably dead, hold some state.
+    After that it returns to a persistent checkpoint, or is FAILED.
     """
     steps_request_s: float = 2.0
-    """How long one node may take to answer ``RequestSteps`` before another is asked."""
+    """Longest time that one node may take to answer ``RequestSteps`` before another is asked."""
     raise_limit: int = 3
     """The job fails if its code raised this often in a running group with no step committed in between, or in
     this many tries of one step; the same error on several nodes ends it sooner. (node) Trainers that ended
@@ -104,8 +104,8 @@ class Timing:
     ``node.checkpoint_rate_mib_s`` determine how long it takes; the limit is for a disk that hangs.
     """
     checkpoint_location_s: float = 60.0
-    """How long the checkpoint location may take to answer the coordinator: to commit a checkpoint whose layers
-    are written, or to find the newest one.
+    """Longest time that the checkpoint location may take to answer the coordinator: to commit a checkpoint
+    whose layers are written, or to find the newest one.
     """
     finish_s: float = 120.0
     finish_mib_s: float = 16.0
@@ -123,7 +123,7 @@ class Timing:
     ``straggler_speed``, or a node would be both.
     """
     straggler_s: float = 5.0
-    """How long a node must be slow, or fast again, before it is reported as such."""
+    """Time for which a node must be slow, or fast again, before it is reported as such."""
     straggler_replan_s: float = 15.0
     """Time between two searches for a better plan because of speeds alone."""
     straggler_gain: float = 0.05
@@ -139,7 +139,7 @@ class Timing:
     steps_remembered: int = 20_000
     """Committed steps that an agent remembers for ``RequestSteps``."""
     leave_s: float = 30.0
-    """How long a node that received SIGTERM waits for ``Release`` before it leaves anyway."""
+    """Time for which a node that received SIGTERM waits for ``Release`` before it leaves anyway."""
     kill_grace_s: float = 2.0
     """Time between SIGTERM and SIGKILL of a trainer when there is no hurry."""
     restart_backoff_s: float = 0.5

@@ -24,8 +24,10 @@ INSTEAD = {
 }
 """Patterns of whole words in comments, strings and pages → what to write. The changelog may name what was renamed."""
 
-OPENING = re.compile(r"(Of|So|What|That|Who|Whom|Whose)\b")
+OPENING = re.compile(r"(Of|So|What|That|Who|Whom|Whose|How|When|Why|Which|Where)\b")
 """A docstring that begins with one of these is a fragment: begin a function's with a verb, any other with a noun."""
+FUNCTION_OPENING = re.compile(rf"{OPENING.pattern}|Whether\b")
+"""Openings that a function's docstring must not have; that of an attribute or a property may begin with ``Whether``."""
 
 FILES = sorted(
     path
@@ -53,12 +55,19 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
             yield from enumerate(token.string.splitlines(), token.start[0])
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line numbers and texts of a module's docstrings, those of attributes included."""
+def fragments(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line numbers and openings of a module's docstrings that are fragments, those of attributes
+    included.
+    """
+    bodies: set[ast.AST] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                if not any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+                    bodies.add(node.body[0])
             case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, text
+                if found := (FUNCTION_OPENING if node in bodies else OPENING).match(text):
+                    yield node.lineno, found[0]
 
 
 def findings(path: Path) -> list[str]:
@@ -74,9 +83,8 @@ def findings(path: Path) -> list[str]:
             found.append(f"{where}:{line}: {match[0]!r}: {why}")
     if path.suffix == ".py":
         found += [
-            f"{where}:{line}: a docstring begins with {match[0]!r}: begin with a verb or a noun"
-            for line, text in docstrings(path)
-            if (match := OPENING.match(text))
+            f"{where}:{line}: a docstring begins with {opening!r}: begin with a verb or a noun"
+            for line, opening in fragments(path)
         ]
     return found
 
@@ -89,6 +97,7 @@ def test_the_prose_uses_plain_words_and_standard_terms() -> None:
     ("text", "finding"),
     [
         ('"""Of these bytes."""\n', "a docstring begins with 'Of'"),
+        ('def f():\n    """Whether it is so."""\n', "a docstring begins with 'Whether'"),
         ("x = 1  # told later\n", "'told'"),
         ('raise ValueError("made anew")\n', "'anew'"),
     ],

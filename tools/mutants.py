@@ -116,7 +116,7 @@ class _Finder:
     found: list[tuple[Mutant, Callable[[], None]]] = field(default_factory=list)
     path: str
     _changes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How often each change was found in each function."""
+    """Number of times that each change was found in each function."""
 
     def module(self, tree: ast.Module) -> None:
         for node in tree.body:
@@ -422,7 +422,7 @@ class MutantRunner:
         self._running: dict[int, tuple[MutantResult, Path]] = {}
         self._done = 0
         self._kills: Counter[str] = Counter()
-        """How many mutants each test has killed."""
+        """Number of mutants that each test has killed."""
 
     def write(self) -> None:
         """Write every mutant with its status so far."""

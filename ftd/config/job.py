@@ -92,8 +92,8 @@ class ToleranceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     failures: int = 1
     """Nodes that may fail at the same time while one copy of every layer remains."""
     minimum: Minimum = "one_replica"
-    """When to pause: ``one_replica`` continues while one copy of every layer is left; ``oobleck`` needs
-    ``failures`` + 1 copies.
+    """Condition for a pause: ``one_replica`` continues while one copy of every layer is left; ``oobleck``
+    needs ``failures`` + 1 copies.
     """
 
 

@@ -26,7 +26,7 @@ from ftd.processes import (
 
 _KILL_TIMEOUT_S = 5.0
 _REAP_TIMEOUT_S = 5.0
-"""How long to wait for a killed process to be gone before another one of the same name starts."""
+"""Longest time to wait for a killed process to be gone before another one of the same name starts."""
 _MAX_BASE_LENGTH = 30
 # Unmount first what a scenario mounted there (``ftd.local.mounts``).
 _CLEANUP_SCRIPT = 'read _; sleep 0.2; umount -l "$0/disk" "$1" 2>/dev/null; rm -rf -- "$0" "$1"'

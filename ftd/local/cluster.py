@@ -26,7 +26,7 @@ RELAY = "relay"
 BROKER_START_S = 20.0
 HOST = "127.0.0.1"
 LOGGED_S = 90.0
-"""How long a coordinator may take to complete its logs."""
+"""Longest time that a coordinator may take to complete its logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,10 +33,10 @@ from ftd.transport.wire.public import JobData
 from runtime.wire.recipe import RECIPE
 
 PAUSE_S = 5.0
-"""How long a job may wait for nodes that nobody will start."""
+"""Longest time for which a job may wait for nodes that nobody will start."""
 _MONITOR_PERIOD_S = 0.2
 _EVENT_GRACE_S = 1.0
-"""How long after the state shows the job's end its event may still arrive."""
+"""Longest time from the state that shows the job's end until its event arrives."""
 _END_EVENT_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 
 

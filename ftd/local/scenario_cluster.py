@@ -24,7 +24,7 @@ from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.transport.wire.public import JobData
 
 START_S = 120.0
-"""How long training may take to begin after the job was submitted."""
+"""Longest time from the submission of the job until training begins."""
 LEAVE_S = 10.0
 STOP_S = 10.0
 _GAP_EVENTS = 200

@@ -109,7 +109,9 @@ class DetectionFact(Fact):
     """A loss or a drain that became known: ``NodeLost``, ``TrainerLost`` or ``NodeDraining``."""
 
     how: str
-    """How it was noticed. For a node: ``last_will``, ``silence``, …; for a trainer: the cause of its failure."""
+    """Way in which the loss or drain was noticed. For a node: ``last_will``, ``silence``, …; for a trainer:
+    the cause of its failure.
+    """
     detected_at: float
     """Monotonic time at which the coordinator knew, which may be shortly before it published the event."""
     fault_at: float | None = None

@@ -51,7 +51,7 @@ class ReplayJob:
 
     name: str
     source: str
-    """Where the profile comes from: a measured file, a job file, or a model card with its sources."""
+    """Origin of the profile: a measured file, a job file, or a model card with its sources."""
     profile: ModelProfile
     policy: Policy
     published: Mapping[str, PublishedThroughput] = field(default_factory=dict)

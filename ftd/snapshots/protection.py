@@ -69,7 +69,7 @@ class SnapshotProtection:
     replicas: ReplicaMemory | None = None
     """Memory for replicas under ``aor``; ``None`` with one owner or without bytes in the profile."""
     reason: str = ""
-    """Why this scheme was chosen; empty where the job asked for it."""
+    """Reason for which this scheme was chosen; empty where the job asked for it."""
 
     @property
     def guarantee(self) -> int:

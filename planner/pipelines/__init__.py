@@ -1,1 +1,1 @@
-"""Which pipelines to make of so many nodes, and each one's share of the batch (Oobleck §4.2)."""
+"""The choice of pipelines for a number of nodes, and each pipeline's share of the batch (Oobleck §4.2)."""

@@ -31,7 +31,7 @@ from runtime.wire.store_protocol import (
 )
 
 _ANSWER_MARGIN_S = 5.0
-"""How much longer than the server a client waits before it treats the connection as dead."""
+"""Time for which a client waits longer than the server before it treats the connection as dead."""
 
 
 class StoreError(RuntimeError):

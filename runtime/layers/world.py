@@ -59,7 +59,7 @@ class RankAssignment:
     representative.
     """
     recompute: Recompute = "none"
-    """How its layers get their activations in the backward pass."""
+    """Way in which the layers of the stage get their activations in the backward pass."""
 
     @property
     def layers(self) -> range:

@@ -70,7 +70,7 @@ class RegisteredObject:
 
     @property
     def has_stable_tensors(self) -> bool:
-        """Whether its tensors are most likely the same from one snapshot to the next."""
+        """Whether the object's tensors are most likely the same from one snapshot to the next."""
         return self.kind in ("module", "optimizer")
 
     def state(self) -> Any:

@@ -39,12 +39,12 @@ class ImageEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Dimensions, from the slowest to the fastest varying one in memory."""
     on_host: bool
     sharded: bool
-    """Whether it is this rank's shard of a tensor; ``shape`` is then the shard's."""
+    """Whether the tensor is this rank's shard of a larger one; ``shape`` is then the shard's."""
     offset: int
     """Offset in its image."""
     size_bytes: int
     shared: bool = False
-    """Whether it is in the image that is the same on all ranks."""
+    """Whether the tensor is in the image that is the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class CopyRange:
     offset: int
     size_bytes: int
     is_xor: bool = False
-    """Whether they are XORed with the bytes there instead of copied."""
+    """Whether the bytes are XORed with those in the slot instead of copied."""
 
 
 @dataclass(frozen=True, slots=True)

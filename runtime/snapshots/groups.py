@@ -37,7 +37,7 @@ class LayerGroup:
     own: bool = True
     """Whether this rank saves its own parts."""
     replica: bool = False
-    """Whether it saves the replicas that it holds of the next owner's parts."""
+    """Whether this rank saves the replicas that it holds of the next owner's parts."""
 
     @property
     def code(self) -> Code:

@@ -22,7 +22,7 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     learned: npt.NDArray[np.bool_] | None = None
-    """Which tokens a model learns; None for all."""
+    """The tokens that a model learns; ``None``: all."""
 
 
 Encoder = Callable[[list[Document]], list[Encoded]]

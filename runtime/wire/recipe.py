@@ -95,8 +95,9 @@ class DataTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     length: Annotated[Count | None, Meta(examples=[1024])] = None
     """Tokens of a sample; left out: 1024, or as many as the model takes where that is less."""
     collate: Literal["auto", "pad", "masked-lm"] = "auto"
-    """How samples become a batch: ``pad`` to the longest, ``masked-lm`` pads and masks tokens; ``auto``: what
-    the task and the data need."""
+    """Way in which samples become a batch: ``pad`` to the longest, ``masked-lm`` pads and masks tokens;
+    ``auto``: what the task and the data need.
+    """
     mask_probability: Annotated[float, Meta(gt=0, lt=1)] = 0.15
     """Share of the tokens that masked language models predict."""
     workers: CountOrZero = 0

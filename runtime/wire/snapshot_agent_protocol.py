@@ -74,7 +74,7 @@ class HeldRankSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     step: int
     layout: RankSnapshotLayout
     is_copy: bool = False
-    """Whether it is a copy of another host's rank: its own image, without a shard."""
+    """Whether the part is a copy of another host's rank: its own image, without a shard."""
 
     @property
     def key(self) -> SnapshotKey:

@@ -101,7 +101,7 @@ class TrainerRecord:
     progress_at: float = 0.0
     """Time at which it last made progress or was waiting."""
     reading: bool = False
-    """Whether it read samples of the data set, as last reported."""
+    """Whether the trainer read samples of the data set, as last reported."""
     build_progress: str = ""
     """Activity before it was prepared, as last reported."""
 

@@ -99,21 +99,23 @@ class NodeMachine:
     prepare_sent: bool = False
     """Whether ``Prepare`` was sent for the current job and is not answered."""
     lost_message: tuple[str, float] | None = None
-    """Order or report that is missing according to its heartbeats, and since when (``acknowledgement``)."""
+    """Order or report that is missing according to the node's heartbeats, and since when
+    (``acknowledgement``).
+    """
     build_progress: str = ""
-    """Progress of its trainers in building the job, in words."""
+    """Progress of the node's trainers in building the job, in words."""
     prepared: bool = False
     """Whether every trainer has built the current job."""
     build_error: str | None = None
     """Reason why this node cannot build the current job, as its trainers reported it."""
     draining: str | None = None
-    """Reason why it is to leave the plan; ``None``: it is not."""
+    """Reason why the node is to leave the plan; ``None``: it is not."""
     leaving: bool = False
-    """Whether it asked to leave itself (SIGTERM there)."""
+    """Whether the node asked to leave by itself (SIGTERM there)."""
     released: bool = False
-    """Whether it may go: it gets no work until it returns as a new incarnation."""
+    """Whether the node may leave: it gets no work until it returns as a new incarnation."""
     returning: bool = False
-    """Whether it lost a trainer and has not taken part since."""
+    """Whether the node lost a trainer and has not taken part since."""
     counted_in: int = 0
     """Last resumed generation whose decision counted this node's report. See ``rules.is_trusted``."""
     obeyed: int = 0
@@ -121,7 +123,7 @@ class NodeMachine:
     lost_after: int = 0
     """The last resumed generation when this node went OFFLINE."""
     ended: bool = False
-    """Whether it said goodbye or was fenced, so that it cannot return with its state."""
+    """Whether the incarnation said goodbye or was fenced, so that it cannot return with its state."""
     step: int = 0
     microbatch_ms: tuple[float, ...] = ()
     """``Heartbeat.microbatch_ms``, as last reported under ``timed_generation``."""
@@ -129,13 +131,13 @@ class NodeMachine:
     speed: float = 1.0
     """Speed that plans assume: below 1 for a straggler, relative to the others (``stragglers``)."""
     speed_changed_at: float | None = None
-    """Time since which it has computed at a different speed."""
+    """Time since which the node has computed at a different speed."""
     snapshots: frozenset[HeldSnapshot] = frozenset()
-    """Snapshots of the current job that it reported complete in its memory."""
+    """Snapshots of the current job that the node reported complete in its memory."""
     part_failures: Counter[HeldSnapshot] = field(default_factory=Counter)
-    """How often a part of each of these turned out to be corrupt or unavailable."""
+    """Number of times that a part of each of these snapshots turned out to be corrupt or unavailable."""
     said_hello: bool = False
-    """Whether it sent Hello since this coordinator started, so that its pending work is known."""
+    """Whether the node sent Hello since this coordinator started, so that its pending work is known."""
     retained_step: int | None = None
     """``Heartbeat.retained_step``, as reported since the last Hello."""
     retain_sent_step: int = 0

@@ -176,9 +176,9 @@ class Paused:
     """As in ``Planning``; empty if no node was left to report."""
     sources: tuple[str, ...] = ()
     decided: bool = False
-    """Whether it ended after the decision."""
+    """Whether the generation ended after the decision."""
     reason: str
-    """Condition for which it waits."""
+    """Condition for which the generation waits."""
     pause_limited: bool = False
     """Whether only absent nodes hold some state, so that the pause ends after a time limit."""
     discarded_steps: int = 0
@@ -192,7 +192,7 @@ class Ended:
     phase: ClusterPhase
     """FINISHED or FAILED."""
     outcome: str
-    """How the job ended, in words."""
+    """Outcome of the job, in words."""
 
 
 State = Waiting | Quiescing | Planning | Resuming | Running | Paused | Ended

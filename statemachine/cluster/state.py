@@ -72,7 +72,7 @@ LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 
 @dataclass(slots=True, kw_only=True)
 class TrainingProgress:
-    """Which steps are known to be committed, and which of them were published."""
+    """The steps that are known to be committed, and those of them that were published."""
 
     known: CommittedStep | None = None
     """The newest committed step that any node reported, also nodes that are dead now."""
@@ -176,7 +176,7 @@ class Cluster:
     ignored: Counter[str] = field(default_factory=Counter)
     started: bool = False
     from_journal: bool = False
-    """Whether it was made from a journal and has not been connected to the broker yet."""
+    """Whether this state was made from a journal and has not been connected to the broker yet."""
     connected: bool = False
     grace_until: float = 0.0
     wills_unreliable_until: float = 0.0

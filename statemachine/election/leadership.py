@@ -61,7 +61,7 @@ class TermClaim:
     before: Leader | None
     """The previous leader, as far as it is known."""
     how: str
-    """How the loss of that leader was detected: ``last_will``, ``goodbye``, ``silence``."""
+    """Way in which the loss of that leader was detected: ``last_will``, ``goodbye``, ``silence``."""
     noticed_at: float
     newest: tuple[int, int]
     """Position of the newest journal from which this coordinator can begin."""

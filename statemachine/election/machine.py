@@ -119,7 +119,7 @@ class ElectionMachine:
         self._following = False
         self._began_at = 0.0
         self._lost_how: str | None = None
-        """How the loss of the leader was detected; ``None``: it is not lost."""
+        """Way in which the loss of the leader was detected; ``None``: it is not lost."""
         self._lost_at = 0.0
         self._led = False
         """Whether this coordinator's state of the cluster still holds, provided that no other has led since."""

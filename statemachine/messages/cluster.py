@@ -53,9 +53,9 @@ class Hello(Message, frozen=True, kw_only=True):
     generation: int
     """Highest generation that the node has obeyed; 0 before the first."""
     training: bool
-    """Whether its trainers run under ``generation``: they are neither quiesced nor idle."""
+    """Whether the node's trainers run under ``generation``: they are neither quiesced nor idle."""
     quiesced: bool = False
-    """Whether its trainers stopped under ``generation`` and wait for its Resume. If neither this nor
+    """Whether the node's trainers stopped under ``generation`` and wait for its Resume. If neither this nor
     ``training`` holds, they are new or idle.
     """
     snapshots: tuple[HeldSnapshot, ...] = ()
@@ -71,17 +71,17 @@ class Acknowledgement(Struct, frozen=True, kw_only=True):
 
     activity: NodeActivity
     job_id: str | None
-    """The job that its trainers build or train."""
+    """The job that the node's trainers build or train."""
     leaving: bool = False
-    """Whether it has sent Leaving."""
+    """Whether the node has sent Leaving."""
     suspects_peer: bool = False
-    """Whether it has sent PeerSuspected and no commit has disproved it."""
+    """Whether the node has sent PeerSuspected and no commit has disproved it."""
     restore_failed: bool = False
-    """Whether it has sent RestoreFailed under the heartbeat's generation."""
+    """Whether the node has sent RestoreFailed under the heartbeat's generation."""
     snap_after: int = 0
     """``TakeSnapshot.after_step`` of the newest order obeyed under the heartbeat's generation; 0: none."""
     snapshot_reported: int = 0
-    """Step of the snapshot that its last SnapshotCompleted or SnapshotFailed was about; 0: none."""
+    """Step of the snapshot that the node's last SnapshotCompleted or SnapshotFailed was about; 0: none."""
     persist_attempt: str = ""
     """Attempt of the last Persist or CancelPersist received; empty: none."""
     persist_reported: bool = False
@@ -161,7 +161,7 @@ class SnapshotCompleted(Message, frozen=True, kw_only=True):
     copy_s: float
     """The longest copying time of a device, in seconds."""
     stall_s: float
-    """How long training waited for the copying, in seconds."""
+    """Time that training waited for the copying, in seconds."""
 
 
 class RestoreFailed(Message, frozen=True, kw_only=True):

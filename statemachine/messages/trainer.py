@@ -90,7 +90,7 @@ class PartData(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     of: int
     replica: bool
-    """Whether it is kept on the host next to the rank's own part (AOR)."""
+    """Whether the range is held on the host next to the rank's own part (AOR)."""
     whole: bool
 
 
@@ -157,7 +157,7 @@ class TrainingData(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fi
     GPU.
     """
     within_node: WithinNode = "replicate"
-    """How the devices of a stage share its work; ``auto``: as the planner chose for each stage."""
+    """Way in which the devices of a stage share its work; ``auto``: as the planner chose for each stage."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for the function: plain data that JSON can represent."""
 
@@ -350,7 +350,7 @@ class TrainerHeartbeat(Message, frozen=True, kw_only=True):
     progress: int
     waiting: bool
     reading: bool = False
-    """Whether it reads samples of the data set."""
+    """Whether the trainer reads samples of the data set."""
     build_progress: str = ""
     """Activity of the trainer before it is prepared, in words: "measuring layer 3 of 10"."""
 
@@ -359,7 +359,7 @@ class Raised(Message, frozen=True, kw_only=True):
     """Report that the training function or a layer raised; the process exits after this."""
 
     where: Literal["prepare", "restore", "training"]
-    """Where it raised; ``restore``: the restored state does not fit the model."""
+    """Place where the code raised; ``restore``: the restored state does not fit the model."""
     detail: str
     """Traceback; one sentence if the cause is known."""
 

@@ -236,7 +236,7 @@ class HeldPart(Struct, frozen=True, kw_only=True):
     of: int
     replica: bool
     whole: bool
-    """Whether it also holds all parameters and buffers of these layers."""
+    """Whether the device also holds all parameters and buffers of these layers."""
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from planner.values import (
 Stage = tuple[int, int, int]
 """(first layer, end layer, devices)."""
 Way = tuple[Recompute, Within]
-"""How a stage gets its activations in the backward pass, and what its devices hold."""
+"""Way in which a stage gets its activations in the backward pass, and the state that its devices hold."""
 
 
 def layer(

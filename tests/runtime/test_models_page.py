@@ -4,7 +4,7 @@ from tests.helpers.models_page import PAGE, tables, with_tables
 
 
 def test_the_page_has_the_tables_that_the_tests_give() -> None:
-    """When it differs: ``make docs``."""
+    """``make docs`` writes the page again when this test fails."""
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_tables(page)
 

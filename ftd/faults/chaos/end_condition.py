@@ -10,7 +10,7 @@ from ftd.faults.chaos.values import Scenario
 from ftd.faults.chaos.verdicts import has_failed, unmet_expectations
 
 GRACE_S = 10.0
-"""How long states and events may still arrive after the job has ended."""
+"""Longest time for which states and events may still arrive after the job has ended."""
 IDLE_PHASES = frozenset({"PAUSED", "WAITING"})
 """Phases in which no further step can be expected."""
 

@@ -39,7 +39,7 @@ class ScenarioResult:
     record: ScenarioRecord
     took_s: float
     ended_by: str
-    """Why observing stopped."""
+    """Reason for which observing stopped."""
     simulated: SimulationDetails | None = None
     """``None`` if the scenario was played on the real service."""
 

@@ -21,7 +21,7 @@ class InjectedFault:
     nodes: tuple[str, ...] = ()
     over_at_s: float = 0.0
     problem: str = ""
-    """Why the fault could not be injected; empty if it was."""
+    """Reason why the fault could not be injected; empty if it was."""
 
 
 class ScenarioRecord:

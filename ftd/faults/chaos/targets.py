@@ -20,7 +20,7 @@ class StageNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLayout:
-    """Which node computes which layers at this moment."""
+    """The assignment of layers to nodes at one moment."""
 
     pipelines: tuple[tuple[StageNodes, ...], ...]
     alive: tuple[str, ...]

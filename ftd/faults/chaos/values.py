@@ -334,7 +334,7 @@ class Fault:
 
     @property
     def duration_s(self) -> float:
-        """How many seconds after its start the fault is over; 0 if it is over at once or never."""
+        """Seconds from the start of the fault until it is over; 0 if it is over at once or never."""
         return self.for_s or self.restart_after_s or DEFAULT_FOR_S.get(self.do, 0.0)
 
     def __str__(self) -> str:
@@ -387,7 +387,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     expect: tuple[Expectation, ...] = ()
     steps_after: int = 3
-    """How many steps must follow after all faults are over and all expectations are met."""
+    """Number of steps that must follow after all faults are over and all expectations are met."""
     limit_s: float = 300.0
     """The time limit. An expectation that is not met by then has failed."""
     cluster: ClusterSetup | None = None

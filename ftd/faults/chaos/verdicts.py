@@ -12,7 +12,9 @@ from ftd.faults.chaos.record import InjectedFault, ScenarioRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectationStatus:
-    """How an expectation stands now. ``met`` is ``None`` while it is open, that is, while it may still be met."""
+    """The current status of an expectation. ``met`` is ``None`` while it is open, that is, while it may still
+    be met.
+    """
 
     met: bool | None
     measured: str

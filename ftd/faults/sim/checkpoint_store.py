@@ -21,7 +21,7 @@ class StoredCheckpoint:
     layers: dict[int, int]
     """The state version of each layer."""
     corrupt: bool = False
-    """Whether it is corrupt, which every reader notices."""
+    """Whether the checkpoint is corrupt, which every reader notices."""
 
     def as_value(self, step: int) -> CheckpointRecord:
         return CheckpointRecord(step=step, vote=self.vote, layers=len(self.layers))
@@ -50,7 +50,7 @@ class SimCheckpointStore:
 
     @property
     def hangs_for_s(self) -> float:
-        """How long it still hangs, in seconds."""
+        """Time for which the store still hangs, in seconds."""
         return max(0.0, self.hung_until - self.oracle.world.now)
 
     def reopen(self) -> None:

@@ -85,12 +85,12 @@ class SimCoordinator:
 
     @property
     def leading(self) -> bool:
-        """Whether it leads as far as it knows."""
+        """Whether the coordinator leads as far as it knows."""
         return self.up and self.process is not None and self.process.leadership.leading
 
     @property
     def reaches_broker(self) -> bool:
-        """Whether what it publishes as the leader reaches the broker at once."""
+        """Whether what the coordinator publishes as the leader reaches the broker at once."""
         connection = self.network.leader
         at_broker = connection is not None and connection.host == self.name
         process = self.process
@@ -108,13 +108,13 @@ class SimCoordinator:
 
     @property
     def following_since(self) -> float | None:
-        """When its follower session connected; ``None`` if it has none."""
+        """Time at which the coordinator's follower session connected; ``None`` if it has none."""
         connection = self.network.connections.get(f"ftd-{TOPICS.cluster}-coordinator-{self.incarnation}")
         return connection.since if self.up and connection is not None else None
 
     @property
     def ineligible(self) -> str:
-        """Why it must not lead, as far as it knows; empty if it may."""
+        """Reason why the coordinator must not lead, as far as it knows; empty if it may."""
         return self.process.leadership.machine.me.ineligible if self.up and self.process is not None else ""
 
     def reads(self, copy: JournalCopy) -> bool:

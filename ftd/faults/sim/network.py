@@ -36,7 +36,7 @@ LEADER = "leader"
 KEEP_ALIVE_S = 4.0
 """A connection over a cut link breaks after this time; a shorter cut only delays its messages."""
 _NOTICE_S = 0.25
-"""How soon after the link is back a leader finds out that its connection ended while it was cut off."""
+"""Time from the return of a link until a leader finds out that its connection ended while the link was cut."""
 _ACKNOWLEDGED_S = 0.005
 """The time from the arrival of a message at the broker to its acknowledgement."""
 _AT = "2000-01-01T00:00:00.000Z"
@@ -134,7 +134,7 @@ class SimNetwork:
         self.retained: dict[str, bytes] = {}
         self.lost_state_at = 0.0  # When it last lost everything, or everything since it was saved.
         self.restored_stale = False
-        """Whether it came back with less than it had, which clients that connect then cannot know."""
+        """Whether the broker came back with less than it had, which clients that connect then cannot know."""
         self.fences = True
         """Whether a deposed leader's messages are dropped; off only for a planted bug."""
         self.duplicate_probability = 0.0

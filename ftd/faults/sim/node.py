@@ -74,9 +74,9 @@ class SimNode(SimHost):
         self.exited = False
         """Whether the daemon exited by itself."""
         self.removed_at: float | None = None
-        """When the host was removed for good."""
+        """Time at which the host was removed for good."""
         self.failing_builds = 0
-        """How many of the next builds fail."""
+        """Number of the next builds that fail."""
         self.max_scan_s = 0.0
         """The longest extra time that a starting daemon needs to scan its memory."""
         self.trainers: dict[int, SimTrainer] = {}

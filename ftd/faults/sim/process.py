@@ -184,7 +184,7 @@ class SimClock:
     def __init__(self, world: World) -> None:
         self._world = world
         self.since_boot_s = 0.0
-        """How far the host's monotonic clock is ahead of the world's."""
+        """Seconds by which the host's monotonic clock is ahead of the world's."""
 
     def monotonic_s(self) -> float:
         return self._world.now + self.since_boot_s

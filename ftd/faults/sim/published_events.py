@@ -19,7 +19,7 @@ class PublishedEvents:
         self._due: dict[str, str] = {}
         """Events that were decided in a journal at the broker and are not published yet."""
         self.journal_losses = 0
-        """How often the newest journals were lost together with their content."""
+        """Number of times that the newest journals were lost together with their content."""
 
     def on_journaled(self, outbox: Iterable[tuple[str, str]]) -> None:
         """Note the outbox of a journal that is at the broker."""

@@ -20,7 +20,7 @@ class RemovedNodesCheck:
         self._leading: Coordinator | None = None
         self._settled_at = 0.0
         self._seen: dict[str, int] = {}
-        """How often in a row each node was found that should have been removed."""
+        """Number of times in a row that each node was found although it should have been removed."""
         sim.world.call_later(1.0, self._check_all)
 
     def _check_all(self) -> None:

@@ -30,9 +30,9 @@ from statemachine.effects import EmitEvent, PublishNode
 from statemachine.messages.values import CheckpointPolicy, Job
 
 SUBMIT_S = 2.0
-"""When the job is submitted; the nodes and their trainers are up by then."""
+"""Time at which the job is submitted; the nodes and their trainers are up by then."""
 START_S = 60.0
-"""How long training may take to begin."""
+"""Longest time until training begins."""
 _CHECK_PERIOD_S = 0.1
 _AT = "2000-01-01T00:00:00.000Z"
 
@@ -113,7 +113,7 @@ class ScenarioSimulation(SimCluster):
         self.layout = ClusterLayout(pipelines=(), alive=())
         self.begun_s: float | None = None
         self.ended_by = ""
-        """Why observing stopped."""
+        """Reason for which observing stopped."""
         self._pending = 0
         """The number of faults that are due and not injected yet."""
         self._ending = EndCondition(scenario, self.record)

@@ -23,7 +23,7 @@ LONGEST_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKind:
-    """How often a fault is drawn, and within which bounds."""
+    """A fault that can be drawn: its weight, and the bounds within which it is drawn."""
 
     do: SoakFaultName
     weight: int

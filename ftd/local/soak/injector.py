@@ -20,11 +20,11 @@ from ftd.transport.client import ClusterClient
 
 _GOOD_STATES = frozenset({"HEALTHY", "SNAP", "COMPLETED"})
 _SETTLED_S = 1.0
-"""How long a node must be healthy to count as recovered."""
+"""Time for which a node must be healthy to count as recovered."""
 _ORPHAN_S = 5.0
-"""How long a process may outlive its killed parent."""
+"""Longest time for which a process may outlive its killed parent."""
 _LEAVE_S = 60.0
-"""How long a node may take to leave after it was asked to."""
+"""Longest time that a node may take to leave after it was asked to."""
 _LATE_S = 2.0
 """The longest delay of a message in a lossy session that loses everything; in proportion for others."""
 _LEADER_SHARE = 0.75

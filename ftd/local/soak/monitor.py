@@ -36,7 +36,7 @@ machine.
 """
 _END_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 _EVENT_GRACE_S = 2.0
-"""How long after a state an event about the same fact may still arrive."""
+"""Longest time from a state until an event about the same fact arrives."""
 GROWTH = 100.0
 """By rounding alone, a loss differs from the undisturbed run's at most by this factor more than any earlier
 loss of the round did. A factor of 13 was measured: in float64, 1e-16 of a loss becomes 1e-9 within 800
@@ -70,7 +70,7 @@ class ObservedRecovery:
     """A recovery that was observed."""
 
     at_s: float
-    """When the first step after the recovery was committed."""
+    """Time at which the first step after the recovery was committed."""
     cause: str
     tier: str
     total_ms: float
@@ -137,7 +137,7 @@ class SoakMonitor:
     _stuck: bool = False
     _end_seen_at_s: float | None = None
     _went_back: tuple[float, int, int] | None = None
-    """When the state went back, and from which step to which."""
+    """Time at which the state went back, and the steps from which and to which it went."""
     _rolled_back_s: float = -math.inf
 
     # --- rounds and faults --------------------------------------------------------------------------

@@ -20,14 +20,14 @@ class FaultRecord:
 
     number: int
     at_s: float
-    """When the fault was injected, or when it was clear that it could not be."""
+    """Time at which the fault was injected, or at which it was clear that it could not be."""
     fault: str
     node: str | None
     for_s: float
     factor: float
     problem: str
-    """Why the fault could not be injected (no node was available, it was rejected, nobody answered); empty if
-    it was.
+    """Reason why the fault could not be injected (no node was available, it was rejected, nobody answered);
+    empty if it was.
     """
 
 

@@ -40,7 +40,7 @@ _LEAST_UNDISTURBED_S = 120.0
 _PAUSED_S = 5.0
 """A job that pauses for this long although nothing disturbs it will not go on."""
 _FURTHER_STEPS = 3
-"""How many steps must follow when all faults are over."""
+"""Number of steps that must follow when all faults are over."""
 
 
 async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakReport:
@@ -99,7 +99,7 @@ class Soak:
         """All events but steps, for whoever looks for the cause of a violation."""
         self._began = time.monotonic()
         self._faults_start_s = 0.0
-        """When the first fault could come, in seconds since the soak began; ``_faults_end_s`` is the end of the
+        """Earliest time of a fault, in seconds since the soak began; ``_faults_end_s`` is the end of the
         faults.
         """
         self._faults_end_s: float | None = None

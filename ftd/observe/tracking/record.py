@@ -18,7 +18,7 @@ from ftd.observe.tracking.rows import LoggedRow, decode_row, encode_row, encode_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far a sink has come: the newest step and evaluation that it has; 0 if it has none."""
+    """The position of a sink: the newest step and evaluation that it has; 0 if it has none."""
 
     step: int = 0
     evaluation: int = 0

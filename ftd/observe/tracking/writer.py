@@ -45,7 +45,9 @@ _log = structlog.get_logger("ftd.observe.tracking")
 PERIOD_S = 0.5
 BATCH = 2000
 ASK_S, GAP_S = 2.0, 15.0
-"""How often a writer reports missing steps while the journal has later ones, and how long it waits for them."""
+"""Period at which a writer reports missing steps while the journal has later ones, and the time for which it
+waits for them.
+"""
 FINISH_S, OVER_S = 20.0, 300.0
 """Time that all sinks together have to finish: while the job goes on, and after its end."""
 INCOMPLETE = 3

@@ -77,8 +77,8 @@ class ReportedStage:
     end_layer: int
     devices: tuple[str, ...]
     within: Literal["replicate", "shard", "tensor"] = "replicate"
-    """How the devices share the stage's work: each holds all of its parameters and state, a shard of them, or
-    the part that it computes with.
+    """Way in which the devices share the stage's work: each holds all of its parameters and state, a shard of
+    them, or the part that it computes with.
     """
 
 
@@ -192,19 +192,19 @@ class SaveSummary:
     completed: int = 0
     abandoned: int = 0
     newest_step: int | None = None
-    """Step of the last one that was completed in this run."""
+    """Step of the last save that was completed in this run."""
     size_bytes: int | None = None
-    """Size of that one."""
+    """Size of that save."""
     protection_or_location: str | None = None
     """For snapshots, the protection of the newest one; for checkpoints, their directory or URL."""
     last_abandon_reason: str | None = None
-    """Why the last abandoned one was abandoned."""
+    """Reason for which the last abandoned save was abandoned."""
     median_s: float | None = None
     """Median time from the order to completion."""
     total_stall_s: float | None = None
-    """How long training waited for all of them together; ``None`` for checkpoints."""
+    """Time that training waited for all snapshots together; ``None`` for checkpoints."""
     longest_stall_s: float | None = None
-    """How long training waited for one of them, at most."""
+    """Longest time that training waited for one snapshot; ``None`` for checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

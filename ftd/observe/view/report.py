@@ -38,7 +38,7 @@ _CHANGE_HOW = {
     "protection_changed": "request",
     "resumed": "prepared",
 }
-"""How a change that is not a failure was noticed."""
+"""Way in which a change that is not a failure was noticed."""
 _SAME_MOMENT_S = 0.05
 
 

@@ -86,7 +86,7 @@ class InPlaceReceive:
 
 @dataclass(slots=True, kw_only=True)
 class ReadPlan:
-    """Where each byte of [first, end) comes from. Made by ``plan_read``."""
+    """The source of each byte of [first, end). Made by ``plan_read``."""
 
     layout: ShardLayout
     usable: Mapping[int, ShardHolder]

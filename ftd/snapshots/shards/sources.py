@@ -1,4 +1,6 @@
-"""Where bytes of other nodes' snapshots are read, which bytes are requested, and how answers are checked."""
+"""The places where bytes of other nodes' snapshots are read, the requests for them, and the checks of the
+answers.
+"""
 
 from dataclasses import dataclass
 

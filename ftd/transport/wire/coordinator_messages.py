@@ -59,7 +59,7 @@ class PeerMessage(msgspec.Struct, frozen=True, kw_only=True):
     ineligible: str = ""
     """Reason why it must not lead; empty: it may."""
     departed: bool = False
-    """Whether it has left: its last will."""
+    """Whether the coordinator has left: its last will."""
     schema: int = SCHEMA
 
 

@@ -131,4 +131,4 @@ class ClusterUnreachable(StateData, frozen=True, kw_only=True):
     coordinator: int | None = None
     """Incarnation of the last leader."""
     graceful: bool = False
-    """Whether it was stopped on purpose."""
+    """Whether the coordinator was stopped on purpose."""

@@ -15,20 +15,20 @@ class PendingSnapshot:
 
     generation: int
     after_step: int
-    """The newest committed step when it was ordered; the snapshot is of a later step."""
+    """The newest committed step when the snapshot was ordered; the snapshot is of a later step."""
     began_at: float
     snap_after: int = 0
     """``TakeSnapshot.after_step`` of the order."""
     ordered: tuple[str, ...] = ()
-    """Nodes that it was sent to; empty if another coordinator ordered it."""
+    """Nodes that the order was sent to; empty if another coordinator ordered the snapshot."""
     last: bool = False
-    """Whether it is of the last step, so that trainers are done."""
+    """Whether the snapshot is of the last step, so that trainers are done."""
     urgent: bool = False
-    """Whether it was ordered because the newest one lacks a part."""
+    """Whether the snapshot was ordered because the newest one lacks a part."""
     user_requested: bool = False
-    """Whether it was ordered because a user requested one."""
+    """Whether the snapshot was ordered because a user requested one."""
     step: int | None = None
-    """Its step, known once the first node began."""
+    """Step of the snapshot, known once the first node began."""
     completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
 
 
@@ -58,13 +58,13 @@ class JobSnapshots:
     """The newest snapshot that is complete everywhere."""
     pending: PendingSnapshot | None = None
     last_order_step: int = 0
-    """The newest committed step when the last one was ordered."""
+    """The newest committed step when the last snapshot was ordered."""
     last_abandoned_step: int = 0
-    """Step of the last one abandoned under this generation."""
+    """Step of the last snapshot that was abandoned under this generation."""
     urgent: bool = False
-    """Whether the newest may lack a part; one that does is replaced at once."""
+    """Whether the newest snapshot may lack a part; a snapshot that does is replaced at once."""
     user_requested: bool = False
-    """Whether a user requested one now."""
+    """Whether a user requested a snapshot that was not ordered yet."""
     abandoned_in_a_row: int = 0
     """Number of consecutive snapshots that were abandoned under this generation."""
     costs: SnapshotCosts = field(default_factory=SnapshotCosts)
@@ -98,12 +98,12 @@ class JobCheckpoints:
     """The job's persistent checkpoints, for ``persisting`` and ``rollback``."""
 
     newest: CheckpointRecord | None = None
-    """The last one that was committed, or that the job continued from."""
+    """The last checkpoint that was committed, or that the job continued from."""
     writing: CheckpointWrite | None = None
     last_tried_step: int = 0
-    """Step of the last snapshot from which one was begun."""
+    """Step of the last snapshot from which a checkpoint was begun."""
     final_abandoned: bool = False
-    """Whether that of the last step was abandoned, so that the job ends without it."""
+    """Whether the checkpoint of the last step was abandoned, so that the job ends without it."""
     corrupt_steps: set[int] = field(default_factory=set)
     """Steps of checkpoints that turned out to be corrupt."""
     wait_over: bool = False

@@ -404,7 +404,9 @@ def test_the_broker_may_be_away_for_a_while(daemon: Daemon, mosquitto: RunningBr
 def test_a_broker_that_freezes_for_longer_than_keep_alive_loses_no_node(
     daemon: Daemon, mosquitto: RunningBroker, tmp_path: Path
 ) -> None:
-    """When it continues, it ends the sessions that were silent for 1.5 keep-alives, and publishes their wills."""
+    """The broker, when it continues, ends the sessions that were silent for 1.5 keep-alives, and publishes
+    their wills.
+    """
 
     async def scene() -> None:
         async with (

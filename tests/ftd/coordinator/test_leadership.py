@@ -49,7 +49,7 @@ class Coordinator:
         self.copies: list[JournalCopy] = []
         self.position = (0, 0)
         self.full = False
-        """Whether its disk takes no journal."""
+        """Whether the coordinator's disk takes no journal."""
         self.leadership = Leadership(
             MqttTransport(broker, TOPICS.cluster),
             TOPICS,

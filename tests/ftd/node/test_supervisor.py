@@ -338,7 +338,7 @@ def test_an_unknown_process_on_the_socket_is_rejected() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path) -> None:
-    """When a process that only runs a supervisor ends, the kernel ends zygote and trainer as well."""
+    """The kernel ends zygote and trainer when a process that only runs a supervisor ends."""
     program = tmp_path / "daemon.py"
     program.write_text(
         "import asyncio, pathlib, sys\n"
