@@ -1,5 +1,6 @@
 """The job that is replayed: a model's profile, the planner's policy, and what is published about it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,22 +19,28 @@ class JobError(ConfigurationError):
 
 
 class PublishedThroughput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Constants of one system for one model that reproduce a published table. They are fitted to it."""
+    """Figures of one system for one model from which a published table follows."""
 
     samples_per_s: float
     """Throughput on ``nodes`` nodes without failures."""
     nodes: int
     exponent: float
-    """Exponent α of T(n) = ``samples_per_s`` · (n / ``nodes``)^α."""
+    """Exponent α of T(n) = ``samples_per_s`` · (n / ``nodes``)^α, where nothing was measured."""
     global_batch: float
     """Samples of an iteration, which determine the work that a failure discards."""
     restart_s: float
     """Pause at each failure."""
     granularity: int = 1
-    """Nodes are used in multiples of this number."""
+    """Nodes are used in multiples of this number, where nothing was measured."""
     checkpoint_every: int = 0
     """Iterations between two checkpoints; 0: none."""
     checkpoint_stall_s: float = 0.0
+    measured: tuple[float, ...] = ()
+    """Measured throughput on ``nodes``, ``nodes`` − 1, … nodes. Beyond both ends the power law continues from
+    the nearest measurement. Empty: nothing was measured.
+    """
+    source: str = ""
+    """Origin of the figures, and which of them are fitted."""
 
     def used(self, nodes: int) -> int:
         """Return how many of ``nodes`` nodes are used."""
@@ -41,8 +48,17 @@ class PublishedThroughput(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     def throughput(self, nodes: int) -> float:
         """Return samples per second on ``nodes`` nodes, of which some may be idle; 0 without nodes."""
+        fewer = self.nodes - nodes
+        if 0 <= fewer < len(self.measured):
+            return self.measured[fewer]
         used = self.used(nodes)
-        return self.samples_per_s * (used / self.nodes) ** self.exponent if used else 0.0
+        if not used:
+            return 0.0
+        nearest, known = self.nodes, self.samples_per_s
+        if self.measured:
+            index = 0 if fewer < 0 else len(self.measured) - 1
+            nearest, known = self.nodes - index, self.measured[index]
+        return known * math.pow(used / nearest, self.exponent)
 
 
 @dataclass(frozen=True, kw_only=True)
