@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -12,6 +12,9 @@ from ftd.config.validation import read_toml
 from ftd.errors import ConfigurationError
 
 _SHIPPED = Path(__file__).with_name("parameters.toml")
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+BytesPerS = Annotated[float, msgspec.Meta(gt=0)]
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 
