@@ -27,8 +27,8 @@ HOUR_S = 3600.0
 SHORTEST_S = 0.001
 """Least time that a node stays or is away, in seconds; it keeps the node's events apart."""
 SHAPES = (0.1, 10.0)
-"""Range of Weibull shapes. Times between failures of real clusters have shapes from 0.5 to 0.9 (Schroeder and Gibson,
-DSN 2006: 0.7 to 0.8); outside the range nearly all times are 0, or all are equal.
+"""Range of Weibull shapes. Times between failures at LANL have shapes of 0.7 to 0.8 (Schroeder and Gibson, DSN 2006);
+outside the range nearly all times are 0, or all are equal.
 """
 MAX_EVENTS = 5_000_000
 """Most events that a model may be expected to give; more are a mistake in a unit."""
