@@ -4,8 +4,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from ftd.replay.policy import Category
+
+RecoveryKind = Literal["rollback", "loss", "join", "other"]
+"""Kind of a recovery: iterations that counted were lost; else nodes were lost; else nodes came; or none of these,
+for example an announced removal.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +25,34 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One interruption: from a change of the cluster to the next iteration's start."""
+    """One interruption: from the first pause to the next time at which the job runs. Changes of the cluster that
+    come before that belong to it.
+    """
 
     at_s: float
     seconds: dict[Category, float]
+    """Length of the pauses by category. The time of waiting for nodes is not part of it."""
     lost: int
     """Nodes that were removed."""
+    added: int
+    rolled_back: bool
+    """Whether iterations that counted were lost, apart from the one in flight."""
     redone_s: float
     """Computing time that was lost."""
+
+    @property
+    def kind(self) -> RecoveryKind:
+        """Return the worst of what happened."""
+        if self.rolled_back:
+            return "rollback"
+        if self.lost:
+            return "loss"
+        return "join" if self.added else "other"
+
+    @property
+    def duration_s(self) -> float:
+        """Return the length of all pauses."""
+        return sum(self.seconds.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,16 @@ back iterations that a reaction undoes.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ftd.replay.outcome import Outcome, Recovery, Span
 from ftd.replay.policy import CATEGORIES, Category, Change, Pause, Reaction, RecoveryPolicy, Running
-from ftd.replay.traces.trace import Trace, TraceChange
+from ftd.replay.traces.trace import Trace
 
-_ROUNDING_S = 1e-9
-"""Time below which an iteration counts as complete, against rounding."""
+_ROUNDING_S = 1e-6
+"""Time below which an iteration counts as complete, against rounding. Times in a trace of ten years are exact to
+6e-8 s.
+"""
 
 
 def replay(
@@ -58,7 +60,7 @@ def replay(
             )
         )
         if reaction is not None:
-            account.react(reaction, lost=len(step.removed))
+            account.react(reaction, lost=len(step.removed), added=len(step.added))
         if on_progress is not None:
             on_progress(step.at_s)
     account.advance(trace.end_s)
@@ -83,15 +85,15 @@ def _next_s(steps: Sequence[_Step], trace: Trace) -> float:
 
 def _steps(trace: Trace) -> list[_Step]:
     """Return the changes before the trace's end and their announcements, in the order of their times."""
-    changes = trace.changes
-    steps = [_Step(at_s=change.at_s, removed=change.removed, added=change.added) for change in changes]
-    steps += [_announcement(change) for change in changes if change.removed and change.notice_s > 0]
+    steps = [_Step(at_s=change.at_s, removed=change.removed, added=change.added) for change in trace.changes]
+    came_s = dict.fromkeys(trace.initial_nodes, 0.0)
+    for change in trace.changes:
+        if change.removed and change.notice_s > 0:
+            # A node cannot announce that it leaves before it has come.
+            at_s = max(change.at_s - change.notice_s, *(came_s[node] for node in change.removed))
+            steps.append(_Step(at_s=at_s, leaving=change.removed, notice_s=change.at_s - at_s))
+        came_s.update(dict.fromkeys(change.added, change.at_s))
     return sorted((step for step in steps if step.at_s < trace.end_s), key=lambda step: step.at_s)
-
-
-def _announcement(change: TraceChange) -> _Step:
-    at_s = max(0.0, change.at_s - change.notice_s)
-    return _Step(at_s=at_s, leaving=change.removed, notice_s=change.at_s - at_s)
 
 
 @dataclass(slots=True)
@@ -101,7 +103,31 @@ class _Iterations:
     running: Running
     begin_s: float
     end_s: float
-    count: int = 0
+    count: int
+    computing_s: float
+    reduced_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delayed:
+    """A reaction that takes place at a later time."""
+
+    at_s: float
+    reaction: Reaction
+    lost: int
+    added: int
+
+
+@dataclass(slots=True)
+class _OpenRecovery:
+    """A recovery that goes on."""
+
+    at_s: float
+    seconds: dict[Category, float] = field(default_factory=dict)
+    lost: int = 0
+    added: int = 0
+    rolled_back: bool = False
+    redone_s: float = 0.0
 
 
 class _Account:
@@ -112,10 +138,11 @@ class _Account:
         self._seconds: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
         self._pauses: list[Pause] = []
         self._running: Running | None = None
-        self._partial_s = 0.0
-        """Time spent in the iteration in flight."""
-        self._pending: tuple[float, Reaction, int] | None = None
-        """A reaction that takes place at a later time, and the number of nodes lost."""
+        self._progress = 0.0
+        """Share, from 0 to 1, of the iteration in flight that is computed."""
+        self._in_flight_s = (0.0, 0.0)
+        """Seconds of ``computing`` and of ``reduced`` that the iteration in flight took so far."""
+        self._delayed: _Delayed | None = None
         self._done: list[_Iterations] = []
         self.iterations = 0
         """Iterations that count so far."""
@@ -125,7 +152,7 @@ class _Account:
         self._stalling = False
         """Whether the first pause is the stall of a checkpoint."""
         self._recoveries: list[Recovery] = []
-        self._recovery: Recovery | None = None
+        self._recovery: _OpenRecovery | None = None
 
     @property
     def is_running(self) -> bool:
@@ -134,38 +161,42 @@ class _Account:
     @property
     def boundary_s(self) -> float:
         """Return the time until the iteration in flight ends."""
-        if self._running is None or self._pauses or not self._partial_s:
+        if self._running is None or self._pauses or not self._progress:
             return 0.0
-        return self._running.iteration_s - self._partial_s
+        return self._running.iteration_s * (1 - self._progress)
 
-    def react(self, reaction: Reaction, lost: int = 0) -> None:
+    def react(self, reaction: Reaction, *, lost: int = 0, added: int = 0) -> None:
         """Begin a reaction now or, if it says so, later. It replaces one that has not begun."""
-        self._pending = None
+        self._delayed = None
         if reaction.after_s > 0:
-            self._pending = (self.at_s + reaction.after_s, reaction, lost)
+            at_s = self.at_s + reaction.after_s
+            self._delayed = _Delayed(at_s=at_s, reaction=reaction, lost=lost, added=added)
         else:
-            self._begin(reaction, lost)
+            self._begin(reaction, lost, added)
 
-    def _begin(self, reaction: Reaction, lost: int) -> None:
+    def _begin(self, reaction: Reaction, lost: int, added: int) -> None:
+        before = self.iterations
         redone_s = self._undo(reaction)
         if reaction.saved_s is not None:
             self._save(reaction.saved_s)
+        if reaction.pauses and self._recovery is None:
+            self._recovery = _OpenRecovery(self.at_s)
         if self._recovery is not None:
-            self._recoveries.append(self._recovery)
-        self._recovery = None
-        if reaction.pauses:
-            self._recovery = Recovery(at_s=self.at_s, seconds={}, lost=lost, redone_s=redone_s)
+            self._recovery.lost += lost
+            self._recovery.added += added
+            self._recovery.rolled_back |= self.iterations < before
+            self._recovery.redone_s += redone_s
         self._pauses = [pause for pause in reaction.pauses if pause.seconds > 0]
         self._stalling = False
         self._running = reaction.running
 
     def advance(self, until_s: float) -> None:
         """Let the job go on until ``until_s``."""
-        while self._pending is not None and self._pending[0] <= until_s:
-            at_s, reaction, lost = self._pending
-            self._advance(at_s)
-            self._pending = None
-            self._begin(reaction, lost)
+        while self._delayed is not None and self._delayed.at_s <= until_s:
+            delayed = self._delayed
+            self._advance(delayed.at_s)
+            self._delayed = None
+            self._begin(delayed.reaction, delayed.lost, delayed.added)
         self._advance(until_s)
 
     def _advance(self, until_s: float) -> None:
@@ -181,7 +212,7 @@ class _Account:
     def _pause(self, until_s: float) -> None:
         pause = self._pauses[0]
         seconds = min(pause.seconds, until_s - self.at_s)
-        if self._recovery is not None and not self._stalling:
+        if self._recovery is not None:
             spent = self._recovery.seconds
             spent[pause.category] = spent.get(pause.category, 0.0) + seconds
         self._spend(pause.category, seconds)
@@ -207,88 +238,119 @@ class _Account:
     def _run(self, running: Running, until_s: float) -> None:
         """Run iterations until ``until_s`` or the next checkpoint."""
         if self._recovery is not None:
-            self._recoveries.append(self._recovery)
-            self._recovery = None
+            self._end_recovery(self._recovery)
         seconds = until_s - self.at_s
+        first_s = running.iteration_s * (1 - self._progress)
         checkpoints = running.checkpoints
         if checkpoints is not None:
             left = max(1, checkpoints.every_iterations - self._since_checkpoint)
-            seconds = min(seconds, left * running.iteration_s - self._partial_s)
-        whole = math.floor((self._partial_s + seconds + _ROUNDING_S) / running.iteration_s)
-        begin_s = self.at_s - self._partial_s
-        # Two products of the share could miss ``seconds`` by a rounding error and leave a loop without progress.
-        computing_s = seconds * running.efficiency
-        self._seconds["computing"] += computing_s
-        self._seconds["reduced"] += seconds - computing_s
-        self.at_s += seconds
-        self._partial_s = max(0.0, self._partial_s + seconds - whole * running.iteration_s)
-        if self._partial_s < _ROUNDING_S:
-            self._partial_s = 0.0
-        if whole:
-            self._add(running, begin_s, begin_s + whole * running.iteration_s, whole)
-            self._since_checkpoint += whole
+            seconds = min(seconds, first_s + (left - 1) * running.iteration_s)
+        if seconds < first_s - _ROUNDING_S:
+            self._compute(running, seconds)
+            self._progress += seconds / running.iteration_s
+            self.at_s += seconds
+            return
+        count = 1 + math.floor((seconds - first_s + _ROUNDING_S) / running.iteration_s)
+        rest_s = seconds - first_s - (count - 1) * running.iteration_s
+        if rest_s < _ROUNDING_S:
+            rest_s = 0.0
+        begin_s = self.at_s - running.iteration_s * self._progress
+        self._compute(running, seconds - rest_s)
+        self.at_s += seconds - rest_s
+        self._complete(running, begin_s, count)
         if checkpoints is not None and self._since_checkpoint >= checkpoints.every_iterations:
             self._pauses = [Pause(category="stalled", seconds=checkpoints.stall_s)]
             self._stalling = True
             if checkpoints.stall_s <= 0:
                 self._pauses = []
                 self._end_checkpoint()
+            return
+        self._compute(running, rest_s)
+        self._progress = rest_s / running.iteration_s
+        self.at_s += rest_s
 
-    def _add(self, running: Running, begin_s: float, end_s: float, count: int) -> None:
+    def _end_recovery(self, recovery: _OpenRecovery) -> None:
+        self._recovery = None
+        self._recoveries.append(
+            Recovery(
+                at_s=recovery.at_s,
+                seconds=recovery.seconds,
+                lost=recovery.lost,
+                added=recovery.added,
+                rolled_back=recovery.rolled_back,
+                redone_s=recovery.redone_s,
+            )
+        )
+
+    def _compute(self, running: Running, seconds: float) -> None:
+        computing_s = seconds * running.efficiency
+        # The difference, and not a second product: a rounding error would add up.
+        reduced_s = seconds - computing_s
+        self._seconds["computing"] += computing_s
+        self._seconds["reduced"] += reduced_s
+        self._in_flight_s = (self._in_flight_s[0] + computing_s, self._in_flight_s[1] + reduced_s)
+
+    def _complete(self, running: Running, begin_s: float, count: int) -> None:
+        """Record iterations that end now: the one in flight and those after it.
+
+        :param begin_s: time at which the first one would have begun if all of it had run at this pace.
+        """
+        computing_s, reduced_s = self._in_flight_s
+        self._in_flight_s, self._progress = (0.0, 0.0), 0.0
+        self.iterations += count
+        self._since_checkpoint += count
         last = self._done[-1] if self._done else None
         if last is not None and last.running == running and abs(last.end_s - begin_s) < _ROUNDING_S:
-            last.end_s, last.count = end_s, last.count + count
-        else:
-            self._done.append(_Iterations(running, begin_s, end_s, count))
-        self.iterations += count
+            last.end_s, last.count = self.at_s, last.count + count
+            last.computing_s += computing_s
+            last.reduced_s += reduced_s
+            return
+        begin_s = begin_s if last is None else max(begin_s, last.end_s)
+        self._done.append(_Iterations(running, begin_s, self.at_s, count, computing_s, reduced_s))
 
     def _undo(self, reaction: Reaction) -> float:
         """Take back what the reaction loses, and return the computing time of it in seconds."""
         keep = reaction.keep_iterations
         if reaction.undo == "nothing" and keep is None:
-            # The iteration in flight goes on after the pauses, at whatever pace: its share of work is kept.
-            if self._running is not None and reaction.running is not None:
-                self._partial_s *= reaction.running.iteration_s / self._running.iteration_s
-            return 0.0
-        redone_s = self._partial_s
-        if redone_s and self._running is not None:
-            self._lose(redone_s, self._running)
-        self._partial_s = 0.0
+            return 0.0  # The iteration in flight goes on after the pauses, at whatever pace.
+        redone_s = self._lose(*self._in_flight_s)
+        self._in_flight_s, self._progress = (0.0, 0.0), 0.0
         if reaction.undo == "checkpoint":
-            usable = [(at_s, count) for at_s, count in self._durable if at_s <= self.at_s]
-            self._durable = usable
-            keep = usable[-1][1] if keep is None else min(keep, usable[-1][1])
+            self._durable = [(at_s, count) for at_s, count in self._durable if at_s <= self.at_s]
+            newest = self._durable[-1][1]
+            keep = newest if keep is None else min(keep, newest)
         if keep is not None:
             self._durable = [(at_s, min(count, keep)) for at_s, count in self._durable]
-            surplus = max(0, self.iterations - keep)
-            while surplus:
-                last = self._done[-1]
-                taken = min(surplus, last.count)
-                lost_s = taken * last.running.iteration_s
-                self._lose(lost_s, last.running)
-                redone_s += lost_s
-                last.count -= taken
-                last.end_s -= lost_s
-                surplus -= taken
-                self.iterations -= taken
-                if not last.count:
-                    self._done.pop()
+            while self.iterations > keep:
+                redone_s += self._take_back(self._done[-1], self.iterations - keep)
             self._since_checkpoint = 0
         return redone_s
 
-    def _lose(self, seconds: float, running: Running) -> None:
-        self._seconds["computing"] -= seconds * running.efficiency
-        self._seconds["reduced"] -= seconds * (1 - running.efficiency)
-        self._seconds["redone"] += seconds
+    def _take_back(self, last: _Iterations, surplus: int) -> float:
+        """Take back at most ``surplus`` of the ``last`` iterations, and return their computing time in seconds."""
+        taken = min(surplus, last.count)
+        computing_s, reduced_s = (each * taken / last.count for each in (last.computing_s, last.reduced_s))
+        last.computing_s -= computing_s
+        last.reduced_s -= reduced_s
+        last.count -= taken
+        last.end_s -= taken * last.running.iteration_s
+        self.iterations -= taken
+        if not last.count:
+            self._done.pop()
+        return self._lose(computing_s, reduced_s)
+
+    def _lose(self, computing_s: float, reduced_s: float) -> float:
+        self._seconds["computing"] -= computing_s
+        self._seconds["reduced"] -= reduced_s
+        self._seconds["redone"] += computing_s + reduced_s
+        return computing_s + reduced_s
 
     def _spend(self, category: Category, seconds: float) -> None:
         self._seconds[category] += seconds
         self.at_s += seconds
 
     def outcome(self, policy: str, node_s: float) -> Outcome:
-        """Return the result so far; the iteration in flight does not count yet."""
-        if self._recovery is not None:
-            self._recoveries.append(self._recovery)
+        """Return the result so far. The iteration in flight does not count yet; nor does a recovery that goes on."""
         spans = tuple(
             Span(begin_s=each.begin_s, end_s=each.end_s, samples=each.count * each.running.samples)
             for each in self._done
