@@ -258,7 +258,7 @@ def measure_training(result: Result, root: Path, memory: Path, mebibytes: int, p
             f"a training step alone / while this process persists {rate}: "
             f"{1e3 * median[False]:.1f} / {1e3 * median[True]:.1f} ms"
         )
-        result.data[f"step, {rate}"] = {"alone_s": median[False], "beside_s": median[True]}
+        result.data[f"step, {rate}"] = {"alone_s": median[False], "together_s": median[True]}
         if rate_mib_s is not None:
             ratio = median[True] / median[False]
             result.limits.append(

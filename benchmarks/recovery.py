@@ -28,7 +28,7 @@ WARM_UP_STEPS = 30
 APART_STEPS = 80
 MODELS = ("tiny", "llama")
 """Jobs in ``benchmarks/jobs``."""
-BESIDES_LIMIT_MS = 150
+ADDITIONAL_LIMIT_MS = 150
 PHASES = ("detected_ms", "quiesce_ms", "plan_ms", "state_ms", "resume_ms", "total_ms")
 CAUSES = {"kill": "node_lost", "join": "node_joined"}
 KINDS = ("kill", "trainer", "stop", "hang", "join")
@@ -65,7 +65,7 @@ def measured_recoveries(report: Report, kind: str) -> list[dict[str, Any]]:
     return [recovery for recovery in report["recoveries"] if recovery["cause"] == cause]
 
 
-def besides_ms(report: Report, recoveries: list[dict[str, Any]]) -> tuple[float, ...]:
+def additional_ms(report: Report, recoveries: list[dict[str, Any]]) -> tuple[float, ...]:
     """Return milliseconds of each recovery without the first step after it and without ``state``."""
     step_ms = {step["step"]: step["step_s"] * 1000 for step in report["steps"] if step["step_s"]}
     return tuple(
@@ -113,9 +113,9 @@ def measure(arguments: argparse.Namespace) -> Result:
         columns=("phase", "milliseconds"),
     )
     result.rows += phase_rows(recoveries)
-    besides = besides_ms(report, recoveries)
-    if besides:
-        result.rows.append(("besides", str(Summary(values=besides))))
+    additional = additional_ms(report, recoveries)
+    if additional:
+        result.rows.append(("besides", str(Summary(values=additional))))
     totals = [r["total_ms"] for r in recoveries]
     result.data = {"recoveries": recoveries, "step_ms": step_ms, "final": report["final"]}
     result.limits = [
@@ -128,7 +128,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     if arguments.model == "llama":
         if arguments.kind == "kill":
             name = "besides the step and the bytes, median ms"
-            limit = Limit(name=name, measured=statistics.median(besides), limit=BESIDES_LIMIT_MS)
+            limit = Limit(name=name, measured=statistics.median(additional), limit=ADDITIONAL_LIMIT_MS)
             result.limits.append(limit)
     elif arguments.kind in LIMITS_MS:
         median, worst = LIMITS_MS[arguments.kind]

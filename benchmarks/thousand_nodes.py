@@ -63,7 +63,7 @@ PROCESSES = ("coordinator", "mosquitto", "crowd")
 
 
 class Observer:
-    """Another client of the broker, which records events with their times of arrival and sends requests."""
+    """A client of the broker that records events with their times of arrival and sends requests."""
 
     def __init__(self, port: int, cluster: str) -> None:
         self.topics = Topics(cluster=cluster)

@@ -100,7 +100,7 @@ class Driver:
             carried out.
         :param step_batch: processes all queued events up to the next timer in one call.
         :param on_effects_done: called when all effects of a step have been carried out.
-        :param clock: by default that of the operating system.
+        :param clock: clock of the driver; the default is that of the operating system.
         :param suffix: makes the causes of this process unique in the cluster; random by default.
 
         A ``JournalError`` from ``perform`` ends ``run``, because what follows a ``PersistState`` must not

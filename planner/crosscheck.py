@@ -15,7 +15,7 @@ class CrossCheck:
     """
 
     microbatches: tuple[int, ...]
-    """In the order of the plan's pipelines."""
+    """Microbatches of each pipeline, in the plan's order."""
     score_ms: float
     model_microbatches: tuple[int, ...]
     model_score_ms: float
@@ -23,7 +23,9 @@ class CrossCheck:
 
     @property
     def agrees(self) -> bool:
-        """Equally good, to the solver's tolerance; the shares themselves may differ."""
+        """Whether both distributions are equally good, to the solver's tolerance; the shares themselves may
+        differ.
+        """
         return abs(self.score_ms - self.model_score_ms) <= 1e-6 * self.iteration_ms
 
 

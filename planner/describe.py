@@ -85,9 +85,9 @@ class Description:
     memory_limit_bytes: int | None
     """Memory of one device; ``None`` for no limit."""
     templates: tuple[TemplateRow, ...]
-    """Smallest first."""
+    """Templates, the smallest first."""
     pipelines: tuple[PipelineRow, ...]
-    """Largest first."""
+    """Pipelines, the largest first."""
     iteration_ms: float
     samples_per_s: float | None
     """``None`` if a step is estimated to take no time."""

@@ -18,11 +18,11 @@ from planner.values import Template
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precomputed:
-    """Everything that planning for up to ``nodes`` nodes looks up."""
+    """The precomputed values that planning for up to ``nodes`` nodes looks up."""
 
     nodes: int
     templates: tuple[Template, ...]
-    """Smallest first."""
+    """Templates, the smallest first."""
     instantiations: dict[int, Instantiation]
     """Best instantiation for each number of nodes."""
 

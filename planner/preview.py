@@ -17,12 +17,14 @@ from planner.values import ModelProfile, Policy, Template
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """Templates by their nodes, and the pipelines that ``nodes`` nodes would become."""
+    """A plan for ``nodes`` nodes that have no names: the templates, and the instantiation that would be
+    chosen.
+    """
 
     nodes: int
     costs: StageCosts
     templates: Mapping[int, Template]
-    """Smallest first."""
+    """Templates by their numbers of nodes, the smallest first."""
     planned_microbatches: Mapping[int, int]
     """Number of microbatches for which each template was mapped, if its objective counts microbatches."""
     instantiation: Instantiation

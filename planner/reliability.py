@@ -46,7 +46,7 @@ class FailureDistribution:
 
     @classmethod
     def of_mean(cls, mean_days: float, shape: float = 1.0) -> "FailureDistribution":
-        """The law with this mean time to failure."""
+        """Return the law with this mean time to failure."""
         return cls(rate=_exp(shape * (math.lgamma(1 + 1 / shape) - math.log(mean_days))), shape=shape)
 
     def log_survival(self, days: float) -> float:
@@ -94,11 +94,12 @@ class ProtectedCluster:
                 raise InfeasibleError(f"{name}.shape is {law.shape}; it must be > 0")
 
     def unprotected(self, days: float) -> float:
-        """Eq. 6: P_s^k · P_tr^k."""
+        """Return eq. 6: P_s^k · P_tr^k."""
         return math.exp(self.nodes * (self.hardware.log_survival(days) + self.trainer.log_survival(days)))
 
     def protected(self, days: float, reading: Reading = "figure") -> float:
-        """Eq. 5 for any number of losses: (Σ_{j ≤ losses} C(n,j)·(1 − P_s)^j·P_s^(n−j))^(k/n) [· P_re^k].
+        """Return eq. 5 for any number of losses: (Σ_{j ≤ losses} C(n,j)·(1 − P_s)^j·P_s^(n−j))^(k/n) [·
+        P_re^k].
 
         Where n does not divide k, the nodes left over are a smaller group, which can lose all but one node
         at most.
@@ -119,12 +120,15 @@ class ProtectedCluster:
 
 
 def _exp(exponent: float) -> float:
-    """e^x, and infinity where a float ends: a law whose mean is beyond all days is a law without failures."""
+    """Return e^x, or infinity if that is too large for a float: a law with such a mean is a law without
+    failures.
+    """
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
 def safe_days(survival: Survival, threshold: float) -> float:
-    """The longest time after which ``survival``, which never rises, is still ``threshold``; may be infinite.
+    """Return the longest time, perhaps infinite, after which ``survival``, which never rises, is still
+    ``threshold``.
 
     :raises InfeasibleError: the threshold is no probability between 0 and 1.
     """
@@ -139,7 +143,7 @@ def safe_days(survival: Survival, threshold: float) -> float:
 
 
 def mean_days(survival: Survival) -> float:
-    """Mean time to loss, ∫ survival; infinite where it does not fall."""
+    """Return the mean time to loss, ∫ survival; infinite if survival does not fall."""
     half = safe_days(survival, 0.5)
     if not math.isfinite(half):
         return math.inf
@@ -150,15 +154,15 @@ def mean_days(survival: Survival) -> float:
 
 
 def young_days(cost_days: float, mean_to_loss_days: float) -> float:
-    """Young's interval between persistent checkpoints: √(2·C·M), for C ≪ M."""
+    """Return Young's interval between persistent checkpoints: √(2·C·M), for C ≪ M."""
     return math.sqrt(2 * cost_days * mean_to_loss_days)
 
 
 def daly_days(cost_days: float, mean_to_loss_days: float) -> float:
-    """Daly's higher-order interval: √(2CM)·(1 + ⅓·√(C/2M) + ⅑·C/2M) − C, and M where C ≥ 2M.
+    """Return Daly's higher-order interval: √(2CM)·(1 + ⅓·√(C/2M) + ⅑·C/2M) − C, and M where C ≥ 2M.
 
-    Both minimise the time lost to writing and to repeated work under failures without memory; what one
-    failure takes to come back from has no part in it.
+    Both intervals minimise the time lost to writing and to repeated work under failures without memory.
+    The time that a recovery takes has no influence on them.
     """
     if not math.isfinite(mean_to_loss_days):
         return math.inf
@@ -172,9 +176,9 @@ def loss_rate_per_day(nodes: int, tolerated: int, law: FailureDistribution, repa
     """Return the rate per day at which more than ``tolerated`` of these nodes are lost before the first of
     them is replaced.
 
-    Each failure opens a window of ``repair_days``; it is a loss if ``tolerated`` others or more fail in it.
-    Nodes fail at their long-run rate 1 / mean (renewal theory), whatever the shape. An upper bound: windows
-    that overlap are counted apart.
+    Each failure opens a window of ``repair_days``; it is a loss if ``tolerated`` others or more fail in
+    it. Nodes fail at their long-run rate 1 / mean (renewal theory), whatever the shape. The result is an
+    upper bound, because overlapping windows are counted one by one.
     """
     rate = 1 / law.mean_days if math.isfinite(law.mean_days) else 0.0
     others = float(binom.sf(tolerated - 1, nodes - 1, -math.expm1(-rate * repair_days)))
@@ -184,8 +188,8 @@ def loss_rate_per_day(nodes: int, tolerated: int, law: FailureDistribution, repa
 def smallest_tolerance(
     nodes: int, law: FailureDistribution, repair_days: float, horizon_days: float, threshold: float
 ) -> int | None:
-    """Oobleck's f to buy: the fewest simultaneous node failures to have to spare, so that ``horizon_days``
-    pass without more of them with probability ``threshold``; ``None`` if ``MOST_TOLERATED`` are too few.
+    """Return Oobleck's f: the fewest simultaneous node failures to tolerate, so that ``horizon_days`` pass
+    without more of them with probability ``threshold``; ``None`` if ``MOST_TOLERATED`` are too few.
     """
     for tolerated in range(min(nodes - 1, MOST_TOLERATED) + 1):
         if math.exp(-horizon_days * loss_rate_per_day(nodes, tolerated, law, repair_days)) >= threshold:

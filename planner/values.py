@@ -363,7 +363,7 @@ class Plan:
 
     pipelines: tuple[PipelinePlacement, ...]
     transfers: tuple[Transfer, ...]
-    """Largest first, spread over sources."""
+    """Transfers, the largest first, spread over sources."""
     method: Method
     reason: str
     """One sentence for the user: what was decided and why."""

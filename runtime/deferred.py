@@ -393,7 +393,7 @@ class DeferredModule:
     ) -> Iterator[None]:
         """Return a context in which the modules' own tensors on the meta device are replaced by real ones.
 
-        :param exact: with their initial values; otherwise as ``fill_placeholders`` fills them.
+        :param exact: whether they have their initial values; otherwise ``fill_placeholders`` fills them.
         """
         away = self._swap(modules, device, self.fill if exact else self.fill_placeholders)
         try:

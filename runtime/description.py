@@ -98,7 +98,7 @@ def _files(base: Any, files_from: Iterable[str | Path]) -> tuple[dict[str, bytes
     for place in (*files_from, getattr(base.config, "_name_or_path", "")):
         # Files of two tokenizers must not be mixed.
         done = {*files, *(_TOKENIZER if files.keys() & set(_TOKENIZER) else ())}
-        for name, path in _beside(place, has_code=hasattr(config, "auto_map")).items():
+        for name, path in _accompanying(place, has_code=hasattr(config, "auto_map")).items():
             if name in done:
                 continue
             if path.stat().st_size > room:
@@ -116,7 +116,7 @@ def _use_cache_again(config: Any) -> None:
             part.use_cache = True
 
 
-def _beside(place: str | Path, *, has_code: bool) -> dict[str, Path]:
+def _accompanying(place: str | Path, *, has_code: bool) -> dict[str, Path]:
     """Return the files of a model's directory that are not weights; none if ``place`` is a name on the hub.
 
     :param place: the directory, or a tokenizer in a file of any name.

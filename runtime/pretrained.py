@@ -335,7 +335,7 @@ def _read(stored: _Stored) -> Tensor:
 class _Renaming:
     """The mapping from names in the files to names in the model.
 
-    :param names: of the model's parameters and buffers.
+    :param names: names of the model's parameters and buffers.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:

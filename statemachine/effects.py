@@ -214,7 +214,7 @@ class ExportCheckpoint(Effect):
     job: Job
     step: int
     limit_s: float
-    """Abandon the export after this long."""
+    """Time after which the export is abandoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,7 @@ class RestoreChecked(Event):
     generation: int
     possible: bool
     reason: str
-    """For people: what is decoded, or what is missing."""
+    """Text that says what is decoded, or what is missing."""
     tier: str = "memory"
     """``memory``: every shard is present; ``decoded``: some are reconstructed from parity; ``buddy``: some
     come from copies.
@@ -212,6 +212,6 @@ class CheckpointFound(Event):
     checkpoint: CheckpointRecord | None
     skipped: tuple[SkippedCheckpoint, ...]
     reason: str
-    """For people: why there is none."""
+    """Text that says why there is no plan."""
     unreadable: bool = False
     """Whether the checkpoint location could not be read, so that there may be one."""

@@ -1,9 +1,10 @@
-"""Buckets, the unit of gradient all-reduce, of sharding and of state transfer. Without torch.
+"""Buckets, the unit of gradient all-reduce, of sharding and of state transfer. This module does not import
+torch.
 
-Ranks own layers; a parameter that is tied between layers is owned by the owners of all of them. A bucket is
-a maximal run of parameters, in model order, with the same owners and the same dtype, laid out back to back
-in one flat array. Every rank derives the same buckets from the same plan, including those that it does not
-own, so the indices agree and can order collectives.
+Ranks own layers; a parameter that is tied between layers is owned by the owners of all of them. A bucket
+is a maximal run of parameters, in model order, with the same owners and the same dtype, laid out back to
+back in one flat array. Every rank derives the same buckets from the same plan, including those that it
+does not own, so the indices agree and can order collectives.
 """
 
 from collections.abc import Collection, Mapping

@@ -122,9 +122,9 @@ class CheckpointStore:
         """Begin to write the checkpoint of a step.
 
         :param attempt: name that distinguishes the attempts at one step, such as the plan's generation, so
-            that a late writer of an earlier attempt cannot overwrite a later one. Letters, digits and
-            underscores.
-        :raises LocationError: it cannot be written there.
+            that a late writer of an earlier attempt cannot overwrite a later one. It consists of letters,
+            digits and underscores.
+        :raises LocationError: the location cannot be written to.
         """
         if not 0 <= step < 10**12 or not _ATTEMPT.fullmatch(attempt):
             raise ValueError(f"invalid step or attempt: {step}, {attempt!r}")
@@ -159,7 +159,7 @@ class CheckpointStore:
         writer.
 
         :raises LocationError: it cannot be written; no file is left.
-        :raises CorruptDataError: it is not a description.
+        :raises CorruptDataError: ``data`` is not a description.
         """
         decode_description(data, "the description of the model")
         self.location.write(draft.directory, self._description_name(draft), [memoryview(data)])
@@ -286,9 +286,9 @@ class CheckpointStore:
     def open(self, step: int | None = None) -> "Checkpoint":
         """Return the checkpoint of a step, or the newest complete one.
 
-        :raises CheckpointMissingError: there is none.
-        :raises CorruptDataError: it is not complete.
-        :raises ForeignCheckpointError: it is another job's, or of another format.
+        :raises CheckpointMissingError: the location has no complete checkpoint, or none of this step.
+        :raises CorruptDataError: the checkpoint of this step is not complete.
+        :raises ForeignCheckpointError: the checkpoint is another job's, or of another format.
         """
         if step is None:
             manifests = self.manifests()

@@ -42,7 +42,7 @@ class Code:
     cells: int
     """Number of cells of one segment, c."""
     extra: tuple[tuple[Cells, ...], ...]
-    """For each owner, in the order of its arena: the cells of the bucket whose XOR each extra cell is."""
+    """Cells of the bucket whose XOR each extra cell is, for each owner in the order of its arena."""
 
     def segment(self, owner: int) -> range:
         """Return the cells that the owner holds unchanged."""

@@ -52,20 +52,20 @@ def export_huggingface(
     :raises OSError: the directory cannot be written; nothing is left.
     """
     description = checkpoint.description()
-    files_beside = dict(description.adapter_files if description.adapter_files else description.files)
-    files_beside |= files or {}
+    other_files = dict(description.adapter_files if description.adapter_files else description.files)
+    other_files |= files or {}
     if description.adapter_files:
         return _write(
             checkpoint,
             directory,
             _adapter_tensors(checkpoint, description, dtype),
-            files_beside,
+            other_files,
             "adapter_model",
             None,
         )
-    _check_config(checkpoint, files_beside)
+    _check_config(checkpoint, other_files)
     tensors = _weights(checkpoint, description, dtype)
-    return _write(checkpoint, directory, tensors, files_beside, "model", max_shard_bytes)
+    return _write(checkpoint, directory, tensors, other_files, "model", max_shard_bytes)
 
 
 def export_base(checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None) -> ExportSummary:

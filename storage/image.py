@@ -71,7 +71,7 @@ def payload_ranges(header: LayerHeader) -> tuple[PayloadRange, ...]:
 
 
 class LayerImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything of a layer except its bytes in the bucket."""
+    """The description of a layer without its bytes in the bucket."""
 
     layer: int
     offset: int

@@ -1,4 +1,4 @@
-"""The format of a layer's bytes: the header that describes its payload. Without torch.
+"""The format of a layer's bytes: the header that describes its payload. This module does not import torch.
 
 ``runtime.layers.state`` packs a layer into a header, msgpack of ``LayerHeader``, and a payload, the tensors
 back to back. Code that stores or exports layers reads the header with this module and does not need torch.

@@ -110,7 +110,7 @@ class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PartDigester:
-    """Computes the digests of a part whose bytes come one after the other, while they are in the cache."""
+    """The digests of a part, computed while its bytes arrive one after the other and are in the cache."""
 
     def __init__(self) -> None:
         self.size_bytes = 0

@@ -1,13 +1,13 @@
-"""The bytes of layers' parts in a snapshot under ZeRO-1, and the assembly of whole layers from them. Without
-torch.
+"""The bytes of layers' parts in a snapshot under ZeRO-1, and the assembly of whole layers from them. This
+module does not import torch.
 
-Each owner of a group has parts of each layer: ranges of the elements of its parameters, and the optimizer's
-state for them. There is no code over them: an owner's shard is its own parts, and with ``arc:1`` it also
-holds a replica of the next owner's parts. The small part, a ``ShardedImage``, says which elements of which
-tensors the bytes are and what a layer consists of; it also contains the buffers, which may differ between
-replicas. A tied parameter is only in the parts of the first of its layers, and the other layers refer to
-that one (``WholeLayer.homes``). Parts that cover the layer, however it was cut, make its ordinary header
-and payload (``storage.layerstate``), which do not depend on the number of owners.
+Each owner of a group has parts of each layer: ranges of the elements of its parameters, and the
+optimizer's state for them. There is no code over them: an owner's shard is its own parts, and with
+``arc:1`` it also holds a replica of the next owner's parts. The small part, a ``ShardedImage``, says which
+elements of which tensors the bytes are and what a layer consists of; it also contains the buffers, which
+may differ between replicas. A tied parameter is only in the parts of the first of its layers, and the
+other layers refer to that one (``WholeLayer.homes``). Parts that cover the layer, however it was cut, make
+its ordinary header and payload (``storage.layerstate``), which do not depend on the number of owners.
 """
 
 import math
@@ -53,7 +53,7 @@ class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     layer: int
     tensors: tuple[TensorInfo, ...]
-    """In model order."""
+    """Tensors in model order."""
     schedule: dict[str, Any]
     buffers: bytes
     """The persistent buffers, one after the other, padded."""

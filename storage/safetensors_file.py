@@ -68,7 +68,7 @@ class FileTensor:
 
 
 class TensorReader:
-    """Reads tensors from a checkpoint. It holds the layer that was read last in memory."""
+    """A reader of tensors from a checkpoint. It holds the layer that was read last in memory."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint

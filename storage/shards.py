@@ -112,7 +112,7 @@ def _in_words(array: Bytes) -> bool:
 
 
 Fetch = Callable[[int, int, int], Bytes]
-"""Returns bytes of an owner's shard from an offset on, as many as the third argument says."""
+"""Function that returns as many bytes of an owner's shard from an offset on as the third argument says."""
 
 
 def decode_bucket(
@@ -127,7 +127,7 @@ def decode_bucket(
 
     Large ranges are decoded on several threads, so ``fetch`` must be thread-safe.
 
-    :param placed: for the first byte of a range, the source that is in its place already.
+    :param placed: source that is in its place already, by the first byte of a range.
     :raises TooManyLossesError: the present shards do not determine the lost ones.
     """
     runs: list[tuple[int, int, bool, list[tuple[int, int]]]] = []

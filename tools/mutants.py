@@ -111,7 +111,7 @@ class MutantResult:
 
 @dataclass(kw_only=True)
 class _Finder:
-    """Finder of every place of a module that can be changed."""
+    """A visitor that finds every place of a module that can be changed."""
 
     found: list[tuple[Mutant, Callable[[], None]]] = field(default_factory=list)
     path: str

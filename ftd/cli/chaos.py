@@ -262,7 +262,7 @@ def _inject(
     """Send one fault to a node.
 
     :raises RequestRejected: chaos is not allowed there.
-    :raises UnreachableError: nobody answers.
+    :raises UnreachableError: the node does not answer.
     """
     from ftd.faults.chaos.inject import RemoteInjector
     from ftd.faults.chaos.targets import read_layout

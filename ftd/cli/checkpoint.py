@@ -198,7 +198,7 @@ def export(
 def _store(url: str) -> "CheckpointStore":
     """Open the checkpoints at a location.
 
-    :raises ConfigurationError: there is no such location.
+    :raises ConfigurationError: the location does not exist.
     """
     from storage.checkpoint import CheckpointStore
     from storage.errors import LocationError
@@ -235,7 +235,7 @@ def _verified(checkpoint: "Checkpoint") -> dict[str, Any]:
 def _check_options(kind: Format, *, dtype: Dtype | None, files_from: Path | None, merge: bool) -> None:
     """Check that all options apply to the format.
 
-    :raises ConfigurationError: one does not.
+    :raises ConfigurationError: an option does not apply.
     """
     for option, given in (("--files-from", files_from is not None), ("--merge", merge)):
         if given and kind is not Format.HUGGINGFACE:

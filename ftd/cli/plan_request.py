@@ -72,7 +72,7 @@ class PlanRequest:
     def preview(self) -> "Preview":
         """Return the planner's result.
 
-        :raises ConfigurationError: planning is impossible; names the option and what would work.
+        :raises ConfigurationError: planning is impossible; the error names the option and what would work.
         """
         from planner.errors import PlanningError
         from planner.preview import preview
@@ -175,7 +175,8 @@ _OPTIONS = {
 def build_plan_request(options: PlanOptions) -> PlanRequest:
     """Read the files; measure the model if a job but no profile is given.
 
-    :raises ConfigurationError: names the option or the field, and what would work.
+    :raises ConfigurationError: a value is wrong; the error names the option or the field, and what would
+        work.
     """
     from ftd.config.job import job_from_data, load_job_data, profile_from_data
 

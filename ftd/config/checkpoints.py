@@ -25,7 +25,7 @@ def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
     """Check the table.
 
     :param snapshots: whether the job takes snapshots.
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     if not table.url:
         if table.every_steps:
@@ -56,8 +56,8 @@ def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
     _check_exports(table)
 
 
-def _check_no_exports(told: CheckpointData) -> None:
-    if told.huggingface_every_steps or told.huggingface_directory:
+def _check_no_exports(settings: CheckpointData) -> None:
+    if settings.huggingface_every_steps or settings.huggingface_directory:
         raise ConfigurationError(
             "exports are made from checkpoints, but this job writes no checkpoints",
             field="checkpoint.url",
@@ -65,8 +65,8 @@ def _check_no_exports(told: CheckpointData) -> None:
         )
 
 
-def _check_exports(told: CheckpointData) -> None:
-    every_steps, directory = told.huggingface_every_steps, told.huggingface_directory
+def _check_exports(settings: CheckpointData) -> None:
+    every_steps, directory = settings.huggingface_every_steps, settings.huggingface_directory
     if not every_steps and not directory:
         return
     if every_steps < 1:
@@ -81,7 +81,7 @@ def _check_exports(told: CheckpointData) -> None:
             field="checkpoint.huggingface_directory",
             remedy="write a directory that every coordinator can reach",
         )
-    if "://" in directory or directory == told.url:
+    if "://" in directory or directory == settings.url:
         raise ConfigurationError(
             f"exports cannot be written to {directory}",
             field="checkpoint.huggingface_directory",
@@ -92,7 +92,7 @@ def _check_exports(told: CheckpointData) -> None:
 def checkpoint_policy(data: CheckpointData, snapshot: SnapshotPolicy) -> CheckpointPolicy:
     """Return the checked checkpoint policy of a submitted job.
 
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     check_checkpoint(data, snapshots=snapshot.every_steps > 0)
     return CheckpointPolicy(**msgspec.structs.asdict(data))

@@ -148,7 +148,7 @@ class DaemonConfig:
 def load_daemon_config(path: Path | None, *, environment: Mapping[str, str] = os.environ) -> DaemonConfig:
     """Read and check ``ftd.toml`` and the environment, which takes precedence. Without a file, defaults apply.
 
-    :raises ConfigurationError: names each field that is wrong, and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names each field that is wrong, and the remedy.
     """
     return load_with_origins(path, environment)[0]
 
@@ -158,7 +158,7 @@ def load_with_origins(
 ) -> tuple[DaemonConfig, dict[str, Any], dict[str, str]]:
     """Return the configuration, the keys that were given, and the variable of each key set by the environment.
 
-    :raises ConfigurationError: names each field that is wrong, and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names each field that is wrong, and the remedy.
     """
     origins: dict[str, str] = {}
     collector = _collector_for(path, origins)
@@ -212,7 +212,7 @@ def _require_private_secrets(written: dict[str, Any], path: Path) -> None:
 def parse_daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
     """Return the checked configuration of ``ftd.toml``'s content; relative paths start at ``directory``.
 
-    :raises ConfigurationError: names each field that is wrong, and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names each field that is wrong, and the remedy.
     """
     collector = ErrorCollector(where)
     config = _checked(data, directory, collector)

@@ -39,9 +39,9 @@ class BrokerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     password_file: str | None = None
     """File with the password, which others must not be able to read; relative to ftd.toml."""
     ca_file: str | None = None
-    """For ``mqtts``: certificates (PEM) of the trusted authorities. Default: those of the system."""
+    """Certificates (PEM) of the trusted authorities for ``mqtts``. Default: those of the system."""
     cert_file: str | None = None
-    """For ``mqtts``: certificate (PEM) of this client, if the broker requires one."""
+    """Certificate (PEM) of this client for ``mqtts``, if the broker requires one."""
     key_file: str | None = None
     """Private key of ``cert_file``, in a file that others must not be able to read."""
 
@@ -60,7 +60,7 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     port.
     """
     chaos: bool = False
-    """Accept the faults that ``ftd chaos`` injects. Set it only for tests."""
+    """Whether to accept the faults that ``ftd chaos`` injects. Set it only for tests."""
     runtime_dir: str | None = None
     """Directory for sockets and logs of the trainers. Default: the user's runtime directory."""
     preload: tuple[str, ...] = ("transformers",)

@@ -43,7 +43,7 @@ def resolve_data(
 ) -> DataTable:
     """Return the table with absolute paths and the tokenizer to use.
 
-    :param model: with paths resolved.
+    :param model: the model's table with resolved paths.
     :param directory: that of the job file.
     :param where: name of the table in the file.
     """

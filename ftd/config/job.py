@@ -140,7 +140,7 @@ def load_job_data(
     :param steps: replaces the number of steps in the file.
     :param override: tables and keys that replace those of the file.
     :param shown_as: name of the file in messages; by default its own name.
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     if steps is not None:
         require_positive(steps, "--steps")
@@ -354,7 +354,7 @@ def profile_from_data(data: JobData) -> ModelProfile | None:
 def load_job(path: Path, *, devices_per_node: int = 1, steps: int | None = None) -> Job:
     """Return a job file as a ``Job``, without a coordinator (for ``ftd plan`` and tests).
 
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     data = load_job_data(path, steps=steps)
     job_id = f"{data.name}-{uuid.uuid4().hex[:8]}"

@@ -107,7 +107,7 @@ def _hub_cache() -> Path:
 def _check_one_origin(table: ModelTable) -> None:
     """Check that the table has exactly one of ``huggingface`` and ``architecture``.
 
-    :raises ConfigurationError: it has none or both.
+    :raises ConfigurationError: the table has neither or both.
     """
     if table.huggingface is None and table.architecture is None:
         raise IncompleteError(

@@ -25,7 +25,7 @@ from ftd.errors import ConfigurationError
 def check_schema(tree: dict[str, Any]) -> None:
     """Check that the file is a profile of a known version.
 
-    :raises ConfigurationError: it is not.
+    :raises ConfigurationError: the schema is missing, unknown, or of a newer version.
     """
     if "schema" not in tree:
         raise ConfigurationError(
@@ -50,7 +50,7 @@ def check_schema(tree: dict[str, Any]) -> None:
 def check_document(document: ProfileDocument) -> None:
     """Check that the entries of a profile do not contradict each other.
 
-    :raises ConfigurationError: they do.
+    :raises ConfigurationError: two entries contradict each other; the error names the fields.
     """
     _check_ascending(document.stage_devices or (), "stage_devices")
     _check_some_time([(e.forward_ms, e.backward_ms) for e in document.layers])

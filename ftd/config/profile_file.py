@@ -48,7 +48,7 @@ def load_profile(path: Path) -> ModelProfile:
 
     A file of bare layer times has no sizes and a network that costs nothing; its times are those of one row.
 
-    :raises ConfigurationError: names the file, the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the file, the field and the remedy.
     """
     found = load_document(path)
     return timed_profile(found) if isinstance(found, LayerTimesFile) else model_profile(found)
@@ -57,7 +57,7 @@ def load_profile(path: Path) -> ModelProfile:
 def load_document(path: Path) -> ProfileDocument | LayerTimesFile:
     """Return the checked content of a file of either format.
 
-    :raises ConfigurationError: names the file, the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the file, the field and the remedy.
     """
     tree = _read_json(path)
     try:

@@ -68,7 +68,7 @@ class ReliabilityInput:
 def load_reliability(path: Path) -> ReliabilityInput:
     """Read and check a file.
 
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     file = convert(read_toml(path), ReliabilityFile, where=path.name)
     if not 0 < file.threshold < 1:

@@ -17,7 +17,7 @@ def protection_or_default(written: str | None, *, zero1: bool) -> str:
 def check_snapshot(table: SnapshotData, *, zero1: bool) -> None:
     """Check the table.
 
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     check_interval(table.every_steps, "snapshot.every_steps")
     require_positive(table.cheap_share, "snapshot.cheap_share")
@@ -63,7 +63,7 @@ def check_protection(protection: str, *, zero1: bool, field: str) -> None:
 def check_interval(every_steps: int | str | None, field: str) -> None:
     """Check that an interval is not negative.
 
-    :raises ConfigurationError: it is.
+    :raises ConfigurationError: the interval is negative.
     """
     if isinstance(every_steps, int) and every_steps < 0:
         raise ConfigurationError(
@@ -76,7 +76,7 @@ def check_interval(every_steps: int | str | None, field: str) -> None:
 def snapshot_policy(data: SnapshotData, *, zero1: bool) -> SnapshotPolicy:
     """Return the checked snapshot policy of a submitted job.
 
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     check_snapshot(data, zero1=zero1)
     protection = protection_or_default(data.protection, zero1=zero1)

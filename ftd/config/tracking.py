@@ -49,7 +49,7 @@ def logging_policy(data: LoggingData, job: str) -> LoggingPolicy:
     """Return the checked logging policy of a submitted job.
 
     :param job: name of the job.
-    :raises ConfigurationError: names the field and the remedy.
+    :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     if not data.directory:
         return LoggingPolicy()
@@ -76,7 +76,7 @@ def sinks_of(policy: LoggingPolicy) -> tuple[str, ...]:
 def check_installed(policy: LoggingPolicy) -> None:
     """Check that the packages of the sinks are installed on a coordinator's host.
 
-    :raises ConfigurationError: one is missing.
+    :raises ConfigurationError: a package is missing.
     """
     for sink in sinks_of(policy):
         if not any(map(_is_installed, _PACKAGES[sink])):

@@ -98,8 +98,8 @@ def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
     """Return ``data`` as ``into``, a dataclass or a tree of Structs that forbid unknown fields.
 
     :param where: prefix of every message, usually the name of the file.
-    :raises ConfigurationError: names each wrong field of the Structs, dotted from the top, and the remedy;
-        for a dataclass only the first wrong field.
+    :raises ConfigurationError: a value is wrong; the error names each wrong field of the Structs, dotted
+        from the top, and the remedy; for a dataclass it names only the first wrong field.
     """
     collector = ErrorCollector(where)
     if _struct_of(into) is not None:

@@ -39,7 +39,7 @@ _log = structlog.get_logger("ftd.checkpoints")
 
 
 class CheckpointService:
-    """Carries out what the machine and clients ask of checkpoint locations."""
+    """The operations on checkpoint locations that the machine and clients request."""
 
     def __init__(self, feed: Callable[[Event], None], now: Callable[[], float]) -> None:
         self._feed = feed
@@ -266,7 +266,7 @@ def _problem_of(store: CheckpointStore, manifest: CheckpointManifest) -> str:
 def _vote(manifest: CheckpointManifest) -> Vote:
     """Return the vote that the manifest holds.
 
-    :raises msgspec.ValidationError: it holds none.
+    :raises msgspec.ValidationError: the manifest holds no vote.
     """
     return msgspec.convert(manifest.vote, Vote)
 

@@ -29,7 +29,7 @@ class CommandSession(Protocol):
 
 
 class CommandSender:
-    """Publishes commands.
+    """The publisher of commands.
 
     It also receives the topic of all nodes, and rejects on behalf of all of them what they cannot read.
     """

@@ -37,7 +37,9 @@ MAX_EVENT_BYTES = 16 * 1024
 
 
 class EventStream:
-    """Logs, journals and publishes this coordinator's events, and puts events of nodes into the journal."""
+    """The stream of events: it logs, journals and publishes those of this coordinator, and journals those of
+    nodes.
+    """
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class EventStream:
         """Journal an event that the leader published. Nothing is decided by it, so a client that may write the
         topic can forge no more than history.
 
-        :raises WireError: it is no event.
+        :raises WireError: the payload is not an event.
         """
         message = _checked(decode_json(payload, EventMessage))
         if self._journal.record(message):
@@ -151,7 +153,7 @@ class EventStream:
         The topic is shared, and a client that may write it could claim anything, so only the events that
         nodes publish are accepted.
 
-        :raises WireError: it is no event, or not one that nodes publish.
+        :raises WireError: the payload is not an event, or not one that nodes publish.
         """
         message: EventMessage = decode_json(payload, EventMessage)
         if message.source == SOURCE:

@@ -309,19 +309,19 @@ class FollowerCallbacks:
     """Callbacks for what a coordinator receives in its follower session."""
 
     position: Callable[[], tuple[int, int]]
-    """Returns the position of the newest state in its journal."""
+    """Function that returns the position of the newest state in its journal."""
     on_peer: Callable[[], None]
-    """Called when another coordinator is there, whoever leads."""
+    """Callback for another coordinator's presence, whoever leads."""
     on_broker_alive: Callable[[], None]
-    """Called when the broker sent something, whoever leads: at least twice a second with a healthy leader."""
+    """Callback for any message from the broker, whoever leads: at least twice a second with a healthy leader."""
     save_journal: Callable[[JournalCopy], str]
-    """Saves the leader's journal while this coordinator follows; returns why it could not begin from it, or
-    ``""``.
+    """Function that saves the leader's journal while this coordinator follows, and returns the reason why
+    this coordinator could not begin from it, or ``""``.
     """
     on_event: Callable[[bytes], None]
-    """Takes an event while this coordinator follows."""
+    """Callback for an event while this coordinator follows."""
     on_state: Callable[[dict[str, Any]], None]
-    """Takes the cluster's state while this coordinator follows."""
+    """Callback for the cluster's state while this coordinator follows."""
 
 
 class FollowerSession:
@@ -515,16 +515,18 @@ class LeaderCallbacks:
     """Callbacks for a change of who leads; called on the event loop."""
 
     begin: Callable[[Leader, JournalCopy | None], None]
-    """Begin to lead, from what the last leader left at the broker or from this host's journal."""
+    """Function that begins to lead, from what the last leader left at the broker or from this host's journal."""
     check: Callable[[JournalCopy | None], str]
-    """Returns why this coordinator could not begin from what is at the broker; empty: it could."""
+    """Function that returns the reason why this coordinator could not begin from what is at the broker, or
+    ``""``.
+    """
     state: Callable[[], bytes]
-    """Returns the encoded durable state."""
+    """Function that returns the encoded durable state."""
     end: Callable[[Leader], None]
-    """Drop the cluster's state: another coordinator leads."""
+    """Function that drops the cluster's state, because another coordinator leads."""
     emit: Callable[[EmitEvent], None]
     publish_state: Callable[[], None]
-    """Publish the cluster's state: the coordinators in it have changed."""
+    """Function that publishes the cluster's state, because the coordinators in it have changed."""
 
 
 def cause_suffix(me: Peer) -> str:

@@ -29,7 +29,7 @@ topic.
 
 
 class CoordinatorMessageRouter:
-    """Passes each message to its handler. See the module."""
+    """The router that passes each message to its handler. See the module."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ async def _end(process: asyncio.subprocess.Process, stderr: asyncio.Future[str] 
 async def _read(stream: asyncio.StreamReader) -> PrecomputeAnswer | None:
     """Return the next frame; ``None`` at the end.
 
-    :raises PeerError: it is no frame of ``plan_worker``.
+    :raises PeerError: the frame is not one of ``plan_worker``.
     """
     try:
         length = int.from_bytes(await stream.readexactly(LENGTH_BYTES), "big")

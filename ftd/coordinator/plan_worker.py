@@ -74,7 +74,7 @@ def write_frame(stream: BinaryIO, value: msgspec.Struct) -> None:
 
 
 class _Reporter:
-    """Sends progress and partial results at a limited rate."""
+    """A sender of progress and partial results at a limited rate."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out

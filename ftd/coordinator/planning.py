@@ -75,8 +75,8 @@ moment.
 
 
 class PlanningService:
-    """Runs the planner. Results are fed to the driver as events, with the cause of the effect that requested
-    them.
+    """The runner of the planner. Results are fed to the driver as events, with the cause of the effect that
+    requested them.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PlanningService:
         self._planned_job = ""
         self._process: PlanProcess | None = None
         self._next_process_task: asyncio.Task[PlanProcess] | None = None
-        """Starts the process for the next build in advance."""
+        """Task that starts the process for the next build in advance."""
         self._building: asyncio.Task[None] | None = None
         self._loss_planning: asyncio.Task[None] | None = None
         self._speculative_plan = SpeculativePlan()

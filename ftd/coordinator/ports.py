@@ -30,7 +30,7 @@ from statemachine.events import Event
 from statemachine.messages.values import CheckpointRecord, Job
 
 Feed = Callable[[Event], None]
-"""Takes an event for the cluster machine."""
+"""Function that takes an event for the cluster machine."""
 
 
 class BrokerSession(Protocol):
@@ -196,6 +196,6 @@ class Ports:
     transport: Transport
     disk: Disk
     planning: Callable[[Feed, Driver, Callable[[], None]], PlanningOperations]
-    """Makes the planner; the last argument is called when its progress has changed."""
+    """Factory of the planner; the last argument is called when its progress has changed."""
     checkpoints: Callable[[Feed, Driver], CheckpointOperations]
     observer: Observer

@@ -52,7 +52,9 @@ class _Sender(msgspec.Struct, frozen=True):
 
 
 class RequestHandler:
-    """Serves the request topic: what changes the cluster is passed to the machine, the rest is answered here."""
+    """The handler of the request topic. It passes requests that change the cluster to the machine and answers
+    all others.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class ClusterOptions:
     dashboard: bool = False
     """Whether each coordinator serves its dashboard, on a free port of its own."""
     coordinators: int = 1
-    """One leads, the others are standbys."""
+    """Number of coordinators; one leads, the others are standbys."""
     preload: tuple[str, ...] = ()
     """The value of ``node.preload``. Empty by default, since the daemons start with the job; a job that needs
     modules names them.
@@ -54,7 +54,7 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """Starts and restarts the processes of a cluster. All of its files are under ``directory``."""
+    """The processes of a cluster, which it starts and restarts. All of its files are under ``directory``."""
 
     def __init__(self, directory: Path, options: ClusterOptions) -> None:
         self.options = options
@@ -113,7 +113,7 @@ class LocalCluster:
         """Start the broker, or start it again on the same port, and return when it listens.
 
         :raises ConfigurationError: mosquitto is requested and not installed, or the address is not valid.
-        :raises PeerError: the broker did not start; carries the end of its output.
+        :raises PeerError: the broker did not start; the error carries the end of its output.
         """
         if not self.owns_broker:
             self._address = parse_broker(self.options.broker, "--broker")

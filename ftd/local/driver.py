@@ -41,8 +41,8 @@ class ClusterResources:
 
 
 class LocalDriver:
-    """Starts, follows and ends a local cluster: ``async with LocalDriver(options, names) as driver,
-    driver.connected(...)``.
+    """The driver that starts, follows and ends a local cluster: ``async with LocalDriver(options, names) as
+    driver, driver.connected(...)``.
 
     Broker and coordinators run inside the first block, nodes inside the second one. Afterwards nothing is
     left.
@@ -172,7 +172,7 @@ class LocalDriver:
         """Submit a job and return its id.
 
         :raises RequestRejected: the job cannot run.
-        :raises Unreachable: nobody answers.
+        :raises Unreachable: no coordinator answers.
         """
         request = SubmitRequest(**self._envelope(), job=job)
         return (await self.client.request(request, timeout_s=timeout_s)).detail
@@ -181,7 +181,7 @@ class LocalDriver:
         """Stop a job.
 
         :raises RequestRejected: the job is not running.
-        :raises Unreachable: nobody answers.
+        :raises Unreachable: no coordinator answers.
         """
         await self.client.request(StopRequest(**self._envelope(), job=job), timeout_s=REQUEST_S)
 
@@ -205,7 +205,8 @@ class LocalDriver:
     async def ready(self, limit_s: float = NODES_START_S) -> None:
         """Wait until the first nodes are healthy and have all their trainers.
 
-        :raises PeerError: they are not in time; carries the end of the log of the first node that is not.
+        :raises PeerError: they are not in time; the error carries the end of the log of the first node
+            that is not.
         """
         try:
             async with asyncio.timeout(limit_s):

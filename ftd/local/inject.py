@@ -15,8 +15,8 @@ from ftd.transport.wire.public import EventMessage, new_event_id, timestamp
 
 
 class LocalInjector:
-    """Injects faults into a local cluster. Faults of the broker, the coordinators, the network and nodes to
-    start are done directly; all others go over MQTT.
+    """An injector of faults into a local cluster. Faults of the broker, the coordinators, the network and
+    nodes to start are done directly; all others go over MQTT.
 
     :param on_start: called with the name and process id of each node daemon that is started.
     """

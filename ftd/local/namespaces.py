@@ -36,7 +36,7 @@ def unavailable_reason() -> str | None:
 def _ip(*arguments: str) -> str:
     """Run ``ip`` and return its output.
 
-    :raises subprocess.CalledProcessError: ``ip`` failed; carries its output.
+    :raises subprocess.CalledProcessError: ``ip`` failed; the error carries its output.
     """
     done = subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=COMMAND_S)
     return done.stdout.decode()

@@ -200,7 +200,7 @@ class LocalRun:
     async def _monitor(self, injector: LocalInjector, scheduler: FaultScheduler) -> None:
         """Monitor the processes that nobody replaces, and abandon a pause that cannot end.
 
-        :raises PeerError: a process has ended; carries the end of its log.
+        :raises PeerError: a process has ended; the error carries the end of its log.
         """
         ended: set[str] = set()
         while True:
@@ -304,7 +304,7 @@ def _choose_cluster_name(options: LocalOptions) -> str | None:
 def _require_possible(scenario: Scenario, options: LocalOptions) -> None:
     """Check that all faults can be injected here.
 
-    :raises ConfigurationError: one cannot.
+    :raises ConfigurationError: a fault cannot be injected here.
     """
     for fault in scenario.faults:
         if fault.do == "cut":

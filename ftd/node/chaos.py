@@ -81,7 +81,7 @@ class SnapshotFaultTarget(Protocol):
 
 
 class NodeFaultInjector:
-    """Checks, answers and executes the requests on the topic ``chaos/<node>``.
+    """The server of the requests on the topic ``chaos/<node>``, which it checks, executes and answers.
 
     :param devices: number of trainers of this node.
     """

@@ -21,8 +21,8 @@ _TRIES = 20
 
 
 class DiskFiller:
-    """Fills the free space of a directory with unnamed files, which disappear with this process however it
-    ends.
+    """Unnamed files that fill the free space of a directory and disappear with this process, even after
+    SIGKILL.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class NodeMessageHandler(Protocol):
 
 
 class NodeMessageRouter:
-    """Maps each topic that the node subscribes to onto the decoder of its messages."""
+    """The mapping from each topic that the node subscribes to onto the decoder of its messages."""
 
     def __init__(self, topics: Topics, node: str, handler: NodeMessageHandler) -> None:
         self._node, self._handler, self._all = node, handler, topics.command

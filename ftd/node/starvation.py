@@ -32,7 +32,7 @@ def read_scheduling_delays(pid: int) -> dict[int, float]:
 
 
 class StarvationMonitor:
-    """Reports for each silent trainer for how much longer it could not run."""
+    """A monitor that reports for each silent trainer how long it could not run since the last report."""
 
     def __init__(
         self,

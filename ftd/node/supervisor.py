@@ -65,7 +65,7 @@ class TrainerProcess:
 
 
 class TrainerSupervisor:
-    """Starts the trainers of this node, sends them frames and ends them.
+    """The supervisor of this node's trainers: it starts them, sends them frames and ends them.
 
     :param directory: directory private to this user, for the socket that the trainers connect to.
     :param feed: receives every event, in the order in which things happened.

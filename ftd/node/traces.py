@@ -24,7 +24,8 @@ or late.
 
 
 class TraceService:
-    """Serves the requests on the topic ``trace/<node>`` with the trainers' ``Traced`` reports.
+    """The server of the requests on the topic ``trace/<node>``; it answers with the trainers' ``Traced``
+    reports.
 
     :param send: sends a frame to the trainer of a device; ``False`` if there is none.
     :param answer: sends an answer to a client, by the client's id.

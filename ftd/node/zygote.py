@@ -24,7 +24,7 @@ _STDERR_TAIL_BYTES = 4096
 
 
 class Zygote:
-    """Keeps one zygote running and forwards its notices in order.
+    """The process that keeps one zygote running and forwards its notices in order.
 
     :param on_end: called with its exit status and the tail of its stderr whenever it dies.
     :param preload: modules besides torch that trainers find loaded.

@@ -83,7 +83,9 @@ class StepCommittedFact(Fact):
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     fresh: bool = True
-    """False if this step or a later one was committed before and no rollback has undone it."""
+    """Whether the step is progress: neither it nor a later one was committed before, or a rollback undid
+    that.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Persister:
-    """Writes this node's share of persistent checkpoints, one checkpoint at a time.
+    """The writer of this node's share of persistent checkpoints, one checkpoint at a time.
 
     :param rate_bytes_s: rate limit of the writes; ``None`` for no limit.
     :param report_corruption: returns, for a job and a step, what is called with corruption in that

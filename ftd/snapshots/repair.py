@@ -62,7 +62,9 @@ class _OwnerParts:
 
 @dataclass(slots=True, kw_only=True)
 class Repairer:
-    """Repairs the blocks that one reading of one snapshot found. It asks each node for its manifests once."""
+    """The repair of the corrupt blocks that one reading of one snapshot found. It asks each node for its
+    manifests once.
+    """
 
     restore: Restore
     node: str

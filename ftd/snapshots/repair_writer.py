@@ -39,7 +39,7 @@ class TrainerControl(Protocol):
 
 
 class RepairWriter:
-    """Writes one block at a time."""
+    """A writer of one block at a time."""
 
     def __init__(self, arenas: NodeArenas, copies: CopyStore, trainers: TrainerControl) -> None:
         self._arenas, self._copies, self._trainers = arenas, copies, trainers

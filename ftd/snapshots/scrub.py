@@ -30,9 +30,9 @@ _NICENESS = 19
 """Niceness of the thread that reads: everything else goes first."""
 
 WriteBlock = Callable[[ArenaSnapshot, SnapshotPart, int, bytes], Awaitable[None]]
-"""Writes a block of a part; raises ``RepairError`` if the bytes are not there afterwards."""
+"""Function that writes a block of a part; it raises ``RepairError`` if the bytes are not there afterwards."""
 PublishEvent = Callable[[str, str, dict[str, Any]], None]
-"""Publishes an event with this name, reason and details."""
+"""Function that publishes an event with this name, reason and details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class CorruptBlocks:
 
 
 class Scrubber:
-    """Reads one snapshot regularly.
+    """A reader that verifies one snapshot regularly.
 
     :param on_unrepairable: called with the step of a snapshot that cannot be repaired here.
     """

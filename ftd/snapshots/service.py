@@ -90,7 +90,7 @@ class SnapshotService:
             stamp=stamp,
             report_corruption=self._corruption_reporter,
         )
-        self._mender = RepairWriter(self._arenas, self._copies, trainers)
+        self._repair_writer = RepairWriter(self._arenas, self._copies, trainers)
         self._scrubber = Scrubber(
             node=config.node,
             arenas=self._arenas,
@@ -98,7 +98,7 @@ class SnapshotService:
             tls=self._tls,
             rate_bytes_s=config.scrub_rate_bytes_s,
             period_s=config.timing.scrub_s,
-            write_block=self._mender.write_block,
+            write_block=self._repair_writer.write_block,
             publish_event=publish_event,
             on_unrepairable=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
         )
@@ -251,12 +251,12 @@ class SnapshotService:
 
     def has_snapshot_data(self, device: int | None) -> bool:
         """Return whether there is something for ``flip_bit`` to change."""
-        return bool(self._mender.find_own_parts(self._scrubber.snapshot, device))
+        return bool(self._repair_writer.find_own_parts(self._scrubber.snapshot, device))
 
     def flip_bit(self, device: int | None) -> None:
         """Flip a bit in the memory of this node, or of one device, as an injected fault."""
-        if stored := self._mender.find_own_parts(self._scrubber.snapshot, device):
-            self._mender.flip_bit(stored)
+        if stored := self._repair_writer.find_own_parts(self._scrubber.snapshot, device):
+            self._repair_writer.flip_bit(stored)
 
     def send_copy(self, order: SendSnapshotCopy) -> None:
         """Send a copy and feed SnapshotCopyCommitted or SnapshotCopyFailed; an earlier order is cancelled."""

@@ -33,7 +33,7 @@ from statemachine.messages.values import Restore
 log = structlog.get_logger("ftd.node")
 
 Send = Callable[[str], None]
-"""Sends a trainer the directory of its staged layers; empty if it has none."""
+"""Function that sends a trainer the directory of its staged layers; empty if it has none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class _Trainer:
 
 
 class TrainerStaging:
-    """Prepares the layers of this node's trainers.
+    """The staging of layers for this node's trainers.
 
     :param on_staged: called when everything was staged from a snapshot. ``SnapshotService`` describes the
         other parameters.
@@ -74,7 +74,7 @@ class TrainerStaging:
         self._resume: Resume | None = None
         self._directory = Path()
         self._trainers: dict[int, _Trainer] = {}
-        """By device: the trainers that have not resumed yet."""
+        """Trainers that have not resumed yet, by device."""
         self._staged_layers: set[int] = set()
         """Layers that are staged."""
         self._task: asyncio.Task[None] | None = None

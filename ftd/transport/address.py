@@ -50,7 +50,7 @@ def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
     """Parse ``mqtt://[user:password@]host[:port]``; ``mqtts`` is TLS, with the system's authorities.
 
     :param where: name of the field for error messages.
-    :raises ConfigurationError: another scheme, no host, or an impossible port.
+    :raises ConfigurationError: the URL has another scheme, no host, or an impossible port.
     """
     remedy = "write mqtt://host:port, or mqtts://host:port for TLS"
     try:

@@ -112,7 +112,7 @@ class ClusterClient:
         :param timeout_s: ``None``: as long as the answer to such a request may take.
 
         :raises RequestRejected: the answer is no.
-        :raises UnreachableError: nobody answers.
+        :raises UnreachableError: no answer arrives in time.
         """
         if timeout_s is None:
             solver = isinstance(request, SubmitRequest) and request.job.policy.batch_solver != "exact"
@@ -138,7 +138,7 @@ class ClusterClient:
     async def state(self, timeout_s: float = 1.0) -> dict[str, Any]:
         """Return the retained public state.
 
-        :raises UnreachableError: there is none.
+        :raises UnreachableError: no state is retained.
         """
         try:
             return await asyncio.wait_for(asyncio.shield(self._state), timeout_s)

@@ -46,7 +46,8 @@ class BoundedHttpServer:
         :param admission_timeout_s: a connection is ended if ``admit`` is not called for it within this
             time.
         :param end_connection: ends a connection that was not admitted.
-        :param count_pending: also count connections that aiohttp does not count yet (TLS handshakes).
+        :param count_pending: whether to count connections that aiohttp does not count yet (TLS
+            handshakes), too.
         :param options: further options of ``web.AppRunner``.
         """
         self._max_connections, self._admission_timeout_s, self._end_connection = (

@@ -114,7 +114,7 @@ class Assigner:
         A byte of old layers that a device has no room for counts as one that moves. Where there are such
         bytes, all nodes are solved for, as the direct assignment minimises only the bytes that move.
 
-        :param nodes: in natural order, at least as many as there are slots.
+        :param nodes: names in natural order, at least as many as there are slots.
         :param needs: state that must be held instead of every layer of ``masks``.
         :param habits: position (pipeline, slot) in which a node was; it stays there where that moves no
             more bytes.

@@ -83,8 +83,8 @@ def candidate_layouts(
 
 
 def _stepped(before: Sequence[int], left: Sequence[int], templates: Sequence[int]) -> list[PipelineLayout]:
-    mended = reinstantiate(before, left, templates)
-    return [] if mended is None else [PipelineLayout(mended.method, _going_on(mended.sizes))]
+    repaired = reinstantiate(before, left, templates)
+    return [] if repaired is None else [PipelineLayout(repaired.method, _going_on(repaired.sizes))]
 
 
 def _grown(
@@ -105,8 +105,8 @@ def _grown(
             break
         grown[min(takers, key=lambda index: (grown[index], index))] += 1
         free -= 1
-    mended = reinstantiate(before, grown, templates)
-    return [] if mended is None else [PipelineLayout("grow", _going_on(mended.sizes))]
+    repaired = reinstantiate(before, grown, templates)
+    return [] if repaired is None else [PipelineLayout("grow", _going_on(repaired.sizes))]
 
 
 def _kept(
@@ -122,10 +122,10 @@ def _kept(
             found.append(PipelineLayout("keep", tuple((before[index], index) for index in sorted(intact))))
         elif rest >= n0:
             others = sorted(set(range(len(left))).difference(intact))
-            anew = _aligned(instantiator.best(rest).sizes, before, left, others)
+            aligned = _aligned(instantiator.best(rest).sizes, before, left, others)
             going_on = [(before[index], index) for index in intact]
-            known = sorted((index, size) for size, index in (*going_on, *anew) if index is not None)
-            new = tuple(pair for pair in anew if pair[1] is None)
+            known = sorted((index, size) for size, index in (*going_on, *aligned) if index is not None)
+            new = tuple(pair for pair in aligned if pair[1] is None)
             found.append(PipelineLayout("keep", (*((size, index) for index, size in known), *new)))
         intact.pop()
     return found

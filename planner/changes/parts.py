@@ -131,8 +131,8 @@ def stages_by_layer(pipelines: Sequence[PipelinePlacement], layers: int) -> list
 def _cuts(parts: Iterable[Sequence[StatePart]], layers: int) -> list[list[Fraction]]:
     """Return where the parts of each layer begin and end, ascending: from 0 to 1 at least."""
     bounds: list[set[tuple[int, int]]] = [{(0, 1), (1, 1)} for _ in range(layers)]
-    for told in {id(of_device): of_device for of_device in parts}.values():
-        for part in told:
+    for listed in {id(of_device): of_device for of_device in parts}.values():
+        for part in listed:
             if part.layer < layers:
                 bounds[part.layer] |= {(part.start, part.of), (part.end, part.of)}
     made: dict[frozenset[tuple[int, int]], list[Fraction]] = {}

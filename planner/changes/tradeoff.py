@@ -93,8 +93,8 @@ def choose_layout(
 
     On many nodes, bytes are not counted for layouts that are slower before they have moved any.
 
-    :param nodes: in natural order.
-    :param memory: to account for the room of old and new layers together; ``None``: old ones take none.
+    :param nodes: names in natural order.
+    :param memory: model of the memory that old and new layers take together; ``None`` if old ones take none.
     :raises StateLostError: no layout can be assigned so that every layer is held.
     """
     earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
@@ -156,8 +156,8 @@ def _considered(
 
 
 def _previous_positions(layout: PipelineLayout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:
-    """Return the position in the layout that each node would have if it stayed; ``earlier``: nodes of the
-    previous pipelines.
+    """Return the position in the layout that each node would have if it stayed, given the nodes of the
+    ``earlier`` pipelines.
     """
     return {
         node: (number, offset)
@@ -203,7 +203,7 @@ def _on_devices(
 ) -> tuple[StagePlacement, ...]:
     """Return the template's stages on ``nodes``, which are in the order of its slots.
 
-    :param orders: for each node, the device that takes each range of its slot.
+    :param orders: device that takes each range of a node's slot, for each node.
     """
     used = [0] * len(nodes)
     stages: list[StagePlacement] = []

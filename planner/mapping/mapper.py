@@ -34,7 +34,7 @@ class Mapper:
     def templates(self, microbatches: Mapping[int, int]) -> dict[int, Template]:
         """Return the ``template`` of several numbers of nodes, ascending; quicker than one by one.
 
-        :param microbatches: by number of nodes.
+        :param microbatches: microbatches of a pipeline, by its number of nodes.
         """
         templates = paper_templates(self._additive, list(microbatches))
         if self._costs.policy.objective == "paper":

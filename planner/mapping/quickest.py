@@ -128,7 +128,7 @@ def descend(
 ) -> tuple[float, tuple[StageTemplate, ...]]:
     """Return the makespan of a mapping that no move makes quicker, and the mapping.
 
-    :param makespan_ms: of ``stages``.
+    :param makespan_ms: makespan of ``stages``.
     :param floor_ms: a lower bound on all makespans; the search ends when it is reached.
     """
     for _ in range(MOST_STEPS):

@@ -40,7 +40,7 @@ def distribute_for_by_model(
     """Return the shares that are best by ``Policy.batch_objective``, by an integer program.
 
     :raises BatchError: fewer microbatches than pipelines.
-    :raises SolverError: no proved optimum, for whatever reason.
+    :raises SolverError: the solver did not prove an optimum, for whatever reason.
     """
     if objective == "minmax":
         return distribute_by_model(costs, microbatches)
@@ -173,7 +173,7 @@ class _Solver:
     def solve(self) -> float:
         """Set the model's variables to a proved optimum and return the proved bound of the objective.
 
-        :raises SolverError: there is none, for whatever reason.
+        :raises SolverError: the solver did not prove an optimum, for whatever reason.
         """
         try:
             failure, bound = self._solve()

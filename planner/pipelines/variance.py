@@ -111,7 +111,8 @@ class _Kinds:
 
 
 def least_variance(times_ms: Sequence[float], microbatches: int) -> tuple[int, ...]:
-    """Return the shares of pipelines that take ``times_ms`` per microbatch; ``microbatches`` ≥ their number.
+    """Return the shares of pipelines that take ``times_ms`` per microbatch. There are at least as many
+    microbatches.
 
     Equal pipelines differ by one microbatch at most, and the first of them get more.
     """

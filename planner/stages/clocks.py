@@ -50,7 +50,7 @@ class Clocks:
         self._short = np.zeros(count, dtype=np.bool_)
 
     def times_ms(self, pipelines: Ints, microbatches: Ints) -> Floats:
-        """Return the makespans, element by element; ``microbatches`` ≥ 1."""
+        """Return the makespans, element by element, for at least one microbatch each."""
         deep = pipelines[microbatches < self.stages[pipelines]]
         for pipeline in np.unique(deep[~self._short[deep]]):
             self._fill_short(int(pipeline))

@@ -13,7 +13,7 @@ from runtime.data.sampling import Draw
 _EPOCH = -1
 """Value in place of an epoch in the keys of random numbers, so that evaluation shares none with training."""
 _FIRST_STEP = -16
-"""Held-out batches use the steps from here downwards in the keys of random numbers."""
+"""First of the steps that held-out batches use in the keys of random numbers; they count downwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,8 @@ class BatchLoader:
     def plan(self, keys: Iterable[tuple[int, int] | MicrobatchKey]) -> None:
         """Announce what will be loaded next, in order; this replaces the previous plan.
 
-        :param keys: may be endless; ``load`` consumes it gradually. A pair is a microbatch of training:
+        :param keys: keys of the microbatches, perhaps endless; ``load`` consumes them gradually. A pair is
+            a microbatch of training:
         (step, microbatch).
         """
         if self._pool is not None:

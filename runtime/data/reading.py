@@ -40,7 +40,7 @@ FindProblem = Callable[[Batch], tuple[int, str] | None]
 def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
     """Return the number of samples.
 
-    :param name: of the data set, for messages.
+    :param name: name of the data set, for messages.
     :raises TrainingError: the data set is not map-style, or it is empty.
     """
     if isinstance(dataset, DataLoader):
@@ -297,7 +297,7 @@ def _copied(sample: Any) -> Any:
 def _check_equal(batch: Batch, again: Batch) -> None:
     """Compare two readings of one microbatch.
 
-    :raises TrainingError: they differ.
+    :raises TrainingError: the readings differ.
     """
     path = first_difference(batch, again)
     if path is not None:

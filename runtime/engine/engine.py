@@ -282,10 +282,11 @@ class Engine:
     def enter(self, resume: ResumeRank, communicator: Communicator) -> EntryStats:
         """Form the groups, get the state that is missing, and prepare for training from ``resume.step``.
 
-        :raises CommunicationError: aborted, or a peer is lost. Layers that had arrived completely are kept.
+        :raises CommunicationError: the group was aborted, or a peer is lost. Layers that had arrived
+            completely are kept.
         :raises TrainingError: it is the first step, and the trainers created different models; or the plan
-            shards stages of a model that cannot be sharded, because the profile that was given says that it
-            can.
+            shards stages of a model that cannot be sharded, because the profile that was given says that
+            it can.
         """
         world = resume.world
         check_world(world, self.model.layer_count, self.data.global_batch // self.data.microbatch_rows)
@@ -470,7 +471,7 @@ class Engine:
         """Call the hook for the committed step, after ``enter``, if no rank of this group has called it.
 
         :raises TrainingError: the hook raised.
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         """
         hook, step = self._hook, self.committed_step
         if hook is None or step == 0:
@@ -493,7 +494,7 @@ class Engine:
 
         :param stop_requested: called once for each held-out batch, just before its sum.
         :returns: whether any rank requested a stop. There is then no result, unless it was the last batch.
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         """
         evaluator, held_out = self._evaluator, self._held_out
         if evaluator is None or held_out is None:
@@ -524,7 +525,7 @@ class Engine:
     def _check_length(self, total: float, held_out: HeldOutSampler) -> None:
         """Check that the held-out data set has the same length on all ranks.
 
-        :raises TrainingError: it has not.
+        :raises TrainingError: the lengths differ.
         """
         assert self._communicator is not None
         if total != held_out.length * self._communicator.size:
@@ -557,7 +558,8 @@ class Engine:
         """Run one step, up to and including its commit.
 
         :param stop_requested: called once, just before VOTE, like ``snapshot_requested``.
-        :raises CommunicationError: aborted, or a peer is lost; ``ready_step`` says how far the step got.
+        :raises CommunicationError: the group was aborted, or a peer is lost; ``ready_step`` says how far
+            the step got.
         """
         executor, gradients = self._executor, self._gradients
         if executor is None or gradients is None:

@@ -61,7 +61,7 @@ class EvaluationExecutor:
     def run(self, step: int, batch: int) -> StageTotals:
         """Compute this rank's part of held-out batch ``batch`` (from 0) with the state after ``step``.
 
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         :raises TrainingError: the data set, the collate function or the loss failed.
         """
         totals = StageTotals()

@@ -63,7 +63,7 @@ class StageExecutor:
         """Run COMPUTE of step ``step``; all-reduces of buckets are still running when it returns.
 
         :param scale: constant factor on the sums of losses whose gradients are computed.
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         :raises TrainingError: the data set, the collate function or the loss failed.
         """
         self._scale = scale

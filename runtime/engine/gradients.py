@@ -175,7 +175,7 @@ class GradientBuffers:
     def end_backward(self) -> None:
         """End the backward pass of a microbatch.
 
-        :raises CommunicationError: aborted, or a peer is lost, perhaps during the pass.
+        :raises CommunicationError: the group was aborted, or a peer is lost, perhaps during the pass.
         """
         if self._shards is not None:
             self._shards.end_backward()
@@ -183,7 +183,7 @@ class GradientBuffers:
     def finish(self, monitor: ProgressMonitor) -> None:
         """Reduce the remaining slices (parameters without a gradient) and wait for all sums.
 
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         """
         self.check()
         for members, queue in self._queues.items():

@@ -39,7 +39,8 @@ class StageTotals:
 
 
 class StageMicrobatches:
-    """This rank's rows of some microbatches; each microbatch is loaded when it is first needed.
+    """The rows of some microbatches that this rank computes; each microbatch is loaded when it is first
+    needed.
 
     :param read: returns a whole microbatch on the host.
     :param assignment: returns the rank's assignment for a microbatch; the last one of a data set may have
@@ -128,7 +129,7 @@ class StageMicrobatches:
         """Load a microbatch, and run and time the stage's layers on this rank's rows of it.
 
         :param received: output of the previous stage; empty on the first stage.
-        :param totals: on the last stage, the microbatch's loss and metrics are added to it.
+        :param totals: sums to which the last stage adds the microbatch's loss and metrics.
         :returns: the tensors for the next stage, or the last stage's sum of losses.
         """
         assignment, model = self.assignment(microbatch), self._model

@@ -32,7 +32,7 @@ def check_model_agreement(
 
     :param digests: digests of the parameters of each layer that this rank owns, hexadecimal.
     :raises TrainingError: the owners of a layer do not agree.
-    :raises CommunicationError: aborted, or a peer is lost.
+    :raises CommunicationError: the group was aborted, or a peer is lost.
     """
     sums = torch.zeros(layer_count, _WORDS, 3, dtype=torch.float64)
     for layer, digest in digests.items():

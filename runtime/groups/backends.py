@@ -20,7 +20,7 @@ def make_communicator(
 ) -> Communicator:
     """Return the communicator for a job's ``backend``; it is not formed yet, but can already be aborted.
 
-    :param hosts: for each rank of the world, the address at which other ranks reach it.
+    :param hosts: address of each rank of the world, at which other ranks reach it.
     :param runtime: runtime of the device that tensors are on.
     :param timeout_s: timeout of each operation (``group_timeout_s``).
     """

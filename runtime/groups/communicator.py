@@ -194,7 +194,7 @@ class Communicator(ABC):
     def check(self) -> None:
         """Raise if ``abort`` was called.
 
-        :raises CommunicationAborted: it was.
+        :raises CommunicationAborted: ``abort`` was called.
         """
         if self._aborted:
             raise CommunicationAborted

@@ -52,7 +52,7 @@ _POLL_S = 50e-6
 
 
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Read by each process group when it is created."""
+"""Environment variables that each process group reads when it is created."""
 
 
 class _IssuedOperation(PendingOperation):

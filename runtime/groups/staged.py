@@ -46,7 +46,7 @@ class StagedGlooCommunicator(GlooCommunicator):
         self._runtime = runtime
         self._down, self._up = runtime.stream(), runtime.stream()
         self._handlers: dict[PendingOperation, Callable[[BaseException | None], None]] = {}
-        """Completion handlers by gloo's operation. Guarded by the condition."""
+        """Completion handlers by gloo's operation; the condition guards them."""
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         threading.Thread(target=self._issue_in_order, name="communication-stage", daemon=True).start()
 

@@ -32,7 +32,7 @@ class Loss:
 
     :param tolerance: relative difference between the loss of a microbatch and the sum of its parts that
         rounding may cause.
-    :raises TrainingError: there is neither.
+    :raises TrainingError: the training has no loss function, and the model computes no loss.
     """
 
     def __init__(

@@ -139,9 +139,9 @@ def make_tensor_plan(
 
     :param user_plan: the user's plan; ``None`` means the one that Hugging Face gives the model.
     :param modules: all modules of the model.
-    :param names: for each parameter, by identity, its canonical name and whether it is trained and used in
+    :param names: canonical name of each parameter, by its identity, and whether it is trained and used in
         only one place.
-    :raises TensorPlanError: there is none, or it cannot be used.
+    :raises TensorPlanError: the model has no plan, or the plan cannot be used.
     """
     styles = _styles_of(user_plan, modules)
     linears: list[SplitLinear] = []
@@ -260,7 +260,7 @@ class SplitRegionChecker(TorchFunctionMode):
         """Sizes in bytes of what devices of a stage exchange in the forward pass of the layer observed last."""
         self._inputs: dict[int, torch.Tensor] = {}
         self._calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """For each module of the layer observed last, the input and the output of each of its calls."""
+        """Input and output of each call of each module of the layer observed last."""
 
     @property
     def is_open(self) -> bool:
@@ -451,7 +451,7 @@ class SplitRegionChecker(TorchFunctionMode):
 
 
 class _OtherPartError(Exception):
-    """Raised when a part of the features gives a result that differs from that part of the whole result."""
+    """A part of the features gives a result that differs from that part of the whole result."""
 
 
 def _last_part(x: torch.Tensor, devices: int, dim: int) -> torch.Tensor:

@@ -206,8 +206,8 @@ class StateExchange(Generic[Item]):
     def run(self) -> None:
         """Run all transfers of this rank.
 
-        :raises CommunicationError: aborted, or a peer is lost; items that had not arrived completely are
-            void.
+        :raises CommunicationError: the group was aborted, or a peer is lost; items that had not arrived
+            completely are void.
         :raises TransferError: a peer announced something impossible.
         """
         receiving = {source: self._receive_all(source, items) for source, items in self._to_receive.items()}

@@ -65,7 +65,7 @@ class _Cut:
     carried: dict[int, int]
     """Leaves that are the very tensors which the previous block took, with the index of that block's leaf."""
     per_row: list[bool] = field(default_factory=list)
-    """For each of ``needed``, whether its dim 0 are the rows."""
+    """Whether dim 0 of each of ``needed`` are the rows."""
     output: Any = None
     """Structure of its output."""
     skipped: list[Any] = field(default_factory=list)
@@ -279,7 +279,7 @@ class WindowedModule:
         :param compare: converts the module's output to one tensor.
         :param tolerance: relative difference that is attributed to rounding.
         :param with_layer: returns a context in which a layer that has no memory has some.
-        :raises TrainingError: they differ.
+        :raises TrainingError: the results differ.
         """
         self._check_state(batch)
         was_training = self.root.training
@@ -674,7 +674,7 @@ def find_blocks(root: nn.Module) -> list[str]:
     Lists with less than a quarter of the largest one's parameters do not count as chains of blocks. If
     there is no such list, the submodules of the largest ``nn.Sequential`` are the blocks.
 
-    :raises TrainingError: there is neither.
+    :raises TrainingError: the model has neither such a list nor an ``nn.Sequential``.
     """
     lists: list[tuple[str, nn.Module, int]] = []
     chains: list[tuple[str, nn.Module, int]] = []

@@ -32,7 +32,7 @@ HostWait = Literal["bubble", "gather", "sync", "vote", "device"]
 
 
 class InjectedError(RuntimeError):
-    """Injected by a fault in place of an error in the user's code."""
+    """An injected error that stands for one in the user's code."""
 
 
 class ProgressMonitor:
@@ -58,11 +58,13 @@ class ProgressMonitor:
         """Part of ``bubble_s`` spent waiting for sums of gradients."""
         self.waiting_for: HostWait | None = None
         self.slowness = 1.0
-        """Injected fault: factor by which computing takes longer."""
+        """Factor by which computing takes longer while the fault ``slow`` is injected."""
         self.injected_error = ""
-        """Injected fault: message of an error that computing raises once."""
+        """Message of the injected error that computing raises once."""
         self.peer_wait: threading.Event | None = None
-        """Set while the main thread waits for peers, for threads that work only during such waits."""
+        """Event that is set while the main thread waits for peers, for threads that work only during such
+        waits.
+        """
         self.trace = TraceRecorder()
         self.runtime: DeviceRuntime = HostRuntime()
         """The device that the main thread uses."""

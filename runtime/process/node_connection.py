@@ -59,9 +59,9 @@ class Mailbox:
         self._last_snap: StartSnapshot | None = None
         """The order of the snapshot after the last step."""
         self.on_keep_snapshot: Callable[[int, int], None] | None = None
-        """Called on the control thread with the two steps of each order to retain a snapshot."""
+        """Callback on the control thread for the two steps of each order to retain a snapshot."""
         self.on_repair_write: Callable[[RepairWrite], None] | None = None
-        """Called on the control thread with each repair write."""
+        """Callback on the control thread for each repair write."""
 
     # --- control thread --------------------------------------------------------------------------
 

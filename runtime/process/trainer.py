@@ -356,7 +356,7 @@ class Trainer:
 
 
 def run_trainer(socket_path: str, device: int) -> int:
-    """Be the trainer of ``device`` in this process; return its exit code after an error."""
+    """Run the trainer of ``device`` in this process; return its exit code after an error."""
     gc.enable()
     bound_memory()
     torch.set_num_threads(1)

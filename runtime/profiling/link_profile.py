@@ -41,7 +41,7 @@ from runtime.wire.measurement import (
 
 HOST = "127.0.0.1"
 MESSAGE_SIZES_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
-"""Ascending: if time runs out, the largest are skipped."""
+"""Sizes to measure, ascending: if time runs out, the largest are skipped."""
 _ALWAYS_MEASURED = 2
 """Number of sizes of each kind that are measured however long it takes: a line has two unknowns."""
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 31

@@ -156,7 +156,8 @@ class _UnixConnection(http.client.HTTPConnection):
 class SnapshotAgentClient:
     """The snapshot agent of this host, over its unix socket.
 
-    :param path: of the socket; the default is ``$FTD_SNAPSHOT_AGENT``, or else where an agent of this user
+    :param path: path of the socket; the default is ``$FTD_SNAPSHOT_AGENT``, or else where an agent of this
+        user
     puts it.
     """
 
@@ -308,7 +309,7 @@ class ScriptProtection:
     ) -> list[RestorableSnapshot]:
         """Agree on the snapshots that all ranks can restore, newest first, and on this run's generation.
 
-        :param directory: of the job on this host.
+        :param directory: directory of the job on this host.
         :param own: layouts of the snapshots in this rank's arena.
         :param newest: newest generation in this rank's arena.
         :param shared: see ``_RankReport``.

@@ -152,7 +152,7 @@ def _memory(entry: ImageEntry, inner: Tensor) -> Bytes | None:
 def _verified(span: ImageSpan, runs: Iterable[_TargetRange]) -> bool:
     """Return whether the span's bytes are intact, and copy them to ``runs`` on the way.
 
-    :param runs: in ascending order; all end after the span's start.
+    :param runs: runs in ascending order, which all end after the span's start.
     """
     hasher, end = xxhash.xxh3_128(), span.start + len(span.data)
     wanted = []

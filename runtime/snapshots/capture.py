@@ -114,7 +114,7 @@ class TrainerCapture:
     def describe(self, group: LayerGroup, bucket_bytes: int) -> None:
         """Describe an added group for the manifest.
 
-        :param bucket_bytes: of the bucket that its owners share, or of this rank's own parts.
+        :param bucket_bytes: size of the bucket that its owners share, or of this rank's own parts.
         """
         self.groups.append(
             {

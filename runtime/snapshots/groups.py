@@ -151,7 +151,7 @@ def split_evenly(sizes: Sequence[int], count: int) -> list[int]:
     """Return where to split ``sizes`` into ``count`` sequences of about equal sums, from 0 to the end, none
     empty.
 
-    :param count: at least 1, at most the number of sizes.
+    :param count: number of sequences, from 1 to the number of sizes.
     """
     sums = [0]
     for size in sizes:

@@ -28,7 +28,8 @@ def source_of(tensor: Tensor, runtime: DeviceRuntime | None = None) -> Source:
     """Return the tensor's bytes in row-major order: its own memory, or a copy if that has gaps or another
     order.
 
-    :param runtime: of the device that the tensor may be on; without one, the tensor is in host memory.
+    :param runtime: runtime of the device that the tensor may be on; without one, the tensor is in host
+        memory.
     """
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else row_major_bytes(tensor)
     return flat if runtime is not None and runtime.holds(flat) else flat.numpy()
@@ -143,7 +144,7 @@ def shard_units(
 ) -> list[ShardUnit]:
     """Return the units of the owner's shard of the bucket, in order, each byte once.
 
-    :param offset: of the shard in the slot.
+    :param offset: offset of the shard in the slot.
     :param unit_bytes: maximum number of bytes read for one unit (``CopySchedule.unit_bytes``).
     """
     units: list[ShardUnit] = []

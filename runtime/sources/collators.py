@@ -119,8 +119,8 @@ class MaskedLanguageModelCollate:
 
         :param tokenizer: a tokenizer.json, or a directory with one. Ids that are given take precedence.
         :param probability: fraction of the tokens that are chosen.
-        :param multiple_of: as for ``PadCollate``, which pads the samples first.
-        :param length: as for ``PadCollate``.
+        :param multiple_of: same as for ``PadCollate``, which pads the samples first.
+        :param length: same as for ``PadCollate``.
         :raises DataError: there is no mask token, or a number is out of range.
         """
         if isinstance(probability, bool) or not 0 < probability <= 1:

@@ -43,7 +43,7 @@ def find_files(files: str | Sequence[str], what: str) -> list[Path]:
 def check_length(length: int) -> int:
     """Return ``length``, the tokens of a sample.
 
-    :raises DataError: it is not a whole number above 0.
+    :raises DataError: the length is not a whole number above 0.
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise DataError(

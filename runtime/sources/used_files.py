@@ -26,7 +26,7 @@ def count_files(recipe: Recipe) -> dict[str, FileTotals]:
 def check_files(recipe: Recipe, expected: Mapping[str, FileTotals]) -> None:
     """Check that this host has the files with which the job was submitted.
 
-    :raises DataError: they differ in number or size; the message names the key.
+    :raises DataError: the files differ in number or size; the message names the key.
     """
     if not expected:
         return

@@ -1,5 +1,5 @@
-"""Messages on a stream: a 4-byte big-endian length, then a msgpack map ``{"type": …, fields…}``. No torch in
-here.
+"""Messages on a stream: a 4-byte big-endian length, then a msgpack map ``{"type": …, fields…}``. The module
+does not import torch.
 """
 
 from typing import Any, Generic, TypeVar

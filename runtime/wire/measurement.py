@@ -1,4 +1,5 @@
-"""The messages that measuring processes print on stdout, one JSON object per line. No torch in here.
+"""The messages that measuring processes print on stdout, one JSON object per line. The module does not import
+torch.
 
 ``python -m runtime.profiling.layer_profile`` prints any number of ``MeasurementProgress`` and then one
 ``LayerMeasurements``; ``python -m runtime.profiling.link_profile`` prints ``MeasurementProgress`` and then

@@ -1,4 +1,5 @@
-"""The tables of a job file that train a Hugging Face model without a training function. No torch in here.
+"""The tables of a job file that train a Hugging Face model without a training function. The module does not
+import torch.
 
 ``ftd`` reads and checks them on the user's machine, and passes them as arguments to the function
 ``RECIPE``, with absolute paths. The trainers read them with the same declarations.

@@ -1,4 +1,4 @@
-"""The protocol between trainers and the rendezvous server. No torch in here.
+"""The protocol between trainers and the rendezvous server. The module does not import torch.
 
 The server is a key–value store with one name space per generation, through which the process groups of a
 generation are formed. Frames of ``runtime.wire.frames`` travel over plain TCP. The first one must be a

@@ -1,4 +1,4 @@
-"""The protocol between a node daemon and its zygote. No torch in here.
+"""The protocol between a node daemon and its zygote. The module does not import torch.
 
 ``python -m runtime.process.zygote --parent <pid of the daemon>`` exchanges these frames on its stdin and
 stdout (stderr is for people). It sends ZygoteReady once, when torch is imported; then a Spawned for each

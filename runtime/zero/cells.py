@@ -1,4 +1,5 @@
-"""Ownership of a layer's fractions, which stages divide among their devices. Pure functions; no torch.
+"""Ownership of a layer's fractions, which stages divide among their devices. The functions are pure and do
+not use torch.
 
 A stage of k devices that shards gives device j the fractions [j/k, (j + 1)/k) of its layers; one that
 replicates gives all of them to each device. Pipelines may be cut differently. The unit is therefore a

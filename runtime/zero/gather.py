@@ -92,7 +92,7 @@ class ParameterGather:
     def run(self, monitor: ProgressMonitor) -> None:
         """Make the parameters of all layers of this rank whole.
 
-        :raises CommunicationError: aborted, or a peer is lost; some parameters are not whole.
+        :raises CommunicationError: the group was aborted, or a peer is lost; some parameters are not whole.
         """
         under_way: deque[tuple[_Chunk, PendingOperation]] = deque()
         for chunk in self._chunks:

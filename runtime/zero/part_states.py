@@ -188,7 +188,7 @@ class PartStates:
     def _source(self, one: ParameterSlice) -> Tensor:
         """Return the values of elements that are held.
 
-        :raises StateError: they are not held here.
+        :raises StateError: the parts are not held here.
         """
         there = self.complete.intersection(self._layers_of[one.name])
         if there and self._model.held_layers.isdisjoint(there):

@@ -142,7 +142,7 @@ class ShardedState:
             its stage shards.
         :param digest: returns the digest of a whole layer; called before the first step.
         :returns: the number of bytes received.
-        :raises CommunicationError: aborted, or a peer is lost; the held parts are unchanged.
+        :raises CommunicationError: the group was aborted, or a peer is lost; the held parts are unchanged.
         :raises PartsError: no rank holds some of the state.
         """
         world, rank = resume.world, resume.rank
@@ -205,7 +205,7 @@ class ShardedState:
     def _plan_on(self, devices: int) -> TensorPlan:
         """Return the tensor-parallel plan for a stage of ``devices`` devices.
 
-        :raises TrainingError: there is none.
+        :raises TrainingError: the model has no such plan.
         """
         plan = self._plan
         problem = self._model.tensor_problem if plan is None else plan.find_problem(devices)
@@ -300,7 +300,8 @@ class ShardedState:
     def gather_parameters(self) -> None:
         """Gather the parameters that other owners updated (ZeRO-1).
 
-        :raises CommunicationError: aborted, or a peer is lost; only the own parts are at the new step.
+        :raises CommunicationError: the group was aborted, or a peer is lost; only the own parts are at the
+            new step.
         """
         assert self._gather is not None
         self._gather.run(self._monitor)
@@ -311,7 +312,8 @@ class ShardedState:
         """Compare replicas with their owners' parts every ``CHECK_STEPS`` steps, and replace those that
         differ.
 
-        :raises CommunicationError: aborted, or a peer is lost; replicas that differ are not kept.
+        :raises CommunicationError: the group was aborted, or a peer is lost; replicas that differ are not
+            kept.
         """
         if step % CHECK_STEPS or not self._aor:
             return ()

@@ -45,7 +45,7 @@ vector's gradient.
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Saved by autograd in place of a gathered vector: the vector's number and the layout of the saved
+    """Placeholder that autograd saves for a gathered vector: the vector's number and the layout of the saved
     elements.
     """
 
@@ -61,11 +61,13 @@ class _Reduction:
     pending: PendingOperation
     reduced: Tensor
     whole: Tensor
-    """Kept alive until the reduction is done."""
+    """Tensors that must stay alive until the reduction is done."""
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the whole vector; in the backward pass, its gradient goes to the shards."""
+    """An autograd function that gathers the whole vector; in the backward pass, its gradient goes to the
+    shards.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, shards: "StageShards", vector: int) -> Tensor:
@@ -167,7 +169,7 @@ class StageShards:
         """For each vector, the number of its uses in forward passes whose backward pass is still to come."""
         self._in_forward = False
         self.on_complete: Callable[[int], None] | None = None
-        """Called with a vector when its gradient of the step's last microbatch has been reduced, while
+        """Callback for a vector whose gradient of the step's last microbatch has been reduced, while
         ``armed``.
         """
         self.armed = False
@@ -319,7 +321,7 @@ class StageShards:
     def gather(self, number: int) -> Tensor:
         """Return the whole vector.
 
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         """
         ahead = self._prefetched.pop(number, None)
         whole, pending = self._post(number) if ahead is None else ahead
@@ -363,7 +365,7 @@ class StageShards:
     def end_backward(self) -> None:
         """Finish the reductions of a microbatch's backward pass.
 
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         """
         while self._reductions:
             self._finish_oldest()

@@ -37,7 +37,9 @@ Change = Callable[[Tensor], Tensor]
 
 
 class _Exchange(torch.autograd.Function):
-    """Applies ``forth`` to a tensor and, in the backward pass, ``back`` to its gradient."""
+    """An autograd function that applies ``forth`` to a tensor and, in the backward pass, ``back`` to its
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forth: Change, back: Change) -> Tensor:
@@ -205,7 +207,7 @@ class StageTensorParts(StageShards):
         all-reduce would queue in the same lane as those of gradients that other stages take part in. Those
         may in turn wait for this stage, so a sum that the backward pass needs would never complete.
 
-        :raises CommunicationError: aborted, or a peer is lost.
+        :raises CommunicationError: the group was aborted, or a peer is lost.
         """
         with _disable_current_modes():
             # Allocate new memory each time: after an abort a stuck thread may still write into the old one.

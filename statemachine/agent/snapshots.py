@@ -76,8 +76,8 @@ def retain(a: Agent, command: RetainSnapshot) -> None:
 
 
 def send_retained(a: Agent, device: int) -> None:
-    """Tell the trainer of ``device`` which snapshot is retained. A new trainer finds snapshots in its memory
-    and does not know which one counts.
+    """Send the trainer of ``device`` the step of the retained snapshot. A new trainer finds snapshots in its
+    memory and does not know which one counts.
     """
     if a.retained_step:
         instruction = trainer.RetainLocalSnapshot(step=a.retained_step, pinned=a.pinned_step)

@@ -60,12 +60,12 @@ class SignalAction(StrEnum):
     ADMIT = "ADMIT"
     """A newcomer: admit it, or reject it."""
     RETURN = "RETURN"
-    """Declared OFFLINE and yet alive: take it back if that is safe, fence it otherwise."""
+    """The node was declared OFFLINE and is alive: take it back if that is safe, fence it otherwise."""
     FENCE = "FENCE"
     INQUIRE = "INQUIRE"
     """Ask for a Hello."""
     IGNORE = "IGNORE"
-    """Stale: count and log it."""
+    """Count and log the stale signal, and do nothing else."""
 
 
 _A = SignalAction

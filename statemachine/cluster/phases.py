@@ -96,7 +96,7 @@ class Planning:
     sources: tuple[str, ...] = ()
     """Nodes whose parts of the snapshot the restore counts on."""
     restore_check: RestoreChecked | None = None
-    """Set once the snapshot can be restored; the plan is then for its step."""
+    """Result of the check that the snapshot can be restored; the plan is then for its step."""
     checkpoint: CheckpointRecord | None = None
     """The checkpoint from which the plan continues instead of a snapshot."""
 
@@ -113,9 +113,9 @@ class TrainingGroup:
     planned: tuple[str, ...]
     """Nodes of its plan."""
     required_draining: frozenset[str] = frozenset()
-    """As in ``Planning``, when the plan was made."""
+    """Same as in ``Planning``, when the plan was made."""
     required_draining_layers: tuple[int, ...] = ()
-    """As in ``Planning``, when the plan was made."""
+    """Same as in ``Planning``, when the plan was made."""
     sources: tuple[str, ...] = ()
     """Nodes whose parts of the snapshot are restored."""
     holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Paused:
     generation: int
     expected: dict[str, None]
     members: set[str]
-    """As in ``Planning``; empty if no node was left to report."""
+    """Members as in ``Planning``; empty if no node was left to report."""
     sources: tuple[str, ...] = ()
     decided: bool = False
     """Whether the generation ended after the decision."""

@@ -184,7 +184,7 @@ def next_generation(c: Cluster) -> int:
 
 
 def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery) -> None:
-    """Steps 1 and 2: announce a new generation to every node that may take part."""
+    """Announce a new generation to every node that may take part (steps 1 and 2)."""
     interrupted = isinstance(c.state, Running) and mode == "abort"
     if interrupted and c.progress.known_step < c.current_job.steps:
         record.recomputed_steps = 1
@@ -213,7 +213,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery)
 
 
 def plan_ahead(c: Cluster, state: Quiescing) -> None:
-    """Tell the planner what it will likely be asked; again whenever the set of expected nodes has changed.
+    """Request the plan that will likely be needed; repeat it whenever the set of expected nodes has changed.
 
     After a loss the other nodes stop in the same step, each with the layers that the plan gave it. If a
     node reports anything else, the plan is computed when that is known, as if nothing had been planned

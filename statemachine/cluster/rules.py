@@ -56,9 +56,9 @@ class Resumption:
     ready: dict[Device, frozenset[int]] = field(default_factory=dict)
     """Devices that counted by their gradients of ``step``, with the layers that they hold after applying them."""
     ready_parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
-    """If layers are in parts: the parts of those layers that they hold then."""
+    """Parts of those layers that they hold then, if layers are in parts."""
     held_parts: tuple[HeldPart, ...] = ()
-    """If layers are in parts: the parts that the devices of the plan hold."""
+    """Parts that the devices of the plan hold, if layers are in parts."""
     lineage: int = 0
     """Generation of the last rollback; 0: none."""
     restore: Restore | None = None
@@ -87,7 +87,7 @@ class Decision:
     evaluation: Evaluation | None = None
     """Evaluation of the state after ``step``, if a report has it."""
     parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
-    """If layers are in parts: the parts that each device holds at ``step``. ``holdings`` then names the layers
+    """Parts that each device holds at ``step``, if layers are in parts. ``holdings`` then names the layers
     whose parameters it holds whole.
     """
 

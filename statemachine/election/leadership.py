@@ -57,7 +57,7 @@ class TermClaim:
 
     leader: Leader
     resumed: bool
-    """See ``Lead.resumed``."""
+    """Same as ``Lead.resumed``."""
     before: Leader | None
     """The previous leader, as far as it is known."""
     how: str

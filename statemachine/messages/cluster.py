@@ -140,7 +140,7 @@ class TrainerLost(Message, frozen=True, kw_only=True):
     device: int
     cause: FailureCause
     detail: str
-    """For people: exit status or exception, and the end of its stderr."""
+    """Text with the exit status or the exception, and the end of the trainer's stderr."""
 
 
 class Leaving(Message, frozen=True, kw_only=True):
@@ -251,7 +251,7 @@ class Resume(Message, frozen=True, kw_only=True):
     restore: Restore | None = None
     """Source of the state of ``step``; ``None``: the devices that hold it."""
     held_parts: tuple[HeldPart, ...] = ()
-    """Under ZeRO-1 and without ``restore``: the parts that each planned device holds."""
+    """Parts that each planned device holds (ZeRO-1, without ``restore``)."""
     replica_peers: dict[str, ReplicaPeer] = field(default_factory=dict)
     """Replica peer of each node that has one: it holds a copy of that node's part of this generation's
     snapshots.

@@ -26,7 +26,7 @@ class Prepared(Message, frozen=True, kw_only=True):
 
     job_id: str
     profile: ModelProfile | None
-    """Present if ``Prepare`` asked for it."""
+    """The model's profile, if ``Prepare`` asked for it."""
 
 
 class Resumed(Message, frozen=True, kw_only=True):

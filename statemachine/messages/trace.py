@@ -1,5 +1,5 @@
-"""Messages by which a node asks its trainers for a trace of their steps (``runtime.watch.tracing``). This
-module does not import torch.
+"""Messages by which a node asks its trainers for a trace of their steps (``runtime.monitoring.tracing``).
+This module does not import torch.
 """
 
 import msgspec
@@ -18,8 +18,8 @@ class Trace(Message, frozen=True, kw_only=True):
 
 
 class SpanData(msgspec.Struct, frozen=True, array_like=True):
-    """One recorded span; ``runtime.watch.tracing`` lists the kinds. Times are in microseconds, ``began_us``
-    since the epoch.
+    """One recorded span; ``runtime.monitoring.tracing`` lists the kinds. Times are in microseconds,
+    ``began_us`` since the epoch.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class SpanData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traced(Message, frozen=True, kw_only=True):
-    """Spans recorded for a Trace; of fewer steps if the generation ended before."""
+    """The spans that were recorded for a Trace. They cover fewer steps if the generation ended before."""
 
     request: str
     generation: int

@@ -99,7 +99,7 @@ class WorldData(msgspec.Struct, frozen=True, kw_only=True):
 
     pipelines: tuple[WorldPipeline, ...]
     transfers: tuple[TransferData, ...]
-    """Empty under ZeRO-1, where ``held_parts`` determines the transfers."""
+    """Transfers of layers; empty under ZeRO-1, where ``held_parts`` determines them."""
     hosts: tuple[str, ...]
     held_parts: tuple[PartData, ...] = ()
     """Parts held by all ranks of this world under ZeRO-1; empty otherwise."""
@@ -231,7 +231,9 @@ class RetainLocalSnapshot(Message, frozen=True, kw_only=True):
 
 
 class RepairWrite(Message, frozen=True, kw_only=True):
-    """Reconstructed bytes for a part of a complete snapshot in the arena that was corrupt. It is not answered."""
+    """Reconstructed bytes for a corrupt part of a complete snapshot in the arena. The trainer does not answer
+    it.
+    """
 
     step: int
     generation: int

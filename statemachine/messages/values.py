@@ -55,7 +55,7 @@ class NodeActivity(StrEnum):
     FINISHED = "FINISHED"
     """All trainers with a rank have finished the last step."""
     IDLE = "IDLE"
-    """Resumed under a plan that has no rank for this node."""
+    """The plan has no rank for this node."""
 
 
 FailureCause = Literal["exited", "raised", "hung", "unprepared", "foreign"]
@@ -259,8 +259,8 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     were undone.
     """
     parts: tuple[StatePart, ...] = ()
-    """Under ZeRO-1: parts of layers of which it holds the optimizer state and at least the parameters;
-    otherwise empty.
+    """Parts of layers of which it holds the optimizer state and at least the parameters; empty without
+    ZeRO-1.
     """
     evaluation: Evaluation | None = None
     """Evaluation of the state after ``committed_step``, if the group evaluated it before it stopped."""
@@ -342,7 +342,7 @@ class SnapshotGroup(Struct, frozen=True, kw_only=True):
     """Node names in the order of the pipelines; each holds its shard."""
     protection: str
     replica_peer: str = ""
-    """With a single owner: the node that holds a copy of its shard; empty: none does."""
+    """Node that holds a copy of a single owner's shard; empty if none does."""
     whole: bool = False
     """Whether each owner holds all of it, in parts of its devices, because the devices of a stage hold shards.
     Otherwise the owners share it out as ``protection`` says.

@@ -99,7 +99,7 @@ def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Pa
     # Fifth step: without a job, the nodes have nothing to hand over.
     assert hosts["A"].run([("two-hosts.md", "ftd stop tiny --config ftd.toml")]) == []
     for daemon in ("ftd node", "ftd coordinator"):
-        ending = [p for r in hosts.values() for c, p, _ in r.beside if c.startswith(daemon)]
+        ending = [p for r in hosts.values() for c, p, _ in r.background if c.startswith(daemon)]
         for process in ending:
             process.terminate()
         assert {process.wait(PATIENCE_S) for process in ending} == {0}, said(hosts)
@@ -131,7 +131,7 @@ def answer(host: Reader, command: str) -> dict[str, dict[str, dict[str, object]]
 
 def said(hosts: dict[str, Reader]) -> str:
     """Return all output: after the error that counts, torchrun may print at length that its peer left first."""
-    return "\n".join(f"{k}$ {c}\n{f.read_text()}" for k, r in hosts.items() for c, _, f in r.beside)
+    return "\n".join(f"{k}$ {c}\n{f.read_text()}" for k, r in hosts.items() for c, _, f in r.background)
 
 
 def until(holds: Callable[[], object], hosts: dict[str, Reader]) -> None:
@@ -144,7 +144,7 @@ def until(holds: Callable[[], object], hosts: dict[str, Reader]) -> None:
 @pytest.mark.timeout(600)
 def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Reader]) -> None:
     page = [command for name, command in ALL if name == "snapshotter.md"]
-    [keeper] = [command for command in page if "--snapshots-only" in command]
+    [snapshot_agent] = [command for command in page if "--snapshots-only" in command]
     [export] = [command for command in page if command.startswith("export TORCH")]
     [script] = [command for command in page if command.startswith("torchrun")]
     port = free_port()
@@ -155,7 +155,7 @@ def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Re
         )
         (host.place / "ftd.toml").chmod(0o600)
         shutil.copytree(ROOT / "examples" / "scripts", host.place / "examples" / "scripts")
-        host.begin(keeper)
+        host.begin(snapshot_agent)
         # Two hosts listen at the same path; two directories of one host cannot: set where the snapshot
         # agent listens.
         host.environment |= {
@@ -171,6 +171,6 @@ def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Re
         agents.append(host.begin(f"{export}\n{once}"))
     codes = [agent.wait(PATIENCE_S) for agent in agents]
     assert codes == [0, 0], said(hosts)
-    told = re.findall(r"^([01]) 12 \d", said(hosts), re.M)
-    assert sorted(told) == ["0", "1"], said(hosts)
+    printed = re.findall(r"^([01]) 12 \d", said(hosts), re.M)
+    assert sorted(printed) == ["0", "1"], said(hosts)
     assert "needs a snapshot agent" not in said(hosts)

@@ -56,11 +56,13 @@ def same_losses(reference: Callable[[int], list[float]]) -> SameLosses:
 
 
 def check(run: Run, reference: Reference) -> None:
-    told = [(e["step"], e["details"]["loss"]) for e in run.named("StepCommitted")]
-    steps = sorted({step for step, _ in told})
+    found = [(e["step"], e["details"]["loss"]) for e in run.named("StepCommitted")]
+    steps = sorted({step for step, _ in found})
     assert steps == list(range(steps[0], steps[-1] + 1))
     expected = reference(steps[-1])
-    assert [loss for _, loss in told] == pytest.approx([expected[step - 1] for step, _ in told], rel=RELATIVE)
+    assert [loss for _, loss in found] == pytest.approx(
+        [expected[step - 1] for step, _ in found], rel=RELATIVE
+    )
 
 
 def checkpoint_job(
@@ -113,8 +115,8 @@ def test_checkpoints_are_written_during_training_and_a_failing_location_costs_no
     url = tmp_path / "kept"
     run = ground.submit(checkpoint_job(tmp_path, two_node_replicas=True))
     written = ground.until_event("CheckpointCompleted", times=2)
-    told = verify(url)
-    assert written["step"] in [one["step"] for one in told["checkpoints"]]
+    found = verify(url)
+    assert written["step"] in [one["step"] for one in found["checkpoints"]]
     model = nn.Sequential(*build().layers).double()
     before = model[3][0].weight.detach().clone()
     state = {"model": model.state_dict()}

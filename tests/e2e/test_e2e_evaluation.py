@@ -35,11 +35,11 @@ def test_a_node_killed_during_an_evaluation(
     ended = ground.stop_job()
     found = [event["step"] for event in ended.named("Evaluated")]
     assert found == sorted(set(found)) and step in found
-    told = [event["step"] for event in ended.events if event["event"] in ("StepCommitted", "Evaluated")]
-    assert told == sorted(told), "each evaluation is published between its step and the next"
+    published = [event["step"] for event in ended.events if event["event"] in ("StepCommitted", "Evaluated")]
+    assert published == sorted(published), "each evaluation is published between its step and the next"
     assert set(found) >= set(range(5, max(ended.losses), 5))
-    told_data = training_data(ended.job)
-    data = msgspec.structs.replace(told_data, arguments={**told_data.arguments, "delay_s": 0.0})
+    data_of_job = training_data(ended.job)
+    data = msgspec.structs.replace(data_of_job, arguments={**data_of_job.arguments, "delay_s": 0.0})
     for number in (5, step):
         training = load(data)
         _, model = reference_run(training, data, number)

@@ -150,9 +150,9 @@ def test_a_device_that_is_gone_keeps_its_node_out_until_it_is_back(
     lost.write_text("node-1 1")
     ground.inject(do="kill", node="node-1", target="trainer", device=1)
     ground.until_recovery("trainer_lost")
-    told = ground.until_event("TrainerLost", "node-1", times=2)
-    assert (told["details"]["cause"], told["details"]["device"]) == ("unprepared", 1)
-    assert "no CUDA-capable device is detected" in told["reason"]
+    event = ground.until_event("TrainerLost", "node-1", times=2)
+    assert (event["details"]["cause"], event["details"]["device"]) == ("unprepared", 1)
+    assert "no CUDA-capable device is detected" in event["reason"]
     ground.further()
     assert ground.state["nodes"]["node-1"]["state"] == "UNHEALTHY"
     lost.unlink()

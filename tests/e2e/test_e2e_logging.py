@@ -52,11 +52,11 @@ def every_step_once(ground: Playground, run: Path) -> None:
     """Check that every step is logged once in each destination, with the loss that was published."""
     ground.fill_gaps()
     assert ground.run is not None
-    told = ground.run.losses
-    everything = list(range(1, max(told) + 1))
-    assert sorted(told) == everything
+    by_step = ground.run.losses
+    everything = list(range(1, max(by_step) + 1))
+    assert sorted(by_step) == everything
     ground.until(lambda: [s for s, _ in record_of(run)] == everything, "the record has all", limit_s=30)
-    assert dict(record_of(run)) == told
+    assert dict(record_of(run)) == by_step
 
     def complete() -> bool:
         return steps_of(plotted_run(run).get("train/loss", [])) == everything

@@ -56,8 +56,8 @@ BLOCK_MIB = 4 * 8 * WIDTH**2 / 2**20
 """Parameters, gradients and two moments of Adam, in float64."""
 DEVICE_MIB = BLOCKS * BLOCK_MIB / 3
 PLANNED_MIB = 86.0
-"""Enough for ten blocks and not for eleven. The remainder is for short-lived memory: what the optimizer
-computes for one weight, chunks of state in transfer, and small blocks that the allocator keeps.
+"""Memory that is enough for ten blocks and not for eleven. The remainder is for short-lived memory: what the
+optimizer computes for one weight, chunks of state in transfer, and small blocks that the allocator keeps.
 """
 
 

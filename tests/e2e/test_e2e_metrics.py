@@ -119,8 +119,8 @@ def test_a_killed_node_moves_the_metrics_and_all_of_them_are_documented(
     assert value("node-0", "ftd_trainer_snapshot_bytes_total") > 0
     assert value("node-0", "ftd_broker_connected", component="node") == 1
 
-    told = {**of(scrape("coordinator")), **of(scrape("node-0"))}
-    assert told == documented()
+    served = {**of(scrape("coordinator")), **of(scrape("node-0"))}
+    assert served == documented()
     for daemon in PORTS:
         assert of(scrape(daemon, openmetrics=True)) == of(scrape(daemon))
     ground.stop_job()

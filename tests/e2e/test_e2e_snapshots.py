@@ -27,16 +27,16 @@ def same_losses(reference: Callable[[int], list[float]]) -> SameLosses:
     """
 
     def check(run: Run) -> None:
-        told = run.named("StepCommitted")  # Read once, because more events may arrive.
-        steps = sorted({e["step"] for e in told})
+        commits = run.named("StepCommitted")  # Read once, because more events may arrive.
+        steps = sorted({e["step"] for e in commits})
         assert steps == list(range(1, len(steps) + 1))
         expected = reference(len(steps))
-        assert [e["details"]["loss"] for e in told] == pytest.approx(
-            [expected[e["step"] - 1] for e in told], rel=RELATIVE
+        assert [e["details"]["loss"] for e in commits] == pytest.approx(
+            [expected[e["step"] - 1] for e in commits], rel=RELATIVE
         )
         rolled_back = run.named("RolledBack")
         again = sum(e["details"]["from_step"] - e["details"]["to_step"] for e in rolled_back)
-        assert len(rolled_back) == 1 and len(told) - len(steps) <= again + len(run.recoveries)
+        assert len(rolled_back) == 1 and len(commits) - len(steps) <= again + len(run.recoveries)
 
     return check
 

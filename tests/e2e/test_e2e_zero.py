@@ -36,11 +36,11 @@ def check_losses(run: Run, reference: Reference) -> None:
     """Check that each committed step has the loss of an undisturbed run without ZeRO-1, however often it was
     committed.
     """
-    told = run.named("StepCommitted")
+    commits = run.named("StepCommitted")
     expected = reference(max(run.losses))
     assert sorted(run.losses) == list(range(1, len(run.losses) + 1))
-    assert [e["details"]["loss"] for e in told] == pytest.approx(
-        [expected[e["step"] - 1] for e in told], rel=RELATIVE
+    assert [e["details"]["loss"] for e in commits] == pytest.approx(
+        [expected[e["step"] - 1] for e in commits], rel=RELATIVE
     )
 
 

@@ -257,10 +257,10 @@ class Deployment:
         self.until(ready, "all nodes healthy")
 
     def describe(self) -> str:
-        told = [e for e in self.events if e["event"] != "StepCommitted"]
+        published = [e for e in self.events if e["event"] != "StepCommitted"]
         lines = [
             f"{e['monotonic']:.2f} {e['event']} {e['node'] or ''} g{e['generation']} {e['reason'][:200]}"
-            for e in told
+            for e in published
         ]
         return "\n".join([f"step {self.step}", *lines[-60:], self._programs.tails()])
 
@@ -288,9 +288,9 @@ def check_losses(deployment: Deployment, data: TrainingData) -> None:
     assert all(recovery["rolled_back_steps"] == 0 for recovery in deployment.recoveries)
     assert all(recovery["recomputed_steps"] <= 1 for recovery in deployment.recoveries)
     # The journal shows late readers the same events that the observer received.
-    told = [e for e in deployment.events if e["event"] != "StepCommitted"]
+    published = [e for e in deployment.events if e["event"] != "StepCommitted"]
     journal = deployment.journal()
-    assert all(event in journal for event in told)
+    assert all(event in journal for event in published)
 
 
 def alive(pid: int) -> bool:

@@ -32,7 +32,7 @@ def recipe(word: str) -> str:
 
 
 class Running:
-    """Running recipe with the lines of its standard output."""
+    """A running recipe with the lines of its standard output."""
 
     def __init__(self, command: str, environment: dict[str, str]) -> None:
         self.lines: list[str] = []

@@ -33,7 +33,7 @@ def job_of(architecture: str, **changes: Any) -> TrainingData:
 
 
 def three_and_two(layers: int) -> Pipelines:
-    """Five ranks; the first stage of the first pipeline is the input alone."""
+    """Return pipelines of five ranks; the first stage of the first one is the input alone."""
     middle = (layers + 1) // 2
     return (
         pipeline((0, 1, [0]), (1, middle, [1]), (middle, layers, [2]), first_microbatch=0, microbatches=3),
@@ -42,7 +42,7 @@ def three_and_two(layers: int) -> Pipelines:
 
 
 def three_and_one(layers: int) -> Pipelines:
-    """Four ranks with other cuts; the last stage of the first pipeline is the output alone."""
+    """Return pipelines of four ranks with other cuts; the last stage of the first one is the output alone."""
     middle = layers // 2
     return (
         pipeline(

@@ -48,7 +48,7 @@ class Architecture:
     """A model that is trained in the tests."""
 
     make: Callable[..., nn.Module]
-    """Creates the model; takes options that differ from those below."""
+    """Function that creates the model, with options in place of those below."""
     task: str
     """Task of its samples."""
     split: tuple[str, ...] | None = None

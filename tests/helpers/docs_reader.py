@@ -31,21 +31,23 @@ class Reader:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WEBHOOK": webhook,
             "XDG_RUNTIME_DIR": str(self.runtime), "PYTHONUNBUFFERED": "1", "COLUMNS": "110",
         }  # fmt: skip
-        self.beside: list[tuple[str, subprocess.Popen[str], Path]] = []
+        self.background: list[tuple[str, subprocess.Popen[str], Path]] = []
 
     def begin(self, command: str) -> subprocess.Popen[str]:
-        said = self.place / f"said-{len(self.beside)}.txt"
+        said = self.place / f"said-{len(self.background)}.txt"
         with said.open("w") as file:
             process = subprocess.Popen(
                 ["bash", "-e", "-o", "pipefail", "-c", command], cwd=self.place, stdin=subprocess.DEVNULL,
                 env=self.environment, stdout=file, stderr=subprocess.STDOUT, text=True,
                 start_new_session=True,
             )  # fmt: skip
-        self.beside.append((command, process, said))
+        self.background.append((command, process, said))
         return process
 
     def said(self, command: str) -> str:
-        return next(said.read_text(errors="replace") for known, _, said in self.beside if known == command)
+        return next(
+            said.read_text(errors="replace") for known, _, said in self.background if known == command
+        )
 
     def train(self, command: str) -> None:
         """Start the cluster, wait for its first checkpoint, and note its addresses as its users do."""
@@ -84,8 +86,8 @@ class Reader:
         return problems
 
     def end(self) -> None:
-        for _, process, _ in self.beside:
+        for _, process, _ in self.background:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
-        for _, process, _ in self.beside:
+        for _, process, _ in self.background:
             process.wait(PATIENCE_S)

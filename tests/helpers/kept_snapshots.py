@@ -85,7 +85,7 @@ def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
             memory = file[part.offset : part.offset + part.size_bytes]
             assert part.are_ranges_intact(memory, [range(first, first + piece.size_bytes)])
     assert len(payload) == staged.size_bytes
-    assert bool(lent) == bool(staged.borrowed) and all(lender.is_present() for lender in staged.borrowed)
+    assert bool(lent) == bool(staged.borrowed) and all(one.is_present() for one in staged.borrowed)
     return staged.header, bytes(payload), lent
 
 

@@ -15,5 +15,5 @@ def ftd(*arguments: object, home: dict[str, str]) -> subprocess.CompletedProcess
 
 
 def leftovers(home: dict[str, str]) -> list[str]:
-    """Files that a cluster made and did not remove."""
+    """Return the files that a cluster made and did not remove."""
     return [path.name for path in Path(home["TMPDIR"]).rglob("*") if path.name != "ftd"]

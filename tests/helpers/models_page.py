@@ -25,7 +25,7 @@ LOSSES = {
     "images": "classes",
     "translation": "tokens of the decoder",
 }
-"""By task: what the model's own loss is a mean over."""
+"""Elements over which the model's own loss is a mean, by task."""
 CHECKS: dict[str, Callable[..., None]] = {
     "real processes: SIGKILL of a node or a trainer, then a join": (
         processes.test_a_model_is_trained_through_a_kill_and_a_join

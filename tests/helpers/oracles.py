@@ -265,13 +265,13 @@ def ways(profile: ModelProfile, policy: Policy, devices: int) -> list[Way]:
     return list(product(recomputes, withins))
 
 
-def quickest_way(profile: ModelProfile, policy: Policy, stage: Stage, behind: int) -> Way | None:
+def quickest_way(profile: ModelProfile, policy: Policy, stage: Stage, last: int) -> Way | None:
     """Return the fastest way that fits, the first of several equally fast ones, or ``None`` if none fits."""
     limit = policy.device_memory_bytes or profile.device_memory_bytes
     fitting = [
         way
         for way in ways(profile, policy, stage[2])
-        if limit is None or stage_bytes(profile, policy, stage, behind, *way) <= limit
+        if limit is None or stage_bytes(profile, policy, stage, last, *way) <= limit
     ]
     rows = policy.microbatch_rows
     return min(fitting, key=lambda way: sum(stage_ms(profile, stage, rows, *way)), default=None)
@@ -281,13 +281,13 @@ def stage_bytes(
     profile: ModelProfile,
     policy: Policy,
     stage: Stage,
-    behind: int,
+    last: int,
     recompute: Recompute = "none",
     within: Within = "replicate",
 ) -> int:
     first, end, devices = stage
     layers = profile.layers[first:end]
-    alive = min(behind + 1, policy.microbatches)
+    alive = min(last + 1, policy.microbatches)
     state = sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in layers)
     if within == "shard" and devices > 1:
         state, gathered = 0, 0
@@ -397,13 +397,13 @@ def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise(edges))
 
 
-def check_way(profile: ModelProfile, policy: Policy, stage: Stage, behind: int, taken: Way) -> None:
+def check_way(profile: ModelProfile, policy: Policy, stage: Stage, last: int, taken: Way) -> None:
     """Check that the chosen way fits, and that no other way that fits is faster, up to rounding."""
-    best = quickest_way(profile, policy, stage, behind)
+    best = quickest_way(profile, policy, stage, last)
     assert best is not None
     limit = policy.device_memory_bytes or profile.device_memory_bytes
     assert taken in ways(profile, policy, stage[2])
-    assert limit is None or stage_bytes(profile, policy, stage, behind, *taken) <= limit
+    assert limit is None or stage_bytes(profile, policy, stage, last, *taken) <= limit
     taken_ms, least_ms = (
         sum(stage_ms(profile, stage, policy.microbatch_rows, *way)) for way in (taken, best)
     )
@@ -467,15 +467,15 @@ def check_transition(plan: Plan, situation: Situation, profile: ModelProfile, po
     for pipeline in plan.pipelines:
         for number, stage in enumerate(pipeline.stages):
             own = set(range(stage.first_layer, stage.end_layer))
-            shape, behind = (stage.first_layer, stage.end_layer, len(stage.devices)), len(pipeline.stages) - 1
-            needed = stage_bytes(profile, policy, shape, behind - number, stage.recompute)
+            shape, last = (stage.first_layer, stage.end_layer, len(stage.devices)), len(pipeline.stages) - 1
+            needed = stage_bytes(profile, policy, shape, last - number, stage.recompute)
             for device in stage.devices:
                 held = set(situation.holdings.get(device, ()))
                 parked = set(gone[device].parked) if device in gone else set()
                 dropped = set(gone[device].dropped) if device in gone else set()
                 assert not parked & dropped and parked | dropped <= held - own
-                beside = sum(profile.layers[layer].state_bytes for layer in held - own - parked - dropped)
-                assert not beside or needed + beside <= limit
+                parallel = sum(profile.layers[layer].state_bytes for layer in held - own - parked - dropped)
+                assert not parallel or needed + parallel <= limit
                 whole = sum(profile.layers[layer].state_bytes for layer in held - own)
                 assert device not in gone or (needed + whole > limit and parked | dropped)
                 for layer in held - dropped:

@@ -65,5 +65,5 @@ def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[LayerPart
             scalars[name] = {"seen": 5}
         begin += count
     data = np.frombuffer(b"".join(chunks), dtype=np.uint8)
-    told = LayerPart(layer=7, offset=0, size_bytes=len(data), ranges=tuple(ranges), scalars=scalars)
-    return told, data
+    part = LayerPart(layer=7, offset=0, size_bytes=len(data), ranges=tuple(ranges), scalars=scalars)
+    return part, data

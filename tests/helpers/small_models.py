@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
     ),
 }
-"""By architecture: the class of the model, and its sizes."""
+"""Class of the model and its sizes, by architecture."""
 
 
 def config_of(kind: str, *, tied: bool = True, **options: Any) -> Any:

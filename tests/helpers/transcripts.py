@@ -384,7 +384,7 @@ class Coordination(Script):
     def acknowledge(
         self, node: str, generation: int = 1, activity: NodeActivity = NodeActivity.TRAINING, **said: Any
     ) -> list[Any]:
-        """Let the node's heartbeats carry this for as long as a lost message may take to be repeated.
+        """Send heartbeats with this acknowledgement until a lost message would have been repeated.
 
         :returns: the commands to this node that follow.
         """

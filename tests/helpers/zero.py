@@ -18,7 +18,7 @@ Pipelines = tuple[p.WorldPipeline, ...]
 
 @dataclass(slots=True, kw_only=True)
 class Sharded:
-    """Controls trainers that divide the optimizer's state."""
+    """A controller of trainers that divide the optimizer's state."""
 
     cluster: Cluster
     job: p.TrainingData

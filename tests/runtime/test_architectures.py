@@ -53,7 +53,9 @@ def test_with_casts_to_float32_inside_losses_agree_to_its_rounding() -> None:
 
 
 def doubled(layers: int) -> Pipelines:
-    """Six ranks: one pipeline has two stages of two devices each, the other two stages of one device each."""
+    """Return pipelines of six ranks: one has two stages of two devices each, the other two of one device
+    each.
+    """
     middle = (layers + 1) // 2
     return (
         pipeline((0, middle, [0, 1]), (middle, layers, [2, 3]), first_microbatch=0, microbatches=3),
@@ -62,7 +64,9 @@ def doubled(layers: int) -> Pipelines:
 
 
 def doubled_otherwise(layers: int) -> Pipelines:
-    """Five ranks: a stage of one device sends its rows to a stage of two, which sends them to a stage of one."""
+    """Return pipelines of five ranks: a stage of one device sends its rows to a stage of two, and this one to
+    a stage of one.
+    """
     middle = layers // 2
     return (
         pipeline((0, 1, [0]), (1, middle, [1, 2]), (middle, layers, [3]), first_microbatch=0, microbatches=2),
@@ -202,8 +206,8 @@ def test_sharded_optimizer_state(architecture: str) -> None:
 
 
 def in_parts(layers: int) -> Pipelines:
-    """Six ranks: two devices of a stage compute parts of its layers, next to a stage with shards and a stage
-    of one.
+    """Return pipelines of six ranks: two devices of a stage compute parts of its layers, next to a stage with
+    shards and a stage of one device.
     """
     middle = (layers + 1) // 2
     one, other = (
@@ -222,7 +226,7 @@ def in_parts(layers: int) -> Pipelines:
 
 
 def in_other_parts(layers: int) -> Pipelines:
-    """Five ranks: stages that had shards compute parts now."""
+    """Return pipelines of five ranks: stages that had shards compute parts now."""
     middle = layers // 2
     one = pipeline((0, layers, [0, 1]), first_microbatch=0, microbatches=2)
     other = pipeline((0, middle, [2]), (middle, layers, [3, 4]), first_microbatch=2, microbatches=2)
@@ -356,8 +360,8 @@ def test_a_rank_that_learns_a_vote_from_the_recovery_divides_by_its_weight() -> 
 
 
 def sharded(layers: int) -> Pipelines:
-    """Five ranks: one pipeline has a stage of two devices with shards and a stage of one, the other one stage
-    with shards.
+    """Return pipelines of five ranks: one has a stage of two devices with shards and a stage of one device,
+    the other has one stage with shards.
     """
     middle = (layers + 1) // 2
     return (
@@ -369,7 +373,9 @@ def sharded(layers: int) -> Pipelines:
 
 
 def sharded_otherwise(layers: int) -> Pipelines:
-    """Four ranks: three devices share the input and the first half of the blocks, one device has the rest."""
+    """Return one pipeline of four ranks: three devices share the input and the first half of the blocks, one
+    has the rest.
+    """
     middle = layers // 2
     return (
         pipeline(

@@ -258,8 +258,8 @@ def test_ranks_fill_their_shards_of_a_distributed_tensor(tmp_path: Path) -> None
         )
         for rank in range(2)
     ]
-    told = [rank.communicate(timeout=240) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
-    rows, sums = zip(*(line.split() for line, _ in told), strict=True)
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    rows, sums = zip(*(line.split() for line, _ in outputs), strict=True)
     assert sum(map(int, rows)) == len(weight)
     assert float(sums[0]) == pytest.approx(float(weight.detach().sum()), rel=1e-12)

@@ -21,7 +21,7 @@ LIMIT_S = 60.0
 
 
 class SlowStreams(SideStreams):
-    """Streams whose copies are complete only when ``arrive`` is set."""
+    """Copy streams whose copies are complete only when ``arrive`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +90,12 @@ def test_a_step_runs_after_copies_that_the_device_has_not_finished() -> None:
 
 
 def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     class Torn(SlowStreams):
         def finish(self, devices: set[torch.device]) -> None:
             super().finish(devices)
-            told.append("the device is through")
+            calls.append("the device is through")
 
     streams = Torn()
     broken = capture(torch.arange(64, dtype=torch.uint8))
@@ -103,13 +103,13 @@ def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
     copier = SnapshotCopier(
         open_slot=lambda size: Slot(0, np.zeros(size, dtype=np.uint8)),
         complete=lambda step, slot, parts, layout: pytest.fail("it is not complete"),
-        failed=lambda step, error: told.append(type(error).__name__),
+        failed=lambda step, error: calls.append(type(error).__name__),
         streams=streams,
     )
     streams.arrive.set()
     copier.begin(broken)
     copier.close()
-    assert told == ["the device is through", "IndexError"]
+    assert calls == ["the device is through", "IndexError"]
 
 
 def test_an_xor_waits_for_copies_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

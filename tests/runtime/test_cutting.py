@@ -498,7 +498,7 @@ def test_masks_that_become_unequal_later_end_the_step() -> None:
 
 # --- ids beyond the vocabulary -------------------------------------------------------------------------
 
-SPOILED = """
+CORRUPTED = """
     import sys
     sys.path.insert(0, {root!r})
     from tests.helpers.architectures import ARCHITECTURES, Samples
@@ -535,7 +535,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_sample(
     tmp_path: Path, architecture: str, key: str, number: int, message: str
 ) -> None:
     """The error occurs when the model is created if the id is in the first samples, and otherwise in its step."""
-    script(tmp_path, SPOILED.format(root=str(ROOT)))
+    script(tmp_path, CORRUPTED.format(root=str(ROOT)))
     arguments = {"architecture": architecture, "key": key, "number": number}
     job = data_for("mine.py:build", tmp_path, arguments=arguments | {"corrupt": 1})
     with pytest.raises(TrainingError, match=f"sample 1 of Training.dataset {message}"), Fleet(job, 1):

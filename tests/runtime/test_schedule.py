@@ -170,7 +170,7 @@ def test_forward_only_ends_in_any_order_of_events_within_its_memory(
         list(forward_only(stage, stages, range(microbatches))) for stage in range(stages)
     ]
     on_the_way: list[list[int]] = [[] for _ in range(stages)]
-    """By receiving stage."""
+    """Transfers by receiving stage."""
 
     def ready(stage: int) -> bool:
         match lists[stage][:1]:

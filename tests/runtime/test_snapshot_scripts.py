@@ -199,10 +199,10 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_snapshot_intact(
         for trial in range(3):
             (victim,) = started(zygote, VICTIM, tmp_path, place)
             lines = killed_when(victim, r"^\d+ \d+\n", 0.05 + 0.0137 * trial)
-            told = [line.split() for line in lines if re.fullmatch(r"\d+ \d+\n", line)]
+            printed = [line.split() for line in lines if re.fullmatch(r"\d+ \d+\n", line)]
             snapshots = Snapshotter("job", directory=place, model=model, optimizer=optimizer)
             step = snapshots.restore()
-            assert step is not None and step >= int(told[-1][1])
+            assert step is not None and step >= int(printed[-1][1])
             assert bool((model.weight == step).all())
             snapshots.close()
     finally:

@@ -580,6 +580,6 @@ def test_a_number_of_an_optimizer_changes_without_a_walk(walks: list[None]) -> N
     del walks[:]
     for number in range(5):
         scene.state()["seen"] = number
-        told = thaw(scene.remembering.capture(1).header())
-        assert told["objects"]["optimizer"]["state"]["state"][2]["seen"] == number
+        thawed = thaw(scene.remembering.capture(1).header())
+        assert thawed["objects"]["optimizer"]["state"]["state"][2]["seen"] == number
     assert not walks

@@ -86,7 +86,7 @@ def test_a_hostile_node_and_a_hostile_coordinator_break_nothing(monkeypatch: pyt
     continues.
     """
     rng = next(seeded(SEED, 1))
-    told = {"cluster": 0, "agent": 0}
+    sent = {"cluster": 0, "agent": 0}
     together = ClusterMachine.steps
     steps: dict[str, Callable[[Any, Any], Any]] = {
         "cluster": lambda machine, event: together(machine, [event]),
@@ -115,7 +115,7 @@ def test_a_hostile_node_and_a_hostile_coordinator_break_nothing(monkeypatch: pyt
         kept = msgspec.msgpack.decode(msgspec.msgpack.encode(twin.durable_state()))
         ClusterMachine.restore(Timing(), kept, 1e9, "c")
 
-    def beside(kind: str, event_type: Any, write: Any, read: Any) -> Callable[[Any, Any], Any]:
+    def with_hostile(kind: str, event_type: Any, write: Any, read: Any) -> Callable[[Any, Any], Any]:
         step = steps[kind]
         twins: dict[Any, list[Any]] = {}
 
@@ -133,23 +133,23 @@ def test_a_hostile_node_and_a_hostile_coordinator_break_nothing(monkeypatch: pyt
                 else:
                     twin = copy.deepcopy(machine)
                     sound(twin, step(twin, event_type(at=event.at, cause="c", message=wrong)))
-                    told[kind] += 1
+                    sent[kind] += 1
                     mine[:] = [*mine[-3:], twin]
             return step(machine, event)
 
         return both
 
-    hostile_step = beside("cluster", SignalArrived, codec.encode_from_node, codec.decode_from_node)
+    hostile_step = with_hostile("cluster", SignalArrived, codec.encode_from_node, codec.decode_from_node)
     monkeypatch.setattr(
         ClusterMachine,
         "steps",
         lambda machine, events, bug: [effect for event in events for effect in hostile_step(machine, event)],
     )
-    hostile = beside("agent", CommandArrived, codec.encode_to_node, codec.decode_to_node)
+    hostile = with_hostile("agent", CommandArrived, codec.encode_to_node, codec.decode_to_node)
     monkeypatch.setattr(AgentMachine, "step", hostile)
     for seed in range(30 * EFFORT):
         assert run_seed(seed).violation is None
-    assert told["cluster"] > 100 and told["agent"] > 30
+    assert sent["cluster"] > 100 and sent["agent"] > 30
 
 
 def trace() -> trace_protocol.Traced:

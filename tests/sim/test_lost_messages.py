@@ -131,7 +131,7 @@ def test_the_run_has_messages_of_every_kind(undisturbed: Run) -> None:
 
 
 class Once:
-    """Meddles with one message of a kind, the one with this number."""
+    """A fault injector that changes one message of a kind, the one with this number."""
 
     def __init__(self, kind: str, fate: Fate, number: int) -> None:
         self._kind, self._fate, self._number = kind, fate, number

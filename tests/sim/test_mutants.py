@@ -62,7 +62,7 @@ CHANGING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING)
 SHARDED = range(1, 3 * SEEDS, 3)
 """Jobs with ZeRO-1."""
 EXITS = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 9))
-"""Around commits, where some trainers have the gradients and some have applied them."""
+"""Moments around commits, when some trainers have the gradients and some have applied them."""
 real_decide = rules.decide
 real_go_on = EventStream.publish_unacknowledged
 

@@ -152,8 +152,8 @@ def test_owned_layers_of_a_device_in_two_stages_add_up() -> None:
 
 @st.composite
 def interrupted_steps(draw: st.DrawFn) -> tuple[dict[str, tuple[DeviceReport, ...]], CommittedStep, bool]:
-    """Survivors of a group that failed in step t+1: if one committed it, every survivor was at the VOTE at
-    least.
+    """Draw the survivors of a group that failed in step t+1: if one committed it, every survivor was at least
+    at the VOTE.
     """
     step = draw(st.integers(5, 20))
     passed = draw(st.booleans())

@@ -30,7 +30,7 @@ class Policies(Snapshots):
     def train(
         self, steps: int, *, step_s: float = 0.1, slower_s: float = 0.0, stall_s: float = 0.0
     ) -> list[int]:
-        """Steps of which snapshots were taken."""
+        """Train, and return the steps of which snapshots were taken."""
         taken = []
         for _ in range(steps):
             self.step += 1

@@ -352,7 +352,7 @@ def test_a_crash_with_live_replicas_left_undoes_nothing() -> None:
 
 
 def rolled_back() -> Snapshots:
-    """Generation 3 was ordered to go back to step 3; no node has reported since."""
+    """Return a script in which generation 3 was ordered to go back to step 3 and no node has reported since."""
     s = Snapshots()
     s.complete_snapshot()
     s.both_hosts_die()

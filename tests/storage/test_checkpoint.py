@@ -257,8 +257,8 @@ def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(
 ) -> None:
     write(store, 5)
     write(store, 7)
-    spoil, words = DAMAGE[damage]
-    spoil(root_of(store) / STEP_7)
+    corrupt, words = DAMAGE[damage]
+    corrupt(root_of(store) / STEP_7)
     assert store.steps() == (5,)
     (problem,) = store.problems
     assert words in problem and STEP_7 in problem

@@ -69,10 +69,10 @@ def test_parts_that_cover_a_layer_assemble_it_however_it_was_cut(
 def test_any_bytes_of_a_part_are_made_from_other_parts(
     counts: list[int], owners: int, others: int, replica: bool, data: st.DataObject
 ) -> None:
-    """It holds however both are cut."""
+    """The test holds for any cut of the source and of the target."""
 
     def image_of(owner: int, owners: int, *, replica: bool) -> tuple[PartImage, Bytes]:
-        told, made = part_of(counts, owner, owner + 1, owners)
+        layer_part, made = part_of(counts, owner, owner + 1, owners)
         image = PartImage(
             start=owner,
             end=owner + 1,
@@ -80,7 +80,7 @@ def test_any_bytes_of_a_part_are_made_from_other_parts(
             replica=replica,
             offset=0,
             size_bytes=len(made),
-            layers=(told,),
+            layers=(layer_part,),
         )
         return image, made
 
@@ -134,8 +134,10 @@ def test_parts_that_do_not_make_up_the_layer_are_rejected(damage: Callable[[Piec
 
 
 def image() -> ShardedImage:
-    told, data = part_of([10], 0, 1, 2)
-    held = PartImage(start=0, end=1, of=2, replica=False, offset=0, size_bytes=len(data), layers=(told,))
+    layer_part, data = part_of([10], 0, 1, 2)
+    held = PartImage(
+        start=0, end=1, of=2, replica=False, offset=0, size_bytes=len(data), layers=(layer_part,)
+    )
     return ShardedImage(layers=(layer_of([10]),), held=(held,))
 
 

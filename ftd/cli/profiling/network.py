@@ -77,7 +77,7 @@ def fit_ring(links: LinkMeasurements) -> LinkFit:
 def _fit(points: Sequence[tuple[float, float, float]]) -> LinkFit:
     """Fit by least squares of logarithms: twice too long is as wrong as twice too short, at any size.
 
-    :param points: at least two of (latencies, bytes, milliseconds) with different ratios of the first two.
+    :param points: two or more points (latencies, bytes, milliseconds) with different ratios of the first two.
     """
     table = np.array(points)
     factors, times_ms = table[:, :2], np.maximum(table[:, 2], 1e-9)

@@ -18,7 +18,7 @@ from ftd.errors import ConfigurationError, InternalError
 from runtime.wire.measurement import INVALID_EXIT, LayerMeasurements, LinkMeasurements, MeasurementProgress
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the number of completed measurements and of all measurements."""
+"""Callback that takes the number of completed measurements and of all measurements."""
 Answer = TypeVar("Answer", LayerMeasurements, LinkMeasurements)
 
 _MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -38,7 +38,7 @@ async def run_measurement(
 
     The process has as many threads as a trainer, unless the environment says otherwise.
 
-    :param timeout_s: for the whole process; ``None`` if its duration depends on the user's code.
+    :param timeout_s: limit for the whole process; ``None`` if its duration depends on the user's code.
     :raises ConfigurationError: the user has to change something.
     :raises InternalError: the process failed, or took too long.
     """

@@ -16,7 +16,9 @@ IDLE_PHASES = frozenset({"PAUSED", "WAITING"})
 
 
 class EndCondition:
-    """Decides when to stop observing a scenario. Call ``end_reason`` again and again while ``record`` grows."""
+    """The condition that ends the observation of a scenario. Call ``end_reason`` repeatedly while ``record``
+    grows.
+    """
 
     def __init__(self, scenario: Scenario, record: ScenarioRecord) -> None:
         self._scenario, self._record = scenario, record

@@ -45,7 +45,7 @@ def _named_nodes(fault: Fault) -> tuple[str, ...]:
 
 
 class RemoteInjector:
-    """Injects faults into nodes over MQTT.
+    """An injector of faults into nodes over MQTT.
 
     :param layout: returns which node computes what now, for faults that target a role.
     :param seed: seeds the choice of random targets and what the nodes draw.
@@ -77,8 +77,8 @@ class RemoteInjector:
     async def check(self, scenario: Scenario) -> None:
         """Ask every node that may be a target whether it would accept the fault, before anything is injected.
 
-        :raises ConfigurationError: a node would reject it, for example because chaos is off there; names
-            the fault.
+        :raises ConfigurationError: a node would reject it, for example because chaos is off there; the
+            error names the fault.
         :raises Unreachable: a node does not answer.
         """
         alive = self._layout().alive

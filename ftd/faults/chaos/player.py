@@ -51,8 +51,8 @@ class ScenarioResult:
 
 
 class ScenarioPlayer:
-    """Plays one scenario: call ``start``, feed it with ``on_event``, ``on_state`` and ``on_node``, and await
-    ``wait_for_result``.
+    """The player of one scenario: call ``start``, feed it with ``on_event``, ``on_state`` and ``on_node``,
+    and await ``wait_for_result``.
 
     :param inject: injects a fault and returns the nodes that it targeted.
     :param report: takes a line for the user.

@@ -25,8 +25,8 @@ class InjectedFault:
 
 
 class ScenarioRecord:
-    """Everything observed in a scenario. Feed it with ``on_event``, ``on_state`` and ``on_injected``; times
-    are seconds since the scenario's start.
+    """The record of all observations in a scenario. Feed it with ``on_event``, ``on_state`` and
+    ``on_injected``; times are seconds since the scenario's start.
     """
 
     def __init__(self, *, state: Json | None = None, baseline: dict[int, float] | None = None) -> None:

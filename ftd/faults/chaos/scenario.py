@@ -99,9 +99,8 @@ class ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def load_scenario(path: Path) -> v.Scenario:
     """Read and check a scenario file.
 
-    :raises ConfigurationError: the file cannot be read or a value is wrong; names the file, the fault and
-        the field, and
-      says what would work.
+    :raises ConfigurationError: the file cannot be read or a value is wrong; the error names the file, the
+        fault and the field, and says what would work.
     """
     return parse_scenario(read_toml(path), path.name, directory=path.resolve().parent)
 

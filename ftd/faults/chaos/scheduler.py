@@ -99,8 +99,8 @@ class FaultTriggers:
 
 
 class FaultScheduler:
-    """Injects a scenario's faults when they are due: feed it with every event, and it awaits ``inject`` for
-    every due fault.
+    """The scheduler of a scenario's faults: feed it with every event, and it awaits ``inject`` for every due
+    fault.
 
     Faults that are due together are injected together. If one fails (its node is gone, the node rejects the
     request, or any other error occurs), ``on_failure`` is called and the other faults are injected all the

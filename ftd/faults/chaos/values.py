@@ -1,7 +1,7 @@
-"""The parts of a scenario: when a fault happens, what it does to whom, and what must follow. Plain values, no
-I/O.
+"""The parts of a scenario: when a fault happens, what it does to whom, and what must follow. They are plain
+values without I/O.
 
-They come from a file (``ftd.faults.chaos.scenario``) or are constructed directly. The real service and the
+A file (``ftd.faults.chaos.scenario``) or a caller provides them. The real service and the
 simulator use the same ones.
 """
 
@@ -46,7 +46,7 @@ DEFAULT_FOR_S: dict[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtStep:
-    """Fires when ``step`` or a later step is committed."""
+    """A trigger that fires when ``step`` or a later step is committed."""
 
     step: int
 
@@ -56,7 +56,7 @@ class AtStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterTime:
-    """Fires ``delay_s`` after the scenario's start."""
+    """A trigger that fires ``delay_s`` after the scenario's start."""
 
     delay_s: float
 
@@ -66,7 +66,7 @@ class AfterTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnEvent:
-    """Fires at the ``occurrence``-th event of this name since the scenario's start."""
+    """A trigger that fires at the ``occurrence``-th event of this name since the scenario's start."""
 
     event: str
     occurrence: int = 1
@@ -77,7 +77,7 @@ class OnEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPhase:
-    """Fires when this phase begins for the ``occurrence``-th time since the scenario's start."""
+    """A trigger that fires when this phase begins for the ``occurrence``-th time since the scenario's start."""
 
     phase: Phase
     occurrence: int = 1
@@ -88,7 +88,7 @@ class InPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterFault:
-    """Fires when the fault with this id has been injected."""
+    """A trigger that fires when the fault with this id has been injected."""
 
     fault: str
 
@@ -322,12 +322,12 @@ class Fault:
     """``None`` means without end (stop, slow), or the fault's own default."""
     factor: float | None = None
     size_mib: int | None = None
-    """For fill_memory and fill_disk: the most that may be taken."""
+    """Maximum that fill_memory and fill_disk may take."""
     drop: float = 0.0
     duplicate: float = 0.0
-    """For lossy: probabilities per message."""
+    """Probabilities per message of a lossy fault."""
     late_s: float = 0.0
-    """For lossy: each message is delayed by up to this much; the order of one sender's messages is kept."""
+    """Longest delay of a message in a lossy fault; the order of one sender's messages is kept."""
     restart_after_s: float = 0.0
     expect: tuple[Expectation, ...] = ()
     """Events and states that must follow this fault before the next one is injected or the scenario ends."""
@@ -358,7 +358,7 @@ class ClusterSetup:
     nodes: int
     devices_per_node: int = 1
     steps: int | None = None
-    """Replaces the job file's number of steps."""
+    """Number of steps to use in place of the job file's."""
     broker: Literal["embedded", "mosquitto"] = "mosquitto"
     coordinators: int = 1
     """The number of coordinators: one leads, the others are standbys. ``role = "coordinator"`` means the

@@ -44,13 +44,13 @@ class SimArena:
     retained: dict[int, int] = field(default_factory=dict)
     """Step that the running trainer of each device was ordered to retain."""
     pinned: dict[int, int] = field(default_factory=dict)
-    """By device: the step that is being written to the disk."""
+    """Step that is being written to the disk, by device."""
     slots: dict[int, list[SimShard]] = field(default_factory=dict)
-    """By device, the newest last."""
+    """Shards of each device, the newest last."""
     retained_copies: int = 0
     """Step from which on this daemon was ordered to retain snapshot copies; 0 before the order."""
     copies: dict[str, list[SimSnapshotCopy]] = field(default_factory=dict)
-    """By owner, the newest last."""
+    """Copies of each owner's snapshots, the newest last."""
     persisting: Persist | None = None
     """The order by which the daemon currently writes a part of a checkpoint from this memory."""
 

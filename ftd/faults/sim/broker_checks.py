@@ -28,7 +28,9 @@ _NOTICE_S = 1.5
 
 
 class BrokerChecks:
-    """Checks everything that coordinators publish once the broker has it, and every beginning of a leader."""
+    """The checks of each message that coordinators publish, once the broker has it, and of each start of a
+    leader.
+    """
 
     def __init__(
         self, network: SimNetwork, invariants: Invariants, coordinators: Sequence[SimCoordinator]

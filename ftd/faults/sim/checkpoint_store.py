@@ -35,12 +35,12 @@ class SimCheckpointStore:
     write_failure_probability: float = 0.0
     """The probability that a layer cannot be written."""
     checkpoints: dict[int, StoredCheckpoint] = field(default_factory=dict)
-    """By step."""
+    """Complete checkpoints by step."""
     drafts: dict[tuple[int, str], dict[int, int]] = field(default_factory=dict)
     unavailable_until: float = 0.0
-    """Reads and writes fail before this time."""
+    """Time before which reads and writes fail."""
     hung_until: float = 0.0
-    """Reads and writes wait until this time."""
+    """Time until which reads and writes wait."""
     committed_steps: set[tuple[str, int]] = field(default_factory=set)
     """Job and step of what was committed and not undone since, which must not be committed again."""
 

@@ -15,7 +15,7 @@ from statemachine.messages.cluster import ToNode, ToNodes
 
 
 class SimCluster:
-    """Everything that a world consists of. Initially its coordinators are not started, and it has no nodes."""
+    """The parts of a simulated world. Initially its coordinators are not started, and it has no nodes."""
 
     def __init__(
         self,

@@ -65,13 +65,13 @@ class SimCoordinator:
         self.max_planning_s = 0.0
         """The longest extra time that a plan takes."""
         self.on_lead: Callable[[tuple[int, int], JournalView], None] = lambda position, view: None
-        """Called when it begins to lead, with the position of the journal that it starts from and with a view
-        of that journal.
+        """Callback for the moment when it begins to lead, with the position and a view of the journal that it
+        starts from.
         """
         self.on_event: Callable[[EmitEvent], None] | None = None
-        """Called with each new public event."""
+        """Callback for each new public event."""
         self.on_state: Callable[[dict[str, Any]], None] | None = None
-        """Called with each state of the cluster that it publishes."""
+        """Callback for each state of the cluster that it publishes."""
 
     # --- the process -------------------------------------------------------------------------------
 

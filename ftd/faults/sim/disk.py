@@ -22,14 +22,14 @@ class SimDisk:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.full_until = 0.0
-        """Nothing can be written before this time."""
+        """Time before which nothing can be written."""
         self.writer: Callable[[], bool] = lambda: True
-        """Returns whether the process that opens the disk next is alive."""
+        """Function that returns whether the process that opens the disk next is alive."""
         self.boots = 0
         self._name = name
         self._database: sqlite3.Connection | None = None
         self.content: Content = (None, {})
-        """Written data, including a transaction that may still be open."""
+        """The written data, including a transaction that may still be open."""
         self._unforced: list[Content] = []
         """The contents that may be found after a power loss: what was forced last, and every commit since."""
         self.knew = (0, 0)

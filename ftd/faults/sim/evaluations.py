@@ -19,7 +19,7 @@ class EvaluationOracle:
         self._first = 0
         """The step after which the current job began."""
         self._published: dict[int, int] = {}
-        """By step: the number of losses of the newest journal at the time when its evaluation was published."""
+        """Number of losses of the newest journal at the time when a step's evaluation was published, by step."""
 
     def new_job(self, begin: int, steps: int) -> None:
         self._first, self.steps = begin, steps

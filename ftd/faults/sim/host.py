@@ -51,7 +51,9 @@ class SimHost(ABC):
         self.slowness = 1.0
         """The factor by which its trainers compute more slowly."""
         self.life = 0
-        """Counts daemon processes and fences. Actions that were scheduled in an earlier life are ignored."""
+        """Number of daemon processes and fences so far. Actions that were scheduled in an earlier life are
+        ignored.
+        """
         self.arena = SimArena(node=name, oracle=oracle)
         self.agent = AgentMachine(name, self.world.timing)
 

@@ -45,7 +45,7 @@ class Invariants(Oracle):
         self.published_events = PublishedEvents(self)
         self.evaluations = EvaluationOracle(self, self.published_events)
         self.first_leaders: dict[int, tuple[int, float]] = {}
-        """By term: the incarnation of its first leader, and the time."""
+        """Incarnation of each term's first leader, and the time."""
         self.next_to_publish = 1
         self.wrong_code = False
         self.journal_tail_lost = False

@@ -146,9 +146,9 @@ class SimNetwork:
         self.partitioned_pairs: set[frozenset[str]] = set()
         """Pairs of nodes that do not reach each other."""
         self.on_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
-        """Called with each command that arrives at a node."""
+        """Callback for each command that arrives at a node."""
         self.on_published: Callable[[SimConnection, str, bytes, Any], None] = lambda *published: None
-        """Called with everything that a coordinator publishes once the broker has it, and with the note that
+        """Callback for each message that a coordinator publishes, once the broker has it, with the note that
         came with it.
         """
         self._last: dict[tuple[str, str], float] = {}

@@ -86,7 +86,7 @@ class SimNode(SimHost):
         self.restorer = SimRestorer(self, scrubber)
         self._timers: dict[str, int] = {}
         self._starts: dict[int, int] = {}
-        """By device: counts orders to start and to kill."""
+        """Number of orders to start and to kill, by device."""
         self._backlog: list[AgentEvent] = []
 
     def _scrubber(self) -> SimScrubber:

@@ -51,7 +51,7 @@ class Oracle:
         self.published: dict[int, int] = {}
         """The version of each step that was published as committed."""
         self.published_after: dict[int, int] = {}
-        """By step: the number of losses of the newest journal at the time when it was published."""
+        """Number of losses of the newest journal at the time when a step was published, by step."""
         self.newest_published = 0
         self.newest_resume = 0
         self.protections: dict[int, str] = {}
@@ -59,9 +59,9 @@ class Oracle:
         self.writers: dict[HeldSnapshot, set[str]] = {}
         """Nodes that ever completed their part of a snapshot, or received a snapshot copy."""
         self.fenced_incarnations: dict[str, set[int]] = {}
-        """By node: the incarnations that obeyed a Fence."""
+        """Incarnations of each node that obeyed a Fence."""
         self.on_commit: Callable[[], None] = lambda: None
-        """Called when a rank commits, which is a good moment for faults."""
+        """Callback for the moment when a rank commits, which is a good moment for faults."""
 
     def violated(self, what: str) -> None:
         raise InvariantViolation(f"at {self.world.now:.4f} s: {what}")

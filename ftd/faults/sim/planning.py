@@ -52,7 +52,7 @@ class SimPlanning:
             return
         took_s = world.between(0.001, 0.1) + world.up_to(self._thinks_s())
         self._later(
-            took_s, lambda: self._weigh(effect) if isinstance(effect, ComparePlan) else self._plan(effect)
+            took_s, lambda: self._compare(effect) if isinstance(effect, ComparePlan) else self._plan(effect)
         )
 
     def _later(self, took_s: float, work: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class SimPlanning:
         self._planner = planner_for(effect.profiled.profile, job.policy)
         self._feed(TemplatesReady(at=self._now(), cause=effect.cause, job_id=job.job_id))
 
-    def _weigh(self, effect: ComparePlan) -> None:
+    def _compare(self, effect: ComparePlan) -> None:
         assert self._planner is not None, "there is a plan to compare with"
         try:
             present_s, possible_s = self._planner.compare_iteration_s(effect.situation)

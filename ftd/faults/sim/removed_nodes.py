@@ -13,7 +13,9 @@ _MAX_CHECKS = 3
 
 
 class RemovedNodesCheck:
-    """Checks every second that no node is listed or retained that is gone for good and that nobody needs."""
+    """The check, once a second, that no node stays listed or retained after it is gone for good and not
+    needed.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim

@@ -41,7 +41,7 @@ def make_scenario_setup(
 ) -> ScenarioSetup:
     """Return the setup of the scenario's own ``[cluster]``, or of the arguments instead.
 
-    :raises ConfigurationError: there is neither, or the job is not valid.
+    :raises ConfigurationError: neither is given, or the job is not valid.
     """
     cluster = scenario.cluster
     path = job if job is not None else cluster.job if cluster is not None else None

@@ -102,13 +102,13 @@ class SimTrainer:
         self.layers: dict[int, int] = {}
         """The version of each layer that is held completely."""
         self.parts: dict[StatePart, int] = {}
-        """Under ZeRO-1, the version of each part."""
+        """The version of each part under ZeRO-1."""
         self.group: SimGroup | None = None
         self.rank = -1
         self.flag: int | None = None
         """The generation of a Quiesce(boundary) that waits for the end of a step."""
         self.token = 0
-        """Counts changes of the trainer's course. Actions that were scheduled before a change are ignored."""
+        """Number of changes of the trainer's course. Actions that were scheduled before a change are ignored."""
         self.progress = 0
         self.lineage = 0
         self.snap_flag = False
@@ -488,7 +488,7 @@ class SimGroup:
         self.sums: dict[int, bool] = {}
         """Ranks that have computed the current held-out batch, with their stop flags."""
         self.updated: dict[int, tuple[bool, bool]] = {}
-        """Under ZeRO-1: ranks that have yet to gather the current step, with its stop and snapshot flags."""
+        """Ranks that have yet to gather the current step under ZeRO-1, with its stop and snapshot flags."""
         self.formed: dict[int, SimTrainer] = {}
         """The members that met."""
         self.trained_by: dict[int, SimTrainer] = {}
@@ -679,7 +679,7 @@ class SimGroups:
         self.trained: SimGroup | None = None
         """The last group that passed a VOTE; since then all of its members have what they keep."""
         self._groups: dict[int, SimGroup] = {}
-        """By generation."""
+        """The group of each generation."""
 
     def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
         """Check that a trainer that obeys a Resume does not lose a step that it committed."""

@@ -16,7 +16,7 @@ class Versions:
         self.generation = [0]
         """The generation of the group that computed each version."""
         self.evaluations: dict[tuple[int, int], Evaluation] = {}
-        """By evaluated version and generation of the group that evaluated it."""
+        """Evaluations by the evaluated version and the generation of the group that evaluated it."""
         self._child: dict[tuple[int, int], int] = {}
 
     def child(self, version: int, generation: int) -> int:

@@ -46,7 +46,7 @@ _REQUESTS: dict[str, tuple[NodeFault, Process]] = {
 
 
 class SoakInjector:
-    """Injects the faults of a soak, and keeps track of which nodes may be targeted now.
+    """The injector of a soak's faults, which keeps track of the nodes that may be targeted now.
 
     :param tolerate: the maximum number of nodes that are impaired at once, unless ``beyond``.
     :param seed: the seed of lossy sessions.

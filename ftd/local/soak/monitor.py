@@ -81,7 +81,7 @@ class ObservedRecovery:
 
 @dataclass(slots=True, kw_only=True)
 class SoakMonitor:
-    """Collects what happens in a soak, and the violations of its rules.
+    """The monitor of a soak: it collects the observations and the violations of its rules.
 
     :param limit_s: training must go on within this time after a fault, whichever it was.
     :param relative: the relative difference that the loss of a step may have from its first value; it may

@@ -14,7 +14,7 @@ class SoakOptions:
     rate_per_min: float
     nodes: int
     coordinators: int
-    """One leads, the others are standbys."""
+    """Number of coordinators; one leads, the others are standbys."""
     steps: int | None
     limit_s: float
     relative: float | None

@@ -45,8 +45,8 @@ class SoakGoodput:
     """New steps, compared with an undisturbed run of the same duration."""
 
     ratio: float | None
-    """Null if jobs trained for less than a point of ``series``: new steps that are published together in a moment
-    say nothing.
+    """Goodput, or null if jobs trained for less than a point of ``series``: new steps that are published
+    together in a moment say nothing.
     """
     new_steps: int
     repeated_steps: int

@@ -326,7 +326,7 @@ class Soak:
     async def _wait(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
         """Wait until ``holds`` returns true.
 
-        :raises PeerError: it did not in time.
+        :raises PeerError: ``holds`` was still false after ``limit_s``.
         """
         deadline = time.monotonic() + limit_s
         while not holds():

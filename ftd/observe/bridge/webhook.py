@@ -22,7 +22,9 @@ from ftd.transport.wire.public import encode_json, timestamp
 _log = structlog.get_logger("ftd.observe.bridge")
 
 RETRYABLE = frozenset({408, 425, 429})
-"""Statuses after which the receiver may take the alert later; so may all from 500 on."""
+"""Statuses below 500 after which the receiver may take the alert later, as it may after any status from 500
+on.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class WebhookOptions:
     url: str
     dead_letters: Path
     token: str | None = None
-    """Sent as a bearer token."""
+    """Bearer token for each request."""
     queue: int = 1000
     timeout_s: float = 10.0
     """Timeout of one attempt."""

@@ -51,7 +51,7 @@ class DashboardAccess:
     def allows(self, request: web.Request) -> bool:
         """Return whether a request may be served. Tokens are compared in constant time."""
         if self._token is None:
-            return self._is_here(request.headers.get("Host", ""))
+            return self._names_this_host(request.headers.get("Host", ""))
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if hmac.compare_digest(given, b"Bearer " + self._token):
             return True
@@ -78,7 +78,7 @@ class DashboardAccess:
             path="/",
         )
 
-    def _is_here(self, host: str) -> bool:
+    def _names_this_host(self, host: str) -> bool:
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         name = name.strip("[]").lower()
         return name in self._hosts or is_loopback(name)

@@ -58,7 +58,7 @@ _MARKS = {
 
 
 class DashboardModel:
-    """Data of one dashboard. Not thread-safe."""
+    """Data of one dashboard. Its methods must be called on one thread."""
 
     def __init__(self) -> None:
         self.trend = Trend()

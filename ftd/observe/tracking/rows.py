@@ -16,7 +16,9 @@ _COMPARED: dict[Kind, tuple[str, ...]] = {
 """Values that are equal in two reports of the same step; durations and generations may differ."""
 _STEP_VALUES = ("loss", "learning_rate", "gradient_norm", "samples_per_s", "tokens_per_s", "mfu", "step_s")
 _ALWAYS_LOGGED = frozenset({"loss", "gradient_norm"})
-"""Logged as NaN if the event has null, which means "not finite"; for other values null means "unknown"."""
+"""Values that are logged as NaN if the event has null, which means "not finite" for them and "unknown" for
+others.
+"""
 
 
 class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,9 @@ class LoggedJob:
 
 
 class TrackingWriterProcess:
-    """Runs one writer process for as long as there is a job to log. All methods run on the event loop."""
+    """The owner of the writer process, of which one runs for as long as there is a job to log. All methods
+    run on the event loop.
+    """
 
     def __init__(
         self,

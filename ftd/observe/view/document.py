@@ -41,7 +41,7 @@ class ReportedStep:
     """``None`` if the loss was not a finite number, which JSON cannot express."""
     gradient_norm: float | None
     skipped: bool
-    """Committed without an update, because a gradient was not finite."""
+    """Steps that committed without an update, because a gradient was not finite."""
     step_s: float | None
     generation: int | None
     at_s: float
@@ -243,7 +243,8 @@ class Report:
     def from_json(cls, document: object) -> "Report":
         """Convert and check a report that was read from a file.
 
-        :raises ReportError: another schema version, or a field that is missing or of the wrong type.
+        :raises ReportError: the document has another schema version, or a field is missing or of the wrong
+            type.
         """
         version = document.get("schema") if isinstance(document, dict) else None
         if version != SCHEMA_VERSION:

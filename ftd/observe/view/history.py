@@ -18,8 +18,8 @@ from ftd.observe.view.report import build_report
 from ftd.observe.view.text import JsonMap
 
 ANOTHER_CLOCK_S = 1.0
-"""If wall clock minus monotonic clock changes by more than this, the coordinator moved to another host or the
-host rebooted.
+"""Change of the difference between wall clock and monotonic clock above which the coordinator moved to
+another host or the host rebooted.
 """
 _NESTED = ("at", "detected_at", "fault_at")
 """Details that are times on the monotonic clock."""

@@ -48,7 +48,7 @@ def build_report(run: RunModel) -> Report:
 
 
 class _Builder:
-    """Renders a run; its times count from the first event."""
+    """A renderer of one run; its times count from the first event."""
 
     def __init__(self, run: RunModel) -> None:
         self._run = run

@@ -52,7 +52,7 @@ def chapters(events: Iterable[JsonMap], node: str) -> list[list[JsonMap]]:
 
 
 class ChapterIndex:
-    """Assigns events to chapters; events must be passed in order of time."""
+    """An index that assigns events to chapters; events must be passed in order of time."""
 
     def __init__(self) -> None:
         self._beginnings: dict[Any, str] = {}

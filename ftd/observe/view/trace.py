@@ -56,11 +56,11 @@ class CopiedBytes:
     """Bytes of snapshots by when they were copied."""
 
     waiting_bytes: int = 0
-    """Copied while the main thread waited for other ranks."""
+    """Bytes that were copied while the main thread waited for other ranks."""
     overlapped_bytes: int = 0
-    """Copied while the main thread computed."""
+    """Bytes that were copied while the main thread computed."""
     stalled_bytes: int = 0
-    """Copied while training waited for the snapshot."""
+    """Bytes that were copied while training waited for the snapshot."""
 
     @property
     def total_bytes(self) -> int:

@@ -13,7 +13,7 @@ from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import SnapshotManifest, SnapshotPart
 
 ReportCorruption = Callable[[str, str, str], None]
-"""Called with a node, a part and what is wrong with it."""
+"""Callback for a corrupt part, with the node, the part and the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class SnapshotHolders:
     _known: dict[str, list[tuple[SnapshotManifest, ArenaSnapshot | None, set[str]]]] = field(
         default_factory=dict
     )
-    """By node: its manifests of this very snapshot, and the names of its corrupt parts."""
+    """Manifests that each node has of this very snapshot, and the names of its corrupt parts."""
 
     async def ask(self, groups: Iterable[SnapshotGroup]) -> None:
         """Ask all nodes that hold something of these groups, at once."""

@@ -25,9 +25,9 @@ from storage.partimage import (
 )
 
 Read = Callable[[int, int], Awaitable[Bytes]]
-"""Reads bytes from an offset on, as many as the second argument says.
+"""Function that reads as many bytes from an offset on as the second argument says.
 
-:raises PeerError: they cannot be read (any more).
+:raises PeerError: the bytes cannot be read (any more).
 """
 
 Span = tuple[Fraction, Fraction]

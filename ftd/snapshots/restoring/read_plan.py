@@ -21,9 +21,9 @@ _MIN_BORROWED_BYTES = 256 * 1024
 _ALIGNMENT_BYTES = 64
 
 Read = Callable[[ShardHolder, Sequence[tuple[int, Bytes]]], Awaitable[None]]
-"""Fetches bytes of another node's shard: for each offset, as many as its memory has room for.
+"""Function that fetches bytes of another node's shard: for each offset, as many as its memory has room for.
 
-:raises PeerError: they cannot be fetched.
+:raises PeerError: the bytes cannot be fetched.
 """
 
 
@@ -184,7 +184,7 @@ def _choose_in_place(plan: ReadPlan) -> dict[int, InPlaceReceive]:
     """Choose for each decoded range one input that no other range needs, to be received in place."""
     sources = sorted(plan.sources(), key=lambda source: (source[1], source[2].start))
     ends = [0] + [0] * len(sources)
-    """Before each input: the end of the preceding inputs of the same owner."""
+    """End of the preceding inputs of the same owner, for each input."""
     for number, (_, owner, some, _) in enumerate(sources):
         before = ends[number] if number and sources[number - 1][1] == owner else 0
         ends[number + 1] = max(before, some.stop)

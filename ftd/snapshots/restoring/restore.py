@@ -65,7 +65,7 @@ class RestoreStatistics:
 
 @dataclass(slots=True, kw_only=True)
 class Restorer:
-    """Restores layers; ``await Restorer(…).run(layers, target)``."""
+    """A restorer of layers; ``await Restorer(…).run(layers, target)``."""
 
     restore: Restore
     node: str
@@ -82,7 +82,8 @@ class Restorer:
 
         What ``target`` raises ends the restore.
 
-        :raises LayerRestoreError: they cannot be put together; says why and names the nodes at fault.
+        :raises LayerRestoreError: they cannot be put together; the error says why and names the nodes at
+            fault.
         """
         groups = [g for g in self.restore.groups if any(g.first_layer <= n < g.end_layer for n in layers)]
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}

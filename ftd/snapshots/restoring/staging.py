@@ -19,7 +19,7 @@ from storage.shards import Bytes
 from storage.staged import BorrowedSnapshot, PayloadChunk, StagedLayer, write_staged
 
 PutLayer = Callable[[int, bytes, Bytes], Awaitable[None]]
-"""Takes a layer, its header and its payload. The payload's memory is reused as soon as it returns."""
+"""Function that takes a layer, its header and its payload, whose memory is reused as soon as it returns."""
 
 
 LocatedLayer = tuple[LayerImage, Sequence[ByteRange]]
@@ -50,7 +50,7 @@ class RestoreTarget(Protocol):
 
 
 class LayerStream:
-    """Passes each layer on as a whole. It needs the memory of two layers."""
+    """A target that passes each layer on as a whole. It needs the memory of two layers."""
 
     borrows = False
 

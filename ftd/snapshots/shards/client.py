@@ -38,7 +38,7 @@ _ATTEMPTS = 6
 """Number of times that the connection for one block may break or fail."""
 _PAUSE_S = 0.1
 _BUSY_S = 60.0
-"""Give up after a node has been busy for this long."""
+"""Time after which a request to a busy node fails."""
 _TLS_FIELDS = TlsFields(
     name="the host of [node] on that node", ca="node.snapshot_tls_ca", certificate="that node's certificate"
 )
@@ -70,7 +70,7 @@ class ShardClient:
         self._streams = asyncio.Semaphore(streams)
         self._address_locks: dict[str, asyncio.Lock] = {}
         self._connections: dict[str, ShardConnection] = {}
-        """By address: connections that are idle."""
+        """Idle connections by address."""
 
     async def __aenter__(self) -> Self:
         self.session = aiohttp.ClientSession(
@@ -119,7 +119,7 @@ class ShardClient:
     async def fetch(self, wanted: Iterable[RangeRequest]) -> None:
         """Fetch all ranges, or raise an error. After an error the contents of the memory are undefined.
 
-        :raises PeerError: none of a range's locations provides it; names the last one.
+        :raises PeerError: none of a range's locations provides it; the error names the last one.
         """
         await _all([self._fetch_one(one) for one in wanted])
 
@@ -194,7 +194,7 @@ class ShardClient:
     async def request(self, method: str, address: str, path: str, body: bytes, timeout_s: float) -> bytes:
         """Send a short request once and return the answer.
 
-        :raises PeerError: there is no answer, or the request was rejected; says why.
+        :raises PeerError: there is no answer, or the request was rejected; the error says why.
         """
         source = SnapshotSource(node=address, address=address)
         timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -24,12 +24,12 @@ _MOST_AT_ONCE_BYTES = 1024 * 1024
 
 
 class ResponseSink(Protocol):
-    """Requested range of a request, and the memory for it."""
+    """One range of a request, and the memory for its bytes."""
 
     def check_head(self, status: int, headers: Mapping[str, str]) -> None:
         """Check the head of the answer.
 
-        :param headers: by name in lower case.
+        :param headers: values by name in lower case.
         :raises Exception: the answer is not acceptable.
         """
 

@@ -29,7 +29,7 @@ _TRIES = 2
 
 
 class CopySender:
-    """Sends the snapshots of ``owner``, which is this node.
+    """The sender of the snapshots of ``owner``, which is this node.
 
     :param rate: rate limit that other senders of this node share.
     """
@@ -49,7 +49,7 @@ class CopySender:
     async def send(self, held: Sequence[ArenaSnapshot], to: SnapshotSource) -> int:
         """Send all devices' manifests and parts, and return their bytes once ``to`` has committed them.
 
-        :raises PeerError: the peer does not hold them; says why.
+        :raises PeerError: the peer does not hold them; the error says why.
         :raises OSError: they cannot be read here.
         """
         for one in held:

@@ -27,7 +27,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 class CopyServer:
-    """Serves the requests for copies.
+    """The server of the requests for copies.
 
     :param stall_s: a sender that sends hardly anything for this long is disconnected.
     """

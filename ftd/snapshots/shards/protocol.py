@@ -53,7 +53,7 @@ class CopyProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class StallDetector:
-    """Detects a stream that moves hardly any bytes."""
+    """A detector of streams that move hardly any bytes."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s

@@ -19,7 +19,7 @@ class BlockTransfer:
         self.location, self.first, self.into = place, first, into
         self.received = 0
         self.progress = asyncio.Event()
-        """Set when more bytes can be verified than before."""
+        """Event that is set when more bytes can be verified than before."""
         self.hashed = False
         self.digest = ""
         """Digest of these bytes as the server computed it, if one was requested."""

@@ -55,7 +55,7 @@ _PAUSE_S = 0.5
 
 
 class SnapshotAgent:
-    """Protects the snapshots of all jobs of this host.
+    """The agent that protects the snapshots of all jobs of this host.
 
     :param address: address of this agent.
     :param rate_bytes_s: rate limit of the copies that it receives; ``None`` for no limit.

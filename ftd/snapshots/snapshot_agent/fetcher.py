@@ -29,8 +29,8 @@ log = structlog.get_logger("ftd.node")
 
 
 class SnapshotFetcher:
-    """Fetches snapshots into ``<root>/<job>/fetched-<generation>-<step>``, which is removed once a newer step is
-    protected.
+    """A fetcher of snapshots into ``<root>/<job>/fetched-<generation>-<step>``, which is removed once a newer
+    step is protected.
     """
 
     def __init__(self, root: Path, arenas: NodeArenas, client: PeerAgentClient, *, address: str) -> None:

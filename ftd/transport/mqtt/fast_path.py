@@ -55,7 +55,7 @@ class SocketLike(Protocol):
 
 
 class FastPathSocket:
-    """Replaces ``sock``, which must not block, from the first byte of a packet on.
+    """The replacement of ``sock``, which must not block, from the first byte of a packet on.
 
     Errors are those of ``sock``, after all data that came before them. One chunk is read for each time that
     nothing was ``pending``; otherwise nothing else would run while data keep coming.
@@ -84,7 +84,9 @@ class FastPathSocket:
         self._may_read = True
         """Whether the next chunk may be read."""
         self._pings = self._answered = 0
-        """Unanswered pings of paho's; and pings that were answered early, whose real answer is still to come."""
+        """Pings of paho that are not answered yet, and pings that were answered early and whose real answer
+        is still to come.
+        """
         self._unsent = bytearray()
         self._unsent_of_paho = 0
         """Bytes of a partly sent packet of paho's: it must send the rest before anything else is sent."""

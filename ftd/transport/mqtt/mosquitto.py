@@ -13,7 +13,7 @@ _PROBE_S = 0.005
 
 
 def find_mosquitto() -> Path | None:
-    """Return the path of mosquitto: on PATH, or where packages install it for root only. None: it is not
+    """Return the path of mosquitto, on PATH or where packages install it for root only; ``None`` if it is not
     installed.
     """
     if found := shutil.which("mosquitto"):
@@ -64,7 +64,7 @@ def mosquitto_command(directory: Path, port: int, host: str = "127.0.0.1") -> li
 def await_listening(host: str, port: int, timeout_s: float) -> None:
     """Return as soon as a server accepts connections. Blocks: call it in a thread from a loop.
 
-    :raises UnreachableError: none did within ``timeout_s``.
+    :raises UnreachableError: no server accepted a connection within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -29,7 +29,9 @@ from ftd.transport.tls import describe_tls_error, tls_context
 _log = structlog.get_logger("ftd.transport.mqtt")
 
 KEEP_ALIVE_S = 5
-"""Only a vanished host needs this: a closed socket is noticed at once, and nodes have heartbeats of their own."""
+"""MQTT keep-alive. Only a vanished host needs it: a closed socket is noticed at once, and nodes have
+heartbeats.
+"""
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
 CONNECT_S = 3.0
@@ -59,8 +61,7 @@ class Will:
 
 
 _CONNECTION_ERRORS = (aiomqtt.MqttError, OSError, ConfigurationError)
-"""Errors that end a connection. ConfigurationError: a certificate is being renewed while the session
-reconnects.
+"""Errors that end a connection. ``ConfigurationError`` occurs while a certificate is being renewed.
 """
 
 PendingMessage = tuple[str, bytes, bool, Callable[[], None]]
@@ -107,8 +108,7 @@ class MqttSession:
         :param client_id: must be unique at the broker; a daemon's is its name and incarnation.
         :param unacknowledged: further subscriptions, at QoS 0 from the broker to this client. A clean
             session loses nothing by that: TCP delivers everything while the connection holds. If a client
-            does not read in time, mosquitto drops messages at QoS 1, too, beyond ``max_queued_messages``,
-            and earlier.
+            does not read in time, mosquitto drops messages beyond ``max_queued_messages`` at QoS 1, too.
         :param on_message: receives topic, payload and whether it was retained.
         :param on_acknowledged: receives the seconds that the broker took to acknowledge a message.
         """
@@ -124,7 +124,7 @@ class MqttSession:
         self._on_lost = on_lost
         self._on_acknowledged = on_acknowledged
         self._fast_path: FastPathSocket | None = None
-        """Set while connected."""
+        """The socket of the present connection; ``None`` without one."""
         self._up = asyncio.Event()
         self._problem = "no answer yet"
         self._queued: deque[_Outgoing] = deque(maxlen=MAX_PENDING)
@@ -133,7 +133,7 @@ class MqttSession:
         """Messages that were sent and not acknowledged, in the order of the calls."""
         self._packet_id = 0
         self._idle = asyncio.Event()
-        """Set when nothing waits to be sent or to be acknowledged."""
+        """Event that is set while nothing waits to be sent or to be acknowledged."""
         self._idle.set()
         self._early: deque[tuple[str, bytes, bool]] | None = deque()
         """Messages that arrived before ``on_connected`` was called. After the DISCONNECT messages are dropped."""
@@ -180,7 +180,8 @@ class MqttSession:
     async def wait_connected(self, timeout_s: float) -> None:
         """Wait for a connection.
 
-        :raises UnreachableError: there was none within ``timeout_s``; the message names the last error.
+        :raises UnreachableError: no connection was made within ``timeout_s``; the message names the last
+            error.
         """
         try:
             await asyncio.wait_for(self._up.wait(), timeout_s)

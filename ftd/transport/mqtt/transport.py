@@ -8,7 +8,7 @@ from ftd.transport.mqtt.session import MqttSession
 
 
 class MqttTransport:
-    """Opens sessions at an MQTT broker (``ftd.coordinator.ports.Transport``)."""
+    """A ``ftd.coordinator.ports.Transport`` that opens sessions at an MQTT broker."""
 
     def __init__(self, broker: BrokerAddress, cluster: str) -> None:
         self.session = partial(MqttSession, broker)

@@ -12,7 +12,7 @@ examined; critical: training stands still until somebody acts.
 """
 
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
-"""By rising severity."""
+"""All severities, the mildest first."""
 
 _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
     "info": (

@@ -27,7 +27,7 @@ def _log_mismatch(problem: str) -> None:
 
 
 on_mismatch: Callable[[str], None] = _log_mismatch
-"""Called with a problem; the tests replace it with a function that raises."""
+"""Callback for a problem; the tests replace it with a function that raises."""
 
 
 def problem_of_details(event: str, details: bytes) -> str | None:

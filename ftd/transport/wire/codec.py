@@ -99,8 +99,8 @@ _SIGNALS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Signal)
 }
 _REPEATED: dict[str, dict[bytes, Any]] = {"Quiesced": {}, "Resumed": {}}
-"""Messages that many nodes send in identical form in answer to one command; each is decoded once. By type,
-then by body.
+"""Messages that many nodes send in identical form in answer to one command; each is decoded once. The keys
+are the type and the body.
 """
 _MAX_REPEATED, _MAX_REPEATED_BYTES = 512, 1024
 _COMMANDS: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -244,7 +244,7 @@ def _command(name: str, body: msgspec.Raw) -> Any:
 def check_not_retained(retained: bool) -> None:
     """Check that a command was not retained by the broker, and thus outdated.
 
-    :raises WireError: it was retained.
+    :raises WireError: the command was retained.
     """
     if retained:
         raise WireError("a retained command; commands are never retained")
@@ -253,7 +253,7 @@ def check_not_retained(retained: bool) -> None:
 def check_size(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
     """Check a payload's size.
 
-    :raises WireError: it has more than ``max_bytes``.
+    :raises WireError: the payload has more than ``max_bytes``.
     """
     if len(payload) > max_bytes:
         raise WireError(f"payload of {len(payload)} bytes; at most {max_bytes} are allowed")
@@ -344,7 +344,7 @@ def _check_numbers(message: Any) -> None:
 def _check_vote(message: Any, vote: Vote | None) -> None:
     """Check the metrics of a vote.
 
-    :raises WireError: there are more than a step may have, or one has too long a name.
+    :raises WireError: there are more metrics than a step may have, or the name of one is too long.
     """
     if vote is not None:
         _check_metrics(message, vote.metrics)

@@ -41,7 +41,7 @@ def _incoming(contract: Json) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """Compares one message in two contracts."""
+    """The comparison of one message in two contracts."""
 
     before: Json
     now: Json

@@ -95,7 +95,7 @@ def encode_leader(leader: Leader, version: str) -> bytes:
 def decode_leader(payload: bytes) -> Leader:
     """Decode the record of a leader.
 
-    :raises WireError: it is none.
+    :raises WireError: the payload is not the record of a leader.
     """
     message = decode_json(payload, LeaderMessage)
     if message.term < 1:
@@ -144,7 +144,7 @@ def encode_copy(copy: JournalCopy) -> bytes:
 def decode_copy(payload: bytes) -> JournalCopy:
     """Decode a journal.
 
-    :raises WireError: it is none.
+    :raises WireError: the payload is not a journal.
     """
     check_size(payload, MAX_COPY_BYTES)
     try:

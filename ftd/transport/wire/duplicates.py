@@ -9,7 +9,7 @@ REMEMBERED = 10_000
 
 
 class DuplicateFilter:
-    """Remembers the ids of events."""
+    """The ids of events that have been seen."""
 
     def __init__(self) -> None:
         self._seen: deque[str] = deque()

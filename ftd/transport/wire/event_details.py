@@ -30,7 +30,7 @@ class StageData(Details, frozen=True, kw_only=True):
 
     first_layer: int
     end_layer: int
-    """One after the last layer."""
+    """Number of the layer after the last one."""
     devices: list[str]
     """``node/index``."""
     recompute: Recompute = "none"
@@ -83,7 +83,7 @@ class StepCommitted(Details, frozen=True, kw_only=True):
     tokens_per_s: float | None
     """``weight`` per second; null if the loss has at most one term per sample."""
     loss_scale: float
-    """With float16, the factor by which the loss was multiplied; otherwise 1."""
+    """Factor by which the loss was multiplied; 1 except with float16."""
     metrics: dict[str, float | None]
     """Metrics of the training function, averaged over the global batch; null if not finite."""
     mfu: float | None = None
@@ -262,7 +262,7 @@ class PlanChosen(Details, frozen=True, kw_only=True):
     transfers: int
     transfer_bytes: int
     from_replicas: list[int]
-    """With ZeRO-1, the layers of whose optimizer state some part exists only as a replica."""
+    """Layers of whose optimizer state some part exists only as a replica (ZeRO-1)."""
     estimated_iteration_s: float
     idle_nodes: list[str]
     considered: list[ConsideredPlanData]
@@ -293,7 +293,7 @@ class TrainingResumed(Details, frozen=True, kw_only=True):
 
 
 class RecoveryData(Details, frozen=True, kw_only=True):
-    """A recovery, from a failure, a join or a drain to the next committed step (docs/report.md)."""
+    """A recovery, from a failure, a join or a drain to the next committed step (docs/reference/report.md)."""
 
     cause: str
     nodes: list[str]
@@ -338,13 +338,13 @@ class ChaosInjected(Details, frozen=True, kw_only=True):
     """Index of the trainer's device; null: all trainers of the node."""
     for_s: float | None = None
     factor: float | None = None
-    """For ``slow``: factor by which computing takes longer."""
+    """Factor by which computing takes longer (``slow``)."""
     size_mib: int | None = None
-    """For ``fill_memory`` and ``fill_disk``: most MiB that are filled."""
+    """Maximum to fill (``fill_memory`` and ``fill_disk``)."""
     drop: float | None = None
     duplicate: float | None = None
     late_s: float | None = None
-    """For ``lossy``: the requested probabilities and the longest delay."""
+    """Longest delay of a message; with ``drop`` and ``duplicate``, the requested parameters of ``lossy``."""
 
 
 class ChaosRejected(Details, frozen=True, kw_only=True):
@@ -376,7 +376,7 @@ class LeaderElected(Details, frozen=True, kw_only=True):
 
     leader: str
     term: int
-    """Rises by one with each takeover."""
+    """Number of the leader's claim; it rises by one with each takeover."""
     took_s: float
     """Seconds since the loss was noticed."""
 

@@ -34,7 +34,7 @@ class _Chunk:
 
 
 class IncrementalCompressor:
-    """Encodes one map after another."""
+    """An encoder of one map after another."""
 
     def __init__(self, from_bytes: int) -> None:
         """Begin without a previous map.

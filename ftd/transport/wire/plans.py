@@ -24,7 +24,9 @@ _LEVEL = 1
 
 
 def _array_of(kind: type, **others: Any) -> Any:
-    """Return a struct that is encoded as an array of the fields of ``kind``, of which ``others`` have these types."""
+    """Return a struct that is encoded as an array and has the fields of ``kind``, with other types for
+    ``others``.
+    """
     fields = [(name, others.get(name, hint)) for name, hint in get_type_hints(kind).items()]
     return msgspec.defstruct(kind.__name__, fields, array_like=True, frozen=True)
 
@@ -83,7 +85,7 @@ def pack(resume: Resume) -> bytes:
 def unpack(packed: bytes) -> Resume:
     """Decode a packed Resume.
 
-    :raises ValueError, msgspec.DecodeError: it is none, or is too large.
+    :raises ValueError, msgspec.DecodeError: the bytes are not a packed Resume, or it is too large.
     """
     inflater = zlib.decompressobj()
     try:

@@ -69,7 +69,7 @@ class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
     """``coordinator`` for the coordinator's own events; for others, the publisher, such as ``node/<node>``."""
     id: str = ""
-    """Unique id of the event: QoS 1 may deliver it twice. Empty in events of old versions."""
+    """Unique id of the event: QoS 1 may deliver it twice. It is empty in events of old versions."""
     severity: Severity = "info"
     """Severity by the event's name (``ftd.transport.wire.catalogue``)."""
     schema: int = SCHEMA
@@ -94,7 +94,7 @@ class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     withstands ``tolerance.failures``; default: aec, or aor with zero1.
     """
     cheap_share: float = 0.01
-    """With auto, a snapshot that costs no more than this share of a step is taken after every step."""
+    """Share of a step: with auto, a snapshot that costs no more is taken after every step."""
 
 
 class CheckpointData(CheckpointPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,7 +158,7 @@ class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
 
 
 class SnapshotRequest(Request, frozen=True, kw_only=True, tag="snapshot"):
-    """Changes what is given, from the next step on."""
+    """Request that changes the given values from the next step on."""
 
     now: bool = False
     """Take a snapshot after the step in flight."""
@@ -169,7 +169,7 @@ class SnapshotRequest(Request, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
-    """Answered with the public state in ``data``, even if none is retained yet."""
+    """Request for the public state, which is ``data`` of the answer, even if none is retained yet."""
 
 
 class HistoryRequest(Request, frozen=True, kw_only=True, tag="history"):
@@ -198,7 +198,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Orders a fault, on ``chaos/<node>``; obeyed only if the node's configuration allows it."""
+    """Order for a fault, on ``chaos/<node>``. The node obeys it only if its configuration has ``chaos =
+    true``.
+    """
 
     request: str
     reply: str
@@ -220,23 +222,25 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Device of one trainer; default: all trainers of the node."""
     for_s: float | None = None
     factor: float | None = None
-    """For ``slow``: factor by which computing takes longer; 1 ends it."""
+    """Factor by which computing takes longer (``slow``); 1 ends the fault."""
     size_mib: int | None = None
-    """For ``fill_memory`` and ``fill_disk``: fill at most this much."""
+    """Maximum to fill (``fill_memory`` and ``fill_disk``)."""
     drop: float | None = None
     duplicate: float | None = None
-    """For ``lossy``: probabilities for each message between this node and the coordinator."""
+    """Probability that a message between this node and the coordinator arrives twice (``lossy``); ``drop``:
+    not at all.
+    """
     late_s: float | None = None
-    """For ``lossy``: longest delay of a message."""
+    """Longest delay of a message (``lossy``)."""
     seed: int = 0
-    """For ``lossy``: seed of its random numbers."""
+    """Seed of the fault's random numbers (``lossy``)."""
     dry_run: bool = False
-    """Inject nothing; answer whether this node could and would."""
+    """Whether to inject nothing and only answer if this node could and would."""
     schema: int = SCHEMA
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests a trace of one trainer during some steps, on ``trace/<node>``; ``data`` of the answer is
+    """Request for a trace of one trainer during some steps, on ``trace/<node>``; ``data`` of the answer is
     ``TraceData``.
     """
 
@@ -247,12 +251,12 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """First step of the trace; if it is over, the trace begins with the next step."""
     steps: int = 5
     within_s: float = 60.0
-    """If the steps take longer, the request fails."""
+    """Time after which the request fails if the steps are not over."""
     schema: int = SCHEMA
 
 
 class TraceData(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace. Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.watch.tracing``)."""
+    """A trace. Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.monitoring.tracing``)."""
 
     node: str
     device: int

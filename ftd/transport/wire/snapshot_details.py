@@ -56,7 +56,7 @@ class ProtectionChanged(Details, frozen=True, kw_only=True):
 
     protection: str
     before: str | None
-    """Null at the start of a job."""
+    """Previous scheme; null at the start of a job."""
     by: Literal["user", "auto", "fallback"]
 
 
@@ -73,7 +73,7 @@ class ShardCorrupted(Details, frozen=True, kw_only=True):
     """The node that owns the part."""
     job: str
     step: int | None
-    """Null: the damage is not limited to one snapshot."""
+    """Step of the snapshot; null if the damage is not limited to one."""
     part: str
 
 

@@ -33,7 +33,7 @@ class SnapshotState(StateData, frozen=True, kw_only=True):
     present: int
     """Number of these nodes that are still there."""
     missing: list[str]
-    """Names of those that are not."""
+    """Names of the nodes that are not there any more."""
 
 
 class SnapshotPolicyState(StateData, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class CheckpointState(StateData, frozen=True, kw_only=True):
 
     url: str
     step: int | None
-    """Null: there is none yet."""
+    """Step of the newest checkpoint; null if there is none yet."""
     size_bytes: int
     writing_step: int | None
 
@@ -76,7 +76,7 @@ class NodeSummary(StateData, frozen=True, kw_only=True):
     draining: bool
     step: int
     speed: float
-    """Below 1 while it is a straggler."""
+    """Speed relative to the other nodes; below 1 while the node is a straggler."""
 
 
 class ClusterState(StateData, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class ClusterUnreachable(StateData, frozen=True, kw_only=True):
     phase: Literal["UNREACHABLE"]
     reason: str
     nodes: dict[str, NodeSummary]
-    """Always empty."""
+    """An object that is always empty."""
     coordinator: int | None = None
     """Incarnation of the last leader."""
     graceful: bool = False

@@ -44,19 +44,23 @@ class Topics:
         return f"{self.root}/coordinator/journal"
 
     def coordinator_peer(self, incarnation: int | str = "+") -> str:
-        """Retained JSON: a coordinator is there. Without an incarnation: the filter for all."""
+        """Return the topic of retained JSON that announces a coordinator; by default the filter for all
+        coordinators.
+        """
         return f"{self.root}/coordinator/peer/{incarnation}"
 
     def node_state(self, node: str = "+") -> str:
-        """Retained JSON: a node's state; OFFLINE is its last will. Without a name: the filter for all nodes."""
+        """Return the topic of a node's state (retained JSON; OFFLINE is its last will); by default the filter
+        for all nodes.
+        """
         return f"{self.root}/node/{node}/state"
 
     def node_signal(self, node: str = "+") -> str:
-        """msgpack: signals, ``FromNode``. Without a name: the filter for all nodes."""
+        """Return the topic of a node's signals (msgpack, ``FromNode``); by default the filter for all nodes."""
         return f"{self.root}/node/{node}/signal"
 
     def node_command(self, node: str) -> str:
-        """msgpack: commands to one node, ``ToNode``."""
+        """Return the topic of commands to one node (msgpack, ``ToNode``)."""
         return f"{self.root}/node/{node}/command"
 
     @property
@@ -65,19 +69,21 @@ class Topics:
         return f"{self.root}/command"
 
     def node_echo(self, node: str) -> str:
-        """Messages that ``ftd doctor`` sends to itself on a node's host, to check its rights."""
+        """Return the topic of messages that ``ftd doctor`` sends to itself on a node's host, to check its
+        rights.
+        """
         return f"{self.root}/node/{node}/echo"
 
     def chaos(self, node: str) -> str:
-        """JSON chaos requests to a node."""
+        """Return the topic of chaos requests to a node (JSON)."""
         return f"{self.root}/chaos/{node}"
 
     def trace(self, node: str) -> str:
-        """JSON: requests to a node for a trace of one of its trainers."""
+        """Return the topic of requests to a node for a trace of one of its trainers (JSON)."""
         return f"{self.root}/trace/{node}"
 
     def reply(self, client: str) -> str:
-        """JSON answers to one client."""
+        """Return the topic of answers to one client (JSON)."""
         return f"{self.root}/reply/{client}"
 
     def node_of(self, topic: str) -> str | None:

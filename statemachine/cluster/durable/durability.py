@@ -25,7 +25,7 @@ def durability_key(parts: dict[str, Any]) -> tuple[Any, ...]:
     Everything else can be lost: nodes know the newest steps, and a generation that no node was ordered to
     resume is decided again. But only the journal knows which nodes continued with which plan.
 
-    :param parts: of ``durable.write``.
+    :param parts: result of ``durable.write``.
     """
     job, snapshot = parts["job"], parts["snapshot"]
     return (

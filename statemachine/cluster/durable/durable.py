@@ -54,8 +54,8 @@ class InvalidJournalError(ValueError):
 def incompatibility(schema: int, protocol: int, newest: int | None = None) -> str:
     """Return why a program cannot read another program's journal; an empty string if it can.
 
-    :param schema: of the journal.
-    :param protocol: of its writer's nodes.
+    :param schema: schema of the journal.
+    :param protocol: protocol of its writer's nodes.
     :param newest: schema that the program writes; this program's if not given.
     """
     newest = SCHEMA if newest is None else newest
@@ -277,7 +277,8 @@ def skip_unseen_generations(durable: dict[str, Any], incarnation: int) -> dict[s
     """Return a journal that may not be the newest, changed so that no generation started after it is used for
     another plan.
 
-    :param incarnation: of the coordinator that is to lead. Several may begin from the same old journal, one
+    :param incarnation: incarnation of the coordinator that is to lead. Several may begin from the same old
+        journal, one
     after another, if the broker returns with it more than once; they leave out different numbers.
     """
     generation = durable.get("generation")

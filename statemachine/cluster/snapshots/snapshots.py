@@ -21,7 +21,7 @@ from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import CommittedStep, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 FEW_SHARE = 8
-"""Fewer nodes than one in so many are sent a command one by one."""
+"""Divisor of the number of nodes: a command to fewer nodes than this share is sent to them one by one."""
 
 
 def groups_of(

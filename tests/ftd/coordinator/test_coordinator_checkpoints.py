@@ -54,8 +54,8 @@ def committing(job: Job, step: int, layers: tuple[LayerFile, ...], attempt: str 
     return CommitCheckpoint(cause="c", job=job, attempt=attempt, step=step, vote=VOTE, layers=layers)
 
 
-def finding(job: Job, *spoiled: int) -> FindCheckpoint:
-    return FindCheckpoint(cause="c", generation=4, job=job, corrupt_steps=spoiled)
+def finding(job: Job, *corrupt: int) -> FindCheckpoint:
+    return FindCheckpoint(cause="c", generation=4, job=job, corrupt_steps=corrupt)
 
 
 @pytest.fixture

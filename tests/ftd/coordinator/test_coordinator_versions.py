@@ -92,7 +92,7 @@ def hosts(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[tuple[Host, Host
 
 
 class StateRecorder:
-    """Records what the cluster publishes."""
+    """A client that records what the cluster publishes."""
 
     def __init__(self, client: ClusterClient, states: list[dict[str, Any]], hosts: tuple[Host, ...]) -> None:
         self.client, self.states, self.hosts = client, states, hosts

@@ -59,7 +59,9 @@ it, and the journal does not know that.
 
 
 class KilledCoordinator(Daemon):
-    """Kills itself when it first publishes a given event; its next process is an ordinary one."""
+    """A coordinator that kills itself when it first publishes a given event; its next process is an ordinary
+    one.
+    """
 
     def start_and_kill(self, moment: str, event: str) -> None:
         with self.log.open("ab") as log:
@@ -75,7 +77,7 @@ class KilledCoordinator(Daemon):
 
 
 class Listener:
-    """Records all messages on the topic of events."""
+    """A client that records all messages on the topic of events."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.received: list[dict[str, Any]] = []

@@ -443,8 +443,8 @@ def test_unacknowledged_events_come_with_the_newest_state(tmp_path: Path) -> Non
     """This holds whether the newest state is in this journal or at the broker; old programs have no outbox."""
     journal, timing = Journal(tmp_path), Timing()
 
-    def state(*untold: tuple[str, str], **others: Any) -> bytes:
-        return msgspec.msgpack.encode(durable.write(Cluster(timing=timing)) | {OUTBOX: untold} | others)
+    def state(*waiting: tuple[str, str], **others: Any) -> bytes:
+        return msgspec.msgpack.encode(durable.write(Cluster(timing=timing)) | {OUTBOX: waiting} | others)
 
     def left(term: int, kept: bytes) -> JournalCopy:
         return JournalCopy(
@@ -456,7 +456,7 @@ def test_unacknowledged_events_come_with_the_newest_state(tmp_path: Path) -> Non
     assert restore_newest(timing, journal, None, CLOCK, 0).outbox == (("e-1", "{}"),)
     assert restore_newest(timing, journal, left(1, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-1", "{}"),)
     assert restore_newest(timing, journal, left(3, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-2", "{}"),)
-    old = durable.write(Cluster(timing=timing)) | {"untold": {"name": "RolledBack"}}
+    old = durable.write(Cluster(timing=timing)) | {"another": {"name": "RolledBack"}}
     assert restore_newest(timing, journal, left(3, msgspec.msgpack.encode(old)), CLOCK, 0).outbox == ()
     with pytest.raises(JournalError, match="the journal at the broker"):
         restore_newest(timing, journal, left(3, state(("e-2",))), CLOCK, 0)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ COMMAND = TOPICS.node_command("node-0")
 
 
 class Coordinator:
-    """Records the callbacks of one coordinator, and publishes for it."""
+    """A driver that records the callbacks of one coordinator and publishes for it."""
 
     def __init__(self, name: str, incarnation: int, broker: BrokerAddress) -> None:
         self.name = name
@@ -120,7 +120,7 @@ async def until(holds: Callable[[], Any], what: str) -> None:
 
 
 class Proxy:
-    """Stands between a coordinator and its broker; ``cut`` stops all bytes and closes nothing."""
+    """A proxy between a coordinator and its broker; ``cut`` stops all bytes and closes nothing."""
 
     def __init__(self, port: int) -> None:
         self._port, self._open = port, asyncio.Event()

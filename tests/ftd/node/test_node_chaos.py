@@ -21,7 +21,7 @@ from statemachine.messages.trainer import RaiseError, Sleep, Slow
 
 
 class RecordedActions:
-    """Records the faults that are carried out; its trainers are real processes."""
+    """A recorder of the faults that are carried out; its trainers are real processes."""
 
     directory = Path("/nowhere")
 
@@ -236,7 +236,7 @@ def test_trainers_are_slow_until_the_duration_ends_or_a_request_ends_it() -> Non
         await until(lambda: len(slowed()) == 3)
         await asyncio.sleep(0.9)
         assert slowed() == [(0, 4.0), (0, 3.0), (1, 3.0)], (
-            "the end of an earlier fault is none of a later one"
+            "the end of an earlier fault does not end a later one"
         )
 
     play(actions, body)
@@ -327,7 +327,7 @@ def test_link_faults_drop_duplicate_and_delay_in_order() -> None:
         wire.begin(LinkFaults(drop=0.3, duplicate=0.3, late_s=0.05), "seed")
         send(0, 200)
         wire.end()
-        send(200, 201)  # Not before messages that are still under way.
+        send(200, 201)  # It must not overtake messages that are under way.
         await until(lambda: got[-1:] == [200])
         assert got == sorted(got)
         kept = set(got)

@@ -125,8 +125,8 @@ def test_held_parts_name_ranks_and_layers() -> None:
             device=device("c"), first_layer=4, end_layer=5, start=0, end=1, of=2, replica=True, whole=False
         ),
     )
-    told = [
+    sent = [
         (part.rank, part.layer, part.start, part.end, part.of, part.replica, part.whole)
         for part in make_world_data(PLAN, HOSTS, held).held_parts
     ]
-    assert told == [(2, 2, 1, 2, 2, False, True), (2, 3, 1, 2, 2, False, True), (3, 4, 0, 1, 2, True, False)]
+    assert sent == [(2, 2, 1, 2, 2, False, True), (2, 3, 1, 2, 2, False, True), (3, 4, 0, 1, 2, True, False)]

@@ -23,7 +23,7 @@ SPIN = "print(flush=True)\nwhile True: pass"
 
 @contextlib.contextmanager
 def spinning(count: int, processor: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that all compete for one processor."""
+    """Run processes that all compete for one processor."""
     command = [sys.executable, "-c", SPIN]
     found = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
     try:
@@ -63,8 +63,8 @@ def test_a_starved_process_is_excused_and_a_stopped_one_is_not() -> None:
         if not any(read_scheduling_delays(first.pid).values()):
             pytest.skip("this kernel does not count it")
         began = time.monotonic()
-        told_s = asyncio.run(reported_delay(first.pid, 0.5, PATIENCE_S))
-        assert 0.5 <= told_s <= time.monotonic() - began
+        reported_s = asyncio.run(reported_delay(first.pid, 0.5, PATIENCE_S))
+        assert 0.5 <= reported_s <= time.monotonic() - began
         first.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
         assert asyncio.run(reported_delay(first.pid, 0.1, 1.0)) < 0.1

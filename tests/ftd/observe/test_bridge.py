@@ -100,7 +100,7 @@ def test_an_alert_has_all_fields_of_alertmanager() -> None:
 
 
 class Webhook:
-    """Answers with the given status, or stalls if it is ``stall``."""
+    """An HTTP server that answers with the given status, or stalls if it is ``stall``."""
 
     def __init__(self) -> None:
         self.answer: int | str = 200
@@ -302,7 +302,7 @@ def test_bad_input_is_rejected_in_a_sentence(
 
 
 def test_the_recipe_in_the_documentation_works(start: Start, webhook: Webhook) -> None:
-    """The recipe's filters as they are written, with this webhook and this broker."""
+    """The test uses the recipe's own filters, with this webhook and this broker."""
     [command] = re.findall(r"^ftd bridge (.*)$", PAGE, re.MULTILINE)
     filters = re.findall(r"--filter '([^']+)'", command)
     assert re.sub(r"--filter '[^']+'", "", command).split() == ["--webhook", "http://127.0.0.1:9095/alerts"]

@@ -120,7 +120,7 @@ async def repaired(
             sources[name] = (await stack.enter_async_context(Node(name, root / name))).address
         node = await stack.enter_async_context(Node(owner, root / owner))
 
-        async def mend(held: ArenaSnapshot, part: SnapshotPart, number: int, data: bytes) -> None:
+        async def repair(held: ArenaSnapshot, part: SnapshotPart, number: int, data: bytes) -> None:
             node.arenas.write(held, part, part.block(number)[0], data)
 
         scrubber = Scrubber(
@@ -130,7 +130,7 @@ async def repaired(
             tls=None,
             rate_bytes_s=1e12,
             period_s=60.0,
-            write_block=mend,
+            write_block=repair,
             publish_event=lambda name, _reason, details: reports.append((name, details)),
             on_unrepairable=lambda step: reports.append(("unrepairable", {"step": step})),
         )

@@ -92,7 +92,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-KEEPER = """
+AGENT = """
 import asyncio, sys
 from pathlib import Path
 from ftd.config.daemon import load_daemon_config
@@ -124,7 +124,7 @@ class Host:
         return self.memory / "snapshot-agent.sock"
 
     def start(self) -> None:
-        self.process = self._zygote.start(KEEPER, self.config.with_suffix(".log"), str(self.config))
+        self.process = self._zygote.start(AGENT, self.config.with_suffix(".log"), str(self.config))
         while True:
             with socket.socket(socket.AF_UNIX) as probe:
                 try:
@@ -406,7 +406,7 @@ def test_torchrun_on_two_hosts_survives_the_loss_of_one(world: World) -> None:
     restored = set(re.findall(r"resumes after step (\d+)", agents[1].text))
     assert restored and all(int(step) >= 5 for step in restored)
     # Repeated steps have the same losses as before, so each rank has one loss for each step.
-    told = lost.losses | agents[0].losses | agents[1].losses
-    assert sorted((int(rank), int(step)) for rank, step, _ in told) == [
+    all_losses = lost.losses | agents[0].losses | agents[1].losses
+    assert sorted((int(rank), int(step)) for rank, step, _ in all_losses) == [
         (rank, step) for rank in (0, 1) for step in range(1, 41)
     ]

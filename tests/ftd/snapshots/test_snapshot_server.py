@@ -300,7 +300,7 @@ def test_silent_connections_are_closed_and_bounded(monkeypatch: pytest.MonkeyPat
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Behaviour = Callable[[asyncio.StreamWriter, int, int], Awaitable[None]]
-"""Answers a request for bytes [first, end)."""
+"""Function that answers a request for bytes [first, end)."""
 
 FAKE = SnapshotPart(name=PART, offset=0, size_bytes=SIZE, digest=digest_of(DATA))
 

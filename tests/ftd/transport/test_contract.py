@@ -102,7 +102,10 @@ def test_every_reference_can_be_resolved() -> None:
 
 def test_descriptions_come_from_the_models() -> None:
     schemas = document()["components"]["schemas"]
-    assert "Below 1 while it is a straggler." in schemas["NodeSummary"]["properties"]["speed"]["description"]
+    assert (
+        "below 1 while the node is a straggler."
+        in schemas["NodeSummary"]["properties"]["speed"]["description"]
+    )
     assert schemas["StragglerRecovered"]["properties"]["speed"]["description"].startswith("Relative")
     assert "additionalProperties" not in schemas["NodeLost"]
     assert schemas["StopRequest"]["additionalProperties"] is False

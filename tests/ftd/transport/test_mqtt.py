@@ -290,17 +290,17 @@ def test_nothing_is_delivered_before_the_session_is_up(broker: RunningBroker) ->
             for index in range(20):
                 b.session.publish(f"t/{index}", b"x", retain=True)
             await b.session.flush()
-        told: list[str] = []
+        seen: list[str] = []
         session = MqttSession(
             broker.address,
             client_id="a",
             subscriptions=["t/#"],
-            on_message=lambda topic, *_: told.append(topic),
-            on_connected=lambda: told.append("up"),
+            on_message=lambda topic, *_: seen.append(topic),
+            on_connected=lambda: seen.append("up"),
         )
         task = asyncio.create_task(session.run())
-        await until(lambda: len(told) == 21)
-        assert told[0] == "up"
+        await until(lambda: len(seen) == 21)
+        assert seen[0] == "up"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -58,8 +58,8 @@ def publish(topic: bytes, payload: bytes, number: int = 0, *, retained: bool = F
 
 @dataclass
 class Reader:
-    """Reads as paho and aiomqtt do: one byte, the length byte by byte, the rest; as long as something is
-    pending.
+    """A reader that reads as paho and aiomqtt do: one byte, the length byte by byte, then the rest, while
+    bytes are pending.
     """
 
     pieces: ChunkSocket
@@ -145,7 +145,7 @@ def test_every_packet_is_delivered_complete_and_in_order(packets: list[Any], siz
 
 
 class NarrowSocket(ChunkSocket):
-    """Takes this many bytes at once; 0: it is full."""
+    """A socket that takes this many bytes at once; 0 means that it is full."""
 
     def __init__(self, takes: list[int]) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ _ACTIVE_PHASES = ("RUNNING", "QUIESCING", "RECOVERING")
 
 
 class LiveFrame:
-    """Collects states and events; ``draw`` returns a frame, ``progress_line`` a line for a log."""
+    """A collector of states and events; ``draw`` returns a frame, ``progress_line`` a line for a log."""
 
     def __init__(self, total_steps: int | None) -> None:
         self._total_steps = total_steps

@@ -31,7 +31,7 @@ _MAIN, _COPIER = (0.40, 0.92), (0.10, 0.34)
 _STEP_LABELS = 24
 
 Bar = tuple[float, float, str]
-"""Begin, end, colour."""
+"""Begin, end and colour of a bar."""
 
 
 def plot_trace(rows: Sequence[RankTrace], path: Path, *, name: str) -> None:

@@ -139,7 +139,7 @@ def test_steps_that_arrive_at_once_are_spread_over_their_durations() -> None:
 
 
 class Elements(HTMLParser):
-    """Counts elements and the external resources that they request."""
+    """A parser that counts elements and the external resources that they request."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -176,8 +176,8 @@ def test_a_running_job_is_described_as_running(history: tuple[list[Json], list[J
 
 def test_names_cannot_become_html(history: tuple[list[Json], list[Json]]) -> None:
     events, steps = history
-    spoiled = [events[0] | {"details": events[0]["details"] | {"name": "<script>"}}, *events[1:]]
-    assert "script" not in Elements(render_report_page(build_job_report(JOB, spoiled, steps))).tags
+    hostile = [events[0] | {"details": events[0]["details"] | {"name": "<script>"}}, *events[1:]]
+    assert "script" not in Elements(render_report_page(build_job_report(JOB, hostile, steps))).tags
 
 
 def test_a_job_without_steps_has_a_page_without_an_image(
