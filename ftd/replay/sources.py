@@ -1,4 +1,4 @@
-"""Where the job of a replay comes from: a model card, a measured profile, or a job file."""
+"""Sources of the job of a replay: a model card, a measured profile, or a job file."""
 
 from pathlib import Path
 
