@@ -130,6 +130,13 @@ class _OpenRecovery:
     redone_s: float = 0.0
 
 
+def _only_runs(reaction: Reaction) -> bool:
+    """Return whether a reaction changes nothing but the pace, so that a checkpoint that is being taken goes on."""
+    running = reaction.running
+    keeps_all = reaction.undo == "nothing" and reaction.keep_iterations is None
+    return keeps_all and not reaction.pauses and running is not None and running.checkpoints is not None
+
+
 class _Account:
     """The state of a job in virtual time, and where its time went."""
 
@@ -175,6 +182,9 @@ class _Account:
             self._begin(reaction, lost, added)
 
     def _begin(self, reaction: Reaction, lost: int, added: int) -> None:
+        if self._stalling and _only_runs(reaction):
+            self._running = reaction.running
+            return
         before = self.iterations
         redone_s = self._undo(reaction)
         if reaction.saved_s is not None:

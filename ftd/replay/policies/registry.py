@@ -8,6 +8,7 @@ from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import Parameters
 from ftd.replay.policies.ideal import IdealPolicy
 from ftd.replay.policies.oobleck import make_oobleck
+from ftd.replay.policies.varuna import VarunaPolicy, VarunaWithoutCheckpointsPolicy
 from ftd.replay.policy import RecoveryPolicy
 
 ThroughputSource = Literal["common", "published"]
@@ -18,6 +19,10 @@ for systems for which the model card has constants, those that reproduce the pub
 _MAKERS: dict[str, Callable[[ReplayJob, Parameters, ThroughputSource], RecoveryPolicy]] = {
     "ideal": lambda job, _, __: IdealPolicy(job),
     "oobleck": lambda job, parameters, source: make_oobleck(job, parameters, published=source == "published"),
+    "varuna": lambda job, parameters, source: VarunaPolicy(job, parameters, published=source == "published"),
+    "varuna-no-checkpoints": lambda job, parameters, source: VarunaWithoutCheckpointsPolicy(
+        job, parameters, published=source == "published"
+    ),
 }
 
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
