@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import structlog
 
+from ftd.coordinator.plan_answer import answer_plan
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import (
@@ -30,7 +31,6 @@ from ftd.coordinator.plan_worker import (
     PrecomputeRequest,
     explain,
 )
-from ftd.coordinator.protection_choice import choose_protection
 from ftd.coordinator.speculative_planning import SpeculativePlan, make_plan, plan_likely_losses
 from ftd.driver import Driver
 from ftd.errors import PeerError
@@ -38,8 +38,6 @@ from planner.errors import (
     PlanningError,
     RestoreError,
     SolverError,
-    StateLostError,
-    TooFewNodesError,
 )
 from planner.values import Plan, Situation
 from statemachine.effects import BuildTemplates, CancelTemplates, ComparePlan, ComputePlan, PlanAhead
@@ -355,27 +353,13 @@ class PlanningService:
 
     def _answer(self, effect: ComputePlan) -> Event:
         """Return the plan, or the reason why there is none. Runs in the worker thread."""
-        too_few, needed = False, None
-        lost_layers: tuple[int, ...] = ()
         reason = "no templates were built for this job; this is a bug"
+        planner = self._planner
         try:
-            if self._planner is not None:
-                plan = self._speculative_plan.take(effect.situation)
-                plan = plan or make_plan(self._planner, effect.situation)
-                wish, layers = effect.protection, self._planner.profile.layers
-                return PlanReady(
-                    at=self._driver.now(),
-                    cause=effect.cause,
-                    generation=effect.generation,
-                    plan=plan,
-                    protection=None if wish is None else choose_protection(plan, layers, wish),
+            if planner is not None:
+                return answer_plan(
+                    effect, partial(self._plan_for, planner), planner.profile.layers, self._driver.now
                 )
-        except PlanningError as error:
-            reason = explain(error)
-            if isinstance(error, TooFewNodesError):
-                too_few, needed = True, error.needed
-            elif isinstance(error, StateLostError):
-                lost_layers = error.layers
         except Exception as error:
             _log.exception("plan_failed", generation=effect.generation, cause=effect.cause)
             reason = f"the planner has a bug: {error!r}"
@@ -383,11 +367,12 @@ class PlanningService:
             at=self._driver.now(),
             cause=effect.cause,
             generation=effect.generation,
-            too_few=too_few,
-            needed=needed,
+            too_few=False,
             reason=reason,
-            lost_layers=lost_layers,
         )
+
+    def _plan_for(self, planner: "Planner", situation: Situation) -> Plan:
+        return self._speculative_plan.take(situation) or make_plan(planner, situation)
 
     async def _compare(self, effect: ComparePlan) -> None:
         """Feed the step times of the current plan and of the best one. If there is no better plan, for

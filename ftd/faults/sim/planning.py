@@ -1,10 +1,12 @@
 """The planner of a simulated coordinator: the real one, whose answers take some virtual time."""
 
 from collections.abc import Callable
+from functools import partial
 
+from ftd.coordinator.plan_answer import answer_plan
 from ftd.coordinator.ports import Feed
 from ftd.driver import Driver
-from ftd.faults.sim.plans import plan_event, planner_for
+from ftd.faults.sim.plans import plan_for, planner_for
 from ftd.faults.sim.process import ProcessLoop
 from ftd.faults.sim.world import World
 from planner.errors import PlanningError
@@ -83,4 +85,5 @@ class SimPlanning:
 
     def _plan(self, effect: ComputePlan) -> None:
         assert self._planner is not None, "a plan is asked for after TemplatesReady"
-        self._feed(plan_event(self._planner, effect, self._now()))
+        planner = self._planner
+        self._feed(answer_plan(effect, partial(plan_for, planner), planner.profile.layers, self._now))

@@ -3,12 +3,9 @@
 from functools import lru_cache
 from typing import Any
 
-from ftd.coordinator.protection_choice import choose_protection
-from planner.errors import PlanningError, StateLostError, TooFewNodesError
+from planner.errors import PlanningError
 from planner.planner import Planner
 from planner.values import ModelProfile, Plan, Policy, Situation
-from statemachine.effects import ComputePlan
-from statemachine.events import PlanImpossible, PlanReady
 
 MOST_NODES = 7
 
@@ -46,26 +43,3 @@ def plan_for(planner: Planner, situation: Situation) -> Plan:
     if isinstance(answer, PlanningError):
         raise answer
     return answer
-
-
-def plan_event(planner: Planner, effect: ComputePlan, now: float) -> PlanReady | PlanImpossible:
-    """Return the planner's answer as an event."""
-    generation = effect.generation
-    try:
-        plan = plan_for(planner, effect.situation)
-    except PlanningError as error:
-        return PlanImpossible(
-            at=now,
-            cause=effect.cause,
-            generation=generation,
-            too_few=isinstance(error, TooFewNodesError),
-            reason=str(error),
-            lost_layers=error.layers if isinstance(error, StateLostError) else (),
-        )
-    protection_request = effect.protection
-    choice = (
-        None
-        if protection_request is None
-        else choose_protection(plan, planner.profile.layers, protection_request)
-    )
-    return PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan, protection=choice)

@@ -6,6 +6,7 @@ from typing import Literal
 from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import Parameters
+from ftd.replay.policies.ftd import make_ftd
 from ftd.replay.policies.ideal import IdealPolicy
 from ftd.replay.policies.oobleck import make_oobleck
 from ftd.replay.policies.varuna import VarunaPolicy, VarunaWithoutCheckpointsPolicy
@@ -18,6 +19,7 @@ for systems for which the model card has constants, those that reproduce the pub
 
 _MAKERS: dict[str, Callable[[ReplayJob, Parameters, ThroughputSource], RecoveryPolicy]] = {
     "ideal": lambda job, _, __: IdealPolicy(job),
+    "ftd": lambda job, parameters, _: make_ftd(job, parameters),
     "oobleck": lambda job, parameters, source: make_oobleck(job, parameters, published=source == "published"),
     "varuna": lambda job, parameters, source: VarunaPolicy(job, parameters, published=source == "published"),
     "varuna-no-checkpoints": lambda job, parameters, source: VarunaWithoutCheckpointsPolicy(

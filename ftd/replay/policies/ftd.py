@@ -1,0 +1,147 @@
+"""``ftd``: this system, with its real cluster machine and its real planner in virtual time.
+
+Every change goes through the coordinator's state machine (``ftd.replay.virtual_cluster``): a loss is detected,
+survivors stop and report, the planner compares layouts by what they cost until the next failure, the group forms
+and state moves; nodes that come or announce their end are taken in or out at a step boundary. If no copy of a layer
+is alive, the newest snapshot in host memory that can be decoded is restored, or else the newest persistent
+checkpoint.
+
+Assumptions: an aborted step is computed again (a step that some rank has committed rolls forward in reality); the
+durations of the phases are constants, measured on real recoveries; state moves at the rate of one device's link, the
+busiest device first (``planner.changes.tradeoff``); the time of a step is the planner's estimate.
+"""
+
+from collections.abc import Sequence
+
+from ftd.replay.job import ReplayJob
+from ftd.replay.parameters import Parameters
+from ftd.replay.policy import (
+    Change,
+    Checkpoints,
+    Pause,
+    PolicyExcluded,
+    Reaction,
+    RecoveryPolicy,
+    Running,
+)
+from ftd.replay.virtual_cluster import FtdParameters, Segment, VirtualCluster
+
+_COMMIT_DELAY_S = 1e-3
+"""Time after the end of a step at which its commit is looked for."""
+
+
+class FtdPolicy(RecoveryPolicy):
+    """This system, with its real cluster machine and its real planner."""
+
+    name = "ftd"
+
+    def __init__(self, job: ReplayJob, parameters: FtdParameters) -> None:
+        self._parameters = parameters
+        self._job = job
+        self._cluster = VirtualCluster(job, parameters)
+        self._present = 0
+
+    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+        """Return how the job runs on the first nodes; it waits if they are too few."""
+        self._cluster.start(nodes)
+        self._present = len(nodes)
+        running = self._running()
+        self._wake(running_since_s=0.0)
+        return Reaction(running=running)
+
+    def change(self, change: Change) -> Reaction | None:
+        """Return how the cluster recovers from a change, or goes on after it."""
+        cluster, before = self._cluster, self._cluster.plan
+        self._present = len(change.nodes)
+        cluster.now = change.at_s
+        cluster.committed(change.iterations, change.at_s + change.boundary_s)
+        cluster.leave(change.leaving)
+        cluster.lose(change.removed)
+        cluster.add(change.added)
+        segments = self._follow(change)
+        if cluster.failed:
+            return self._submit_again(change, segments)
+        after_s = segments.pop(0).seconds if segments and segments[0].use == "running" else 0.0
+        pauses = tuple(
+            Pause(category=one.use, seconds=one.seconds) for one in segments if one.use != "running"
+        )
+        if cluster.plan is not None and cluster.plan is before and not pauses:
+            self._wake(running_since_s=change.at_s + change.boundary_s - before.estimated_iteration_s)
+            return None
+        self._wake(running_since_s=cluster.now)
+        return Reaction(
+            pauses=pauses,
+            running=self._running(),
+            undo="iteration" if change.running and not after_s else "nothing",
+            keep_iterations=cluster.take_rollback(),
+            after_s=after_s,
+        )
+
+    def _follow(self, change: Change) -> list[Segment]:
+        """Advance the cluster until it trains or waits, or until the next change, and return what it did."""
+        cluster, segments = self._cluster, list[Segment]()
+        while (next_s := cluster.next_s) is not None and next_s <= change.at_s:
+            cluster.advance(change.until_s)
+        while cluster.now < change.until_s and not cluster.failed:
+            use = cluster.use
+            if (use == "running" and not cluster.is_stopping) or (
+                use == "waiting" and cluster.next_s is None
+            ):
+                break
+            begin_s = cluster.now
+            cluster.advance(change.until_s)
+            if cluster.now == begin_s:
+                continue
+            seconds = cluster.now - begin_s
+            if segments and segments[-1].use == use:
+                seconds += segments.pop().seconds
+            segments.append(Segment(use=use, seconds=seconds))
+        return segments
+
+    def _submit_again(self, change: Change, segments: Sequence[Segment]) -> Reaction:
+        """Start the job from its beginning, since it has lost its state and has no checkpoint yet."""
+        pauses = [Pause(category=one.use, seconds=one.seconds) for one in segments if one.use != "running"]
+        pauses.append(Pause(category="restarting", seconds=self._parameters.prepare_s))
+        begin_s = change.at_s + sum(pause.seconds for pause in pauses)
+        self._cluster = VirtualCluster(self._job, self._parameters)
+        self._cluster.start(change.nodes, begin_s)
+        self._wake(running_since_s=begin_s)
+        return Reaction(pauses=tuple(pauses), running=self._running(), undo="iteration", keep_iterations=0)
+
+    def _running(self) -> Running | None:
+        plan, parameters = self._cluster.plan, self._parameters
+        if plan is None:
+            return None
+        best_s = self._job.iteration_s(self._present) or plan.estimated_iteration_s
+        checkpoints = None
+        if parameters.snapshot_every and parameters.snapshot_stall_s:
+            checkpoints = Checkpoints(
+                every_iterations=parameters.snapshot_every, stall_s=parameters.snapshot_stall_s
+            )
+        return Running(
+            iteration_s=plan.estimated_iteration_s,
+            samples=self._job.samples,
+            efficiency=min(1.0, best_s / plan.estimated_iteration_s),
+            checkpoints=checkpoints,
+        )
+
+    def _wake(self, running_since_s: float) -> None:
+        """Note when to react next: at the cluster's next event, or after the first commit of a group.
+
+        :param running_since_s: time of the beginning of the iteration in flight.
+        """
+        cluster = self._cluster
+        times = [] if cluster.next_s is None else [cluster.next_s]
+        if cluster.plan is not None and cluster.awaits_commit:
+            times.append(running_since_s + cluster.plan.estimated_iteration_s + _COMMIT_DELAY_S)
+        self.wake_at_s = min(times, default=None)
+
+
+def make_ftd(job: ReplayJob, parameters: Parameters) -> FtdPolicy:
+    """Return the policy for one trace.
+
+    :raises PolicyExcluded: the job is of a kind that the virtual cluster does not have.
+    """
+    if job.policy.zero1:
+        raise PolicyExcluded("optimizer state in parts (ZeRO-1) is not replayed")
+    return FtdPolicy(job, parameters.section("ftd", FtdParameters))
