@@ -25,7 +25,7 @@ from ftd.replay.policy import Category
 from planner.values import Device, Plan
 from statemachine.cluster.machine import ClusterEvent, ClusterMachine
 from statemachine.cluster.rules import owned_layers
-from statemachine.cluster.state import STEPS, TICK
+from statemachine.cluster.state import JOIN, STEPS, TICK
 from statemachine.effects import (
     BroadcastCommand,
     BuildTemplates,
@@ -74,6 +74,9 @@ from statemachine.messages.values import (
     Vote,
 )
 from statemachine.timing import Timing
+
+COMMIT_DELAY_S = 1e-3
+"""Time after the end of a step at which its commit is looked for."""
 
 _CAUSE = "replay"
 _ENDLESS_STEPS = 10**12
@@ -398,6 +401,9 @@ class VirtualCluster:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case SetTimer(name=name, delay_s=delay_s) if name not in (TICK, STEPS):
+                if name == JOIN and self.awaits_commit:
+                    # The machine would set it again and again until the group has committed its first step.
+                    delay_s = max(delay_s, self._boundary_s + COMMIT_DELAY_S - self.now)
                 self._timers[name] = self._push(delay_s, _Timer(name, self._fire))
             case CancelTimer(name=name):
                 self._timers.pop(name, None)

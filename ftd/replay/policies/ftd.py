@@ -24,10 +24,7 @@ from ftd.replay.policy import (
     RecoveryPolicy,
     Running,
 )
-from ftd.replay.virtual_cluster import FtdParameters, Segment, VirtualCluster
-
-_COMMIT_DELAY_S = 1e-3
-"""Time after the end of a step at which its commit is looked for."""
+from ftd.replay.virtual_cluster import COMMIT_DELAY_S, FtdParameters, Segment, VirtualCluster
 
 
 class FtdPolicy(RecoveryPolicy):
@@ -133,7 +130,7 @@ class FtdPolicy(RecoveryPolicy):
         cluster = self._cluster
         times = [] if cluster.next_s is None else [cluster.next_s]
         if cluster.plan is not None and cluster.awaits_commit:
-            times.append(running_since_s + cluster.plan.estimated_iteration_s + _COMMIT_DELAY_S)
+            times.append(running_since_s + cluster.plan.estimated_iteration_s + COMMIT_DELAY_S)
         self.wake_at_s = min(times, default=None)
 
 
