@@ -49,7 +49,7 @@ class FtdPolicy(RecoveryPolicy):
     def change(self, change: Change) -> Reaction | None:
         """Return how the cluster recovers from a change, or goes on after it."""
         cluster, before = self._cluster, self._cluster.plan
-        self._present = len(change.nodes)
+        present, self._present = self._present, len(change.nodes)
         cluster.now = change.at_s
         cluster.committed(change.iterations, change.at_s + change.boundary_s)
         cluster.leave(change.leaving)
@@ -64,7 +64,8 @@ class FtdPolicy(RecoveryPolicy):
         )
         if cluster.plan is not None and cluster.plan is before and not pauses:
             self._wake(running_since_s=change.at_s + change.boundary_s - before.estimated_iteration_s)
-            return None
+            # Only the share of the present nodes that the plan uses may have changed.
+            return None if present == self._present else Reaction(running=self._running())
         self._wake(running_since_s=cluster.now)
         return Reaction(
             pauses=pauses,

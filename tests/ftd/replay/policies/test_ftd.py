@@ -1,0 +1,152 @@
+"""ftd in virtual time: each kind of change takes the phases that it takes in reality, and loses what it must."""
+
+from functools import cache
+
+import pytest
+
+from ftd.replay.job import ReplayJob
+from ftd.replay.outcome import Outcome
+from ftd.replay.policies.ftd import FtdPolicy
+from ftd.replay.replay import replay
+from ftd.replay.traces.trace import Trace, TraceEvent
+from ftd.replay.virtual_cluster import FtdParameters, VirtualCluster
+from planner.values import LayerProfile, Link, ModelProfile, Policy
+
+PARAMETERS = FtdParameters(
+    detect_s=1.0,
+    quiesce_s=2.0,
+    plan_s=3.0,
+    rendezvous_s=4.0,
+    prepare_s=20.0,
+    restore_bytes_per_s=1e6,
+    storage_bytes_per_s=1e3,
+    snapshot_every=5,
+    snapshot_stall_s=0.0,
+    snapshot_write_s=0.1,
+    protection="auto",
+    checkpoint_every=50,
+)
+STATE_BYTES = 6000
+LAYERS = 4
+
+
+@cache
+def job() -> ReplayJob:
+    """Return a job of four layers, of which two fit on a node."""
+    layer = LayerProfile(
+        forward_ms=100.0,
+        backward_ms=200.0,
+        parameter_bytes=2000,
+        gradient_bytes=2000,
+        optimizer_bytes=4000,
+        activation_bytes=1000,
+        output_bytes=500,
+    )
+    return ReplayJob(
+        name="small",
+        source="this test",
+        profile=ModelProfile(layers=(layer,) * LAYERS, microbatch_rows=2, link=Link(bytes_per_s=1e6)),
+        policy=Policy(global_batch=24, microbatch_rows=2, device_memory_bytes=30_000),
+    )
+
+
+def run(nodes: int, *events: TraceEvent, end_s: float = 1000.0) -> Outcome:
+    start = tuple(TraceEvent(at_s=0.0, kind="add", node=f"n{i}") for i in range(nodes))
+    trace = Trace(name="test", source="this test", events=(*start, *events), end_s=end_s)
+    outcome = replay(FtdPolicy(job(), PARAMETERS), trace)
+    assert sum(outcome.seconds.values()) == pytest.approx(end_s)
+    return outcome
+
+
+def remove(at_s: float, *nodes: str, notice_s: float = 0.0) -> tuple[TraceEvent, ...]:
+    return tuple(TraceEvent(at_s=at_s, kind="remove", node=node, notice_s=notice_s) for node in nodes)
+
+
+def add(at_s: float, *nodes: str) -> tuple[TraceEvent, ...]:
+    return tuple(TraceEvent(at_s=at_s, kind="add", node=node) for node in nodes)
+
+
+def step_s(nodes: int) -> float:
+    found = job().iteration_s(nodes)
+    assert found is not None
+    return found
+
+
+def test_a_loss_takes_the_phases_of_a_recovery_and_one_step() -> None:
+    outcome = run(4, *remove(500.0, "n1"))
+    in_flight_s = 500.0 % step_s(4)
+    [recovery] = outcome.recoveries
+    assert recovery.seconds["detecting"] == pytest.approx(1.0)
+    assert recovery.seconds["planning"] == pytest.approx(2.0 + 3.0)
+    assert recovery.seconds["restarting"] == pytest.approx(4.0)
+    # Three nodes keep one pipeline of three: state of one layer moves to each of its nodes at most.
+    assert 0 < recovery.seconds["moving"] <= 2 * STATE_BYTES / 1e6
+    assert outcome.seconds["redone"] == pytest.approx(in_flight_s)
+    after_s = 500.0 - sum(recovery.seconds.values())
+    assert outcome.iterations == int(500.0 / step_s(4)) + int(after_s / step_s(3))
+
+
+def test_a_node_that_joins_is_taken_in_at_a_boundary_without_loss() -> None:
+    outcome = run(4, *remove(500.0, "n1"), *add(600.0, "n1"))
+    join = outcome.recoveries[-1]
+    assert join.at_s >= 600.0 + PARAMETERS.prepare_s
+    assert join.redone_s == pytest.approx(0.0, abs=1e-6)
+    assert join.seconds.keys() == {"planning", "restarting", "moving"}
+    assert join.seconds["planning"] == pytest.approx(3.0)
+    assert outcome.seconds["redone"] == pytest.approx(500.0 % step_s(4))
+
+
+def test_a_node_that_announces_its_removal_leaves_at_a_boundary_without_loss() -> None:
+    outcome = run(4, *remove(500.0, "n1", notice_s=100.0))
+    [recovery] = outcome.recoveries
+    assert 400.0 <= recovery.at_s <= 400.0 + step_s(4) + 1
+    assert "detecting" not in recovery.seconds
+    assert outcome.seconds["redone"] == pytest.approx(0.0, abs=1e-6)
+    # Until its end the node is paid for and does not compute.
+    assert 0 < outcome.seconds["reduced"] < 100.0
+
+
+def test_a_loss_during_a_recovery_starts_it_again() -> None:
+    once, twice = run(4, *remove(500.0, "n1")), run(4, *remove(500.0, "n1"), *remove(505.0, "n2"))
+    assert [r.at_s for r in twice.recoveries] == [500.0, 505.0]
+    assert twice.seconds["redone"] == pytest.approx(once.seconds["redone"])
+    assert twice.seconds["detecting"] == pytest.approx(2.0)
+    assert twice.seconds["planning"] == pytest.approx(4.0 + 5.0)
+
+
+def test_state_that_no_node_holds_comes_from_the_newest_checkpoint() -> None:
+    outcome = run(4, *remove(500.0, "n0", "n1", "n2"), *add(600.0, "n0"))
+    committed = int(500.0 / step_s(4))
+    back_to = committed // 50 * 50
+    assert outcome.seconds["redone"] == pytest.approx(500.0 - back_to * step_s(4))
+    assert outcome.seconds["moving"] == pytest.approx(LAYERS * STATE_BYTES / 1e3)
+    trains_s = 1000.0 - outcome.recoveries[-1].at_s - sum(outcome.recoveries[-1].seconds.values())
+    assert outcome.iterations == back_to + int(trains_s / step_s(2))
+
+
+def test_a_single_pipeline_continues_from_a_copy_of_its_snapshot() -> None:
+    outcome = run(4, *remove(300.0, "n3"), *remove(400.0, "n2"), *add(450.0, "n4"), *remove(700.0, "n0"))
+    last = outcome.recoveries[-1]
+    assert last.at_s == pytest.approx(700.0)
+    assert outcome.seconds["waiting"] == 0.0
+    # The step in flight, and at most the steps since the newest snapshot.
+    assert step_s(3) < last.redone_s < (PARAMETERS.snapshot_every + 1) * step_s(3)
+
+
+def test_a_job_with_too_few_nodes_waits_and_goes_on_when_one_comes() -> None:
+    outcome = run(4, *remove(500.0, "n1", "n2", "n3"), *add(700.0, "n1"))
+    assert outcome.seconds["waiting"] > 190.0
+    assert outcome.spans[-1].begin_s > 720.0
+    too_few = run(3, *remove(500.0, "n2"))
+    assert too_few.iterations == 0 and too_few.seconds["waiting"] == pytest.approx(1000.0)
+
+
+def test_the_loss_of_a_node_that_no_plan_uses_interrupts_nothing() -> None:
+    # Twelve microbatches of four layers keep 48 nodes busy at most.
+    nodes = [f"n{i}" for i in range(50)]
+    cluster = VirtualCluster(job(), PARAMETERS)
+    cluster.start(nodes)
+    assert cluster.plan is not None and cluster.plan.idle_nodes
+    outcome = run(len(nodes), *remove(500.0, cluster.plan.idle_nodes[0]))
+    assert outcome.iterations == run(len(nodes)).iterations
+    assert outcome.recoveries == ()
