@@ -131,7 +131,7 @@ class _VirtualNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What the cluster did in a span of time; ``running`` is no category but the time in which steps commit."""
+    """Span of time with one use; ``running``, the time in which steps commit, is no category."""
 
     use: Category | Literal["running"]
     seconds: float
