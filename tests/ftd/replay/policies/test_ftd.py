@@ -108,7 +108,8 @@ def test_a_node_that_announces_its_removal_leaves_at_a_boundary_without_loss() -
 
 def test_a_loss_during_a_recovery_starts_it_again() -> None:
     once, twice = run(4, *remove(500.0, "n1")), run(4, *remove(500.0, "n1"), *remove(505.0, "n2"))
-    assert [r.at_s for r in twice.recoveries] == [500.0, 505.0]
+    [recovery] = twice.recoveries
+    assert (recovery.at_s, recovery.lost) == (500.0, 2)
     assert twice.seconds["redone"] == pytest.approx(once.seconds["redone"])
     assert twice.seconds["detecting"] == pytest.approx(2.0)
     assert twice.seconds["planning"] == pytest.approx(4.0 + 5.0)
@@ -120,7 +121,8 @@ def test_state_that_no_node_holds_comes_from_the_newest_checkpoint() -> None:
     back_to = committed // 50 * 50
     assert outcome.seconds["redone"] == pytest.approx(500.0 - back_to * step_s(4))
     assert outcome.seconds["moving"] == pytest.approx(LAYERS * STATE_BYTES / 1e3)
-    trains_s = 1000.0 - outcome.recoveries[-1].at_s - sum(outcome.recoveries[-1].seconds.values())
+    assert outcome.recoveries[-1].rolled_back
+    trains_s = 1000.0 - outcome.spans[-1].begin_s
     assert outcome.iterations == back_to + int(trains_s / step_s(2))
 
 
