@@ -8,7 +8,8 @@ pipelines            which pipelines a number of nodes forms, and the microbatch
 precomputed          all of that as values, computed before the first failure
 changes              after a failure or a join: layouts, the choice among them, slots, transfers, stragglers
 reasons, describe    for people; preview, timeline: for ``ftd plan``
-intervals            how often to take snapshots
+intervals            how often to take snapshots and to write checkpoints
+state_loss           how often no memory holds the state any more
 reliability          how long state in memory is safe, and which f to buy
 
 An example:

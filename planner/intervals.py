@@ -1,4 +1,5 @@
-"""Number of steps from one snapshot in memory to the next: time lost to copying against work that is repeated.
+"""Number of steps from one snapshot in memory to the next, and from one persistent checkpoint to the next:
+time lost to saving against work that is repeated.
 
 A failure that live replicas do not cover undoes the steps after the newest snapshot. With a snapshot after
 every k steps of s seconds, each of which costs C seconds of training, work proceeds in pieces of k·s
@@ -20,6 +21,11 @@ because then losing nothing is worth more than that share.
 
 M is the expected time to the next failure of any node. Most failures are covered by live replicas, so the
 interval errs on the side of short ones.
+
+A persistent checkpoint matters only if no memory holds the state any more, so for checkpoints M is the
+expected time to that (``state_loss``), and C what one checkpoint costs training, which continues while it is
+written. Often that is next to nothing. Then the storage sets the bound: writes are apart by a multiple of
+the time that one takes.
 """
 
 import math
@@ -29,22 +35,28 @@ KEEP_INTERVAL_WITHIN = 1.1
 """An interval stays while it loses at most this factor times what the best one loses: near the optimum the
 curve is flat, and measurements vary.
 """
-CHEAP_WITHIN = 1.5
-"""Snapshots after every step stay until a snapshot costs this factor times the share for which they were
-chosen.
+EXCEED_WITHIN = 1.5
+"""A bound with a hysteresis holds until it is exceeded by this factor: the share of a step up to which a
+snapshot is cheap, and the least time between two checkpoints.
+"""
+KEEP_CHECKPOINTS_WITHIN = 1e-3
+"""An interval of checkpoints stays while the best one saves less than this share of all time."""
+WRITE_PERIODS = 10
+"""A checkpoint begins at least this many times the duration of a write after the one before, so that storage,
+which other jobs use too, is busy for a tenth of the time at most.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotCost:
+class IntervalCost:
     """Measurements and assumptions from which an interval is chosen."""
 
     step_s: float
     """Time of a step without a snapshot."""
     cost_s: float
-    """Training time that one snapshot takes."""
+    """Training time that one snapshot or checkpoint takes."""
     horizon_s: float
-    """Expected time to the next failure, M."""
+    """Expected time until it is needed, M."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +67,7 @@ class IntervalChoice:
     reason: str
 
 
-def lost_share(every_steps: int, cost: SnapshotCost) -> float:
+def lost_share(every_steps: int, cost: IntervalCost) -> float:
     """Return lost(k) of the module's docstring; infinite if a piece is never expected to end."""
     work_s = every_steps * cost.step_s
     exponent = (work_s + cost.cost_s) / cost.horizon_s
@@ -64,7 +76,7 @@ def lost_share(every_steps: int, cost: SnapshotCost) -> float:
     return cost.horizon_s * math.expm1(exponent) / work_s - 1
 
 
-def best_interval(cost: SnapshotCost, most: int) -> int:
+def best_interval(cost: IntervalCost, most: int) -> int:
     """Return the integer k from 1 to ``most`` that loses least."""
     low, high = 0.0, cost.horizon_s
     for _ in range(200):
@@ -80,7 +92,7 @@ def best_interval(cost: SnapshotCost, most: int) -> int:
 
 
 def choose_interval(
-    cost: SnapshotCost, *, present: int, most: int, cheap_share: float, settled: bool = True
+    cost: IntervalCost, *, present: int, most: int, cheap_share: float, settled: bool = True
 ) -> IntervalChoice:
     """Return the interval to continue with: ``present`` unless another one is worth the change.
 
@@ -90,7 +102,7 @@ def choose_interval(
     """
     share = cost.cost_s / cost.step_s
     what = f"a snapshot costs {_ms(cost.cost_s)} of a step of {_ms(cost.step_s)} ({share:.2%})"
-    limit = cheap_share * (CHEAP_WITHIN if settled and present == 1 else 1.0)
+    limit = cheap_share * (EXCEED_WITHIN if settled and present == 1 else 1.0)
     if share <= limit:
         lost = lost_share(1, cost)
         return IntervalChoice(every_steps=1, lost_share=lost, reason=f"{what}: cheap enough for every step")
@@ -104,6 +116,32 @@ def choose_interval(
     )
     if best != present:
         reason += f", every {present} would lose {kept:.2%}"
+    return IntervalChoice(every_steps=best, lost_share=lost, reason=reason)
+
+
+def choose_checkpoint_interval(
+    cost: IntervalCost, *, present: int, least: int, most: int, write_s: float, settled: bool = True
+) -> IntervalChoice:
+    """Return the interval of persistent checkpoints to continue with: ``present`` unless another one is worth
+    the change.
+
+    :param present: the interval so far.
+    :param least: shortest possible interval, that of the snapshots from which checkpoints are made.
+    :param write_s: time from the order of a checkpoint until it is complete.
+    :param settled: whether ``present`` was chosen from measurements too; if not, the best one is taken.
+    """
+    spaced = math.ceil(WRITE_PERIODS * write_s / cost.step_s)
+    bound = min(max(least, spaced), most)
+    best = max(best_interval(cost, most), bound)
+    kept, lost = lost_share(present, cost), lost_share(best, cost)
+    allowed = max(KEEP_INTERVAL_WITHIN * lost, lost + KEEP_CHECKPOINTS_WITHIN)
+    if settled and bound <= EXCEED_WITHIN * present and present <= most and kept <= allowed:
+        best, lost = present, kept
+    reason = (
+        f"a checkpoint costs {_span(cost.cost_s)} of training and takes {_span(write_s)} to write, and memory "
+        f"is expected to lose the state every {_span(cost.horizon_s)}: every {best} steps loses {lost:.2%} of "
+        "the time"
+    )
     return IntervalChoice(every_steps=best, lost_share=lost, reason=reason)
 
 

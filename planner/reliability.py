@@ -24,6 +24,7 @@ from scipy.optimize import brentq
 from scipy.stats import binom
 
 from planner.errors import InfeasibleError
+from planner.state_loss import loss_rate
 
 Reading = Literal["figure", "printed"]
 """Eq. 5 as Figure 8 was drawn with, or as printed, with the factor P_re^k."""
@@ -174,15 +175,12 @@ def daly_days(cost_days: float, mean_to_loss_days: float) -> float:
 
 def loss_rate_per_day(nodes: int, tolerated: int, law: FailureDistribution, repair_days: float) -> float:
     """Return the rate per day at which more than ``tolerated`` of these nodes are lost before the first of
-    them is replaced.
+    them is replaced (``state_loss.loss_rate``).
 
-    Each failure opens a window of ``repair_days``; it is a loss if ``tolerated`` others or more fail in
-    it. Nodes fail at their long-run rate 1 / mean (renewal theory), whatever the shape. The result is an
-    upper bound, because overlapping windows are counted one by one.
+    Nodes fail at their long-run rate 1 / mean (renewal theory), whatever the shape.
     """
     rate = 1 / law.mean_days if math.isfinite(law.mean_days) else 0.0
-    others = float(binom.sf(tolerated - 1, nodes - 1, -math.expm1(-rate * repair_days)))
-    return nodes * rate * others
+    return loss_rate(nodes, tolerated, rate, repair_days)
 
 
 def smallest_tolerance(

@@ -7,6 +7,7 @@ import msgspec
 from ftd.config.validation import require_positive
 from ftd.errors import ConfigurationError
 from ftd.transport.wire.public import CheckpointData
+from statemachine.cluster.snapshots.checkpoint_intervals import FIRST_EVERY_STEPS
 from statemachine.messages.values import CheckpointPolicy, SnapshotPolicy
 
 
@@ -40,11 +41,14 @@ def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
         raise ConfigurationError(
             "the checkpoint interval is missing",
             field="checkpoint.every_steps",
-            remedy="write for example every_steps = 1000 under [checkpoint], or remove url to write no checkpoints",
+            remedy='write every_steps = "auto" or a number of steps such as 1000 under [checkpoint], or remove url to '
+            "write no checkpoints",
         )
-    if table.every_steps < 1:
+    if table.every_steps != "auto" and table.every_steps < 1:
         raise ConfigurationError(
-            f"{table.every_steps} is not allowed", field="checkpoint.every_steps", remedy="write 1 or more"
+            f"{table.every_steps} is not allowed",
+            field="checkpoint.every_steps",
+            remedy="write 1 or more, or auto",
         )
     require_positive(table.keep, "checkpoint.keep")
     if not snapshots:
@@ -95,4 +99,8 @@ def checkpoint_policy(data: CheckpointData, snapshot: SnapshotPolicy) -> Checkpo
     :raises ConfigurationError: a value is wrong; the error names the field and the remedy.
     """
     check_checkpoint(data, snapshots=snapshot.every_steps > 0)
-    return CheckpointPolicy(**msgspec.structs.asdict(data))
+    auto = data.every_steps == "auto"
+    every_steps = FIRST_EVERY_STEPS if data.every_steps == "auto" else data.every_steps
+    return CheckpointPolicy(
+        **msgspec.structs.asdict(data) | {"every_steps": every_steps, "auto_interval": auto}
+    )

@@ -24,6 +24,8 @@ class Exposure:
     """Losses that interrupted training. Those during one recovery count as one, since no plan would have
     outlived fewer.
     """
+    state_losses: int = 0
+    """Those of them after which no memory held the state, so that the job returned to a persistent checkpoint."""
     node_s: float = 0.0
     """Time under past plans, summed over their nodes, in seconds."""
     nodes: int = 0
@@ -39,9 +41,10 @@ class Exposure:
         self.node_s += self.nodes * max(0.0, at - self.since)
         self.nodes = 0
 
-    def horizon_s(self, nodes: int) -> float:
+    def horizon_s(self, nodes: int, at: float) -> float:
         """Return the expected time to the next failure among so many nodes, in seconds, rounded to two digits:
         more are not known.
         """
-        lived_s = PRIOR_FAILURES * PRIOR_NODE_S + self.node_s
+        running_s = self.nodes * max(0.0, at - self.since)
+        lived_s = PRIOR_FAILURES * PRIOR_NODE_S + self.node_s + running_s
         return float(f"{lived_s / (PRIOR_FAILURES + self.failures) / nodes:.2g}")

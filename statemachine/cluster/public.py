@@ -114,6 +114,8 @@ def _checkpoint(c: Cluster) -> dict[str, Any] | None:
         "step": newest.step if newest is not None else None,
         "size_bytes": newest.size_bytes if newest is not None else 0,
         "writing_step": writing.record.step if writing is not None else None,
+        "every_steps": job.checkpoint.every_steps,
+        "auto_interval": job.checkpoint.auto_interval,
     }
 
 

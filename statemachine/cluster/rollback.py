@@ -270,6 +270,9 @@ def roll_back(c: Cluster, state: Planning) -> None:
     c.lineage = state.generation
     if state.checkpoint is not None:
         persisting.discard_after(c, state.checkpoint)
+        # A job that begins from a checkpoint lost nothing, and a second try returns from the same loss.
+        if c.resumption is not None and state.recovery.tier != "persistent":
+            c.exposure.state_losses += 1
         c.snapshots = JobSnapshots()
     c.snapshots.last_order_step = target.step
     for node in c.nodes.values():

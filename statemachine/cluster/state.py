@@ -275,7 +275,8 @@ class Cluster:
         """Return the time until the next failure among so many nodes that plans assume."""
         if self.job is None or nodes < 1:
             return None
-        return self.job.horizon_s if self.job.horizon_s is not None else self.exposure.horizon_s(nodes)
+        given_s = self.job.horizon_s
+        return given_s if given_s is not None else self.exposure.horizon_s(nodes, self.at)
 
     def heard_at(self, node: NodeMachine) -> float:
         """Return the time from which the silence of this node counts."""

@@ -131,15 +131,13 @@ class SnapshotPolicy(Struct, frozen=True, kw_only=True):
     """Choose a protection with every plan; ``protection`` is the last choice."""
 
 
-class CheckpointPolicy(Struct, frozen=True, kw_only=True):
-    """Persistent checkpoints of a job. Paths are relative to the job file in a job file, and absolute in a
-    job.
+class CheckpointOptions(Struct, frozen=True, kw_only=True):
+    """Keys that a job file and a job share about persistent checkpoints. Paths are relative to the
+    job file in a job file, and absolute in a job.
     """
 
     url: str = ""
     """A directory, relative to the job file, or a URL of fsspec, that the coordinator and all nodes can reach."""
-    every_steps: int = 0
-    """Write the first snapshot that is so many steps after the last checkpoint as a checkpoint."""
     keep: int = 3
     """Complete checkpoints to retain; older ones are removed."""
     resume: bool = True
@@ -148,6 +146,15 @@ class CheckpointPolicy(Struct, frozen=True, kw_only=True):
     """Export the first checkpoint that is so many steps after the last exported one for from_pretrained too."""
     huggingface_directory: str = ""
     """A directory for these exports, relative to the job file, that every coordinator can reach."""
+
+
+class CheckpointPolicy(CheckpointOptions, frozen=True, kw_only=True):
+    """Persistent checkpoints of a job."""
+
+    every_steps: int = 0
+    """Write the first snapshot that is so many steps after the last checkpoint as a checkpoint; 0: write none."""
+    auto_interval: bool = False
+    """Treat ``every_steps`` as a first value and then derive it from measurements (``checkpoint_intervals``)."""
 
 
 class WandbPolicy(Struct, frozen=True, kw_only=True):

@@ -53,9 +53,9 @@ GROUPS = (
 )
 
 
-def writing_job(steps: int = 40, every_steps: int = 4) -> Job:
+def writing_job(steps: int = 40, every_steps: int = 4, *, auto_interval: bool = False) -> Job:
     plain = job(steps=steps, snapshot=SnapshotPolicy(every_steps=2, protection="aec"))
-    policy = CheckpointPolicy(url="/checkpoints", every_steps=every_steps)
+    policy = CheckpointPolicy(url="/checkpoints", every_steps=every_steps, auto_interval=auto_interval)
     return Job(
         job_id=plain.job_id,
         name=plain.name,
@@ -95,8 +95,8 @@ class Writing(Coordination):
         for name in NODES:
             self.quiesced(name, 1, report())
 
-    def train(self, steps: int = 40) -> None:
-        self.begin(steps)
+    def train(self, steps: int = 40, **policy: Any) -> None:
+        self.begin(steps, **policy)
         self.plan()
         for name in NODES:
             self.resumed(name, 1)

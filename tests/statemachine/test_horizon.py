@@ -122,7 +122,8 @@ def test_the_expected_time_survives_a_restart_and_ends_with_the_job() -> None:
     again.feed(StopRequested, request="s", job="job-1")
     assert again.one(CancelTemplates).job_id == "job-1"
     again.feed(SubmitRequested, request="r2", job=replace(job(), job_id="job-2"))
-    assert machine.durable_state()["exposure"] == {"failures": 0, "node_s": 0.0, "nodes": 0, "since": 0.0}
+    begun = {"failures": 0, "state_losses": 0, "node_s": 0.0, "nodes": 0, "since": 0.0}
+    assert machine.durable_state()["exposure"] == begun
 
 
 def test_a_journal_without_exposure_counts_no_failures() -> None:

@@ -260,6 +260,7 @@ def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:
     restore = s.commands(Resume)[0].command.restore
     assert (restore.url, restore.job_name, restore.step) == ("/checkpoints", "tiny", 5)
     assert s.machine.snapshot is None
+    assert s.machine.durable_state()["exposure"]["state_losses"] == 1
     # A node finds a corrupt byte: the next older one.
     s.say("node-1", RestoreFailed(generation=generation, detail="layer 2 is damaged", corrupt=True))
     assert s.events("CheckpointSkipped")[0].step == 5
@@ -283,6 +284,7 @@ def test_a_job_begins_from_a_checkpoint() -> None:
     resume: Resume = s.commands(Resume)[0].command
     assert (resume.step, resume.vote, resume.lineage) == (7, vote(7), 1)
     assert s.machine.committed_step == 7
+    assert s.machine.durable_state()["exposure"]["state_losses"] == 0, "no node of this cluster had the state"
 
 
 def test_a_checkpoint_that_does_not_fit_the_job_is_rejected() -> None:

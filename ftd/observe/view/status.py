@@ -100,10 +100,14 @@ def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
 
 
 def _checkpoint(checkpoint: JsonMap) -> str:
-    """Return a text such as ``step 1000, 1.2 GiB, in /checkpoints/gpt; writing step 2000``."""
+    """Return a text such as ``step 1000, 1.2 GiB, in /checkpoints/gpt, one every 500 steps (auto); writing step
+    2000``.
+    """
     step, writing = checkpoint["step"], checkpoint["writing_step"]
     newest = "none yet" if step is None else f"step {step}, {format_size(checkpoint['size_bytes'])}"
-    return f"{newest}, in {checkpoint['url']}" + (f"; writing step {writing}" if writing is not None else "")
+    every = f", one every {checkpoint['every_steps']} steps (auto)" if checkpoint.get("auto_interval") else ""
+    words = f"{newest}, in {checkpoint['url']}{every}"
+    return words + (f"; writing step {writing}" if writing is not None else "")
 
 
 def _time(stamp: str) -> datetime:

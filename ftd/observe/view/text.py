@@ -70,6 +70,7 @@ ROUTINE_EVENTS = frozenset(
         "SnapshotIntervalChosen",
         "CheckpointStarted",
         "CheckpointCompleted",
+        "CheckpointIntervalChosen",
         "CheckpointExported",
     }
 )

@@ -35,6 +35,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         s.ProtectionChanged,
         s.CheckpointStarted,
         s.CheckpointCompleted,
+        s.CheckpointIntervalChosen,
         s.CheckpointExported,
         s.JobResumed,
         e.GenerationStarted,

@@ -95,6 +95,10 @@ DETAILS: dict[str, Json] = {
     "RestoreFailed": {"bad": ["node-1"]},
     "CheckpointStarted": {"url": "/checkpoints/gpt", "layers": {"node-0": 4, "node-1": 4}},
     "CheckpointCompleted": {"size_bytes": 36150144, "took_s": 1.4, "pruned": [20]},
+    "CheckpointIntervalChosen": {
+        "every_steps": 1100, "before": 1, "step_s": 0.1, "cost_s": 0.03, "write_s": 1.4,
+        "failure_horizon_s": 22000.0, "loss_horizon_s": 220000.0, "lost_share": 0.0005,
+    },
     "CheckpointAbandoned": {"last_complete_step": 50},
     "CheckpointExported": {
         "directory": "/exports/gpt/step-000000000050", "size_bytes": 12050048, "took_s": 0.9,

@@ -16,7 +16,13 @@ from ftd.transport.wire.catalogue import Severity, severity_of
 from ftd.transport.wire.codec import check_size
 from planner.values import RequestedPolicy
 from statemachine.effects import EmitEvent
-from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, MlflowPolicy, NodeState, WandbPolicy
+from statemachine.messages.values import (
+    CheckpointOptions,
+    LoggingPolicy,
+    MlflowPolicy,
+    NodeState,
+    WandbPolicy,
+)
 
 SCHEMA = 2
 
@@ -97,8 +103,13 @@ class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share of a step: with auto, a snapshot that costs no more is taken after every step."""
 
 
-class CheckpointData(CheckpointPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckpointData(CheckpointOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[checkpoint]``: the state on a disk, for when no memory holds it; needs ``[snapshot]``."""
+
+    every_steps: int | Literal["auto"] = 0
+    """Write the first snapshot that is so many steps after the last checkpoint as a checkpoint; auto: according to
+    what a checkpoint costs, and to how often memory is expected to lose the state.
+    """
 
 
 class WandbData(WandbPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -136,6 +136,25 @@ class CheckpointCompleted(Details, frozen=True, kw_only=True):
     """Steps of older checkpoints that were removed."""
 
 
+class CheckpointIntervalChosen(Details, frozen=True, kw_only=True):
+    """The number of steps between persistent checkpoints changed."""
+
+    every_steps: int
+    before: int
+    step_s: float
+    """Duration of a step while no checkpoint is written."""
+    cost_s: float
+    """Training time that a checkpoint costs."""
+    write_s: float
+    """Time from CheckpointStarted to CheckpointCompleted."""
+    failure_horizon_s: float
+    """Expected time to the next failure."""
+    loss_horizon_s: float
+    """Expected time until no memory holds the state."""
+    lost_share: float
+    """Expected share of all time that is lost."""
+
+
 class CheckpointAbandoned(Details, frozen=True, kw_only=True):
     """A persistent checkpoint will not be complete; the earlier ones remain."""
 

@@ -54,6 +54,9 @@ class CheckpointState(StateData, frozen=True, kw_only=True):
     """Step of the newest checkpoint; null if there is none yet."""
     size_bytes: int
     writing_step: int | None
+    every_steps: int = 0
+    """Steps between two checkpoints, at least."""
+    auto_interval: bool = False
 
 
 class JobState(StateData, frozen=True, kw_only=True):

@@ -327,6 +327,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         lineage=journal.lineage,
         exposure=Exposure(
             failures=journal.exposure.failures,
+            state_losses=journal.exposure.state_losses,
             node_s=journal.exposure.node_s,
             nodes=journal.exposure.nodes,
             since=min(journal.exposure.since, at),

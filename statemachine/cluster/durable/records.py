@@ -79,6 +79,7 @@ class RecoveryRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExposureRecord:
     failures: int = 0
+    state_losses: int = 0
     node_s: float = 0.0
     nodes: int = 0
     since: float = 0.0

@@ -11,8 +11,9 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from planner.intervals import SnapshotCost, choose_interval
+from planner.intervals import IntervalCost, choose_interval
 from statemachine.cluster.phases import Running
+from statemachine.cluster.snapshots import checkpoint_intervals
 from statemachine.cluster.snapshots.snapshot_state import SnapshotCosts
 from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Stepped
@@ -37,6 +38,14 @@ def every_steps(c: Cluster, job: Job) -> int:
     return policy.every_steps
 
 
+def _checkpoint_limit(job: Job) -> int:
+    """Return the given interval of checkpoints, which are made from snapshots; a chosen one follows that of the
+    snapshots instead.
+    """
+    given = 0 if job.checkpoint.auto_interval else job.checkpoint.every_steps
+    return given or job.steps
+
+
 def note_step(c: Cluster, signal: Stepped) -> None:
     """Record the duration of the newest step of the group that trains."""
     group, snapshots = c.state, c.snapshots
@@ -47,6 +56,7 @@ def note_step(c: Cluster, signal: Stepped) -> None:
         return
     if step <= c.progress.known_step or step < group.resumption.step + 2:
         return  # an old one; or the first of a group, which compiles and allocates
+    checkpoint_intervals.note_step(c, signal.generation, signal.step_s)
     costs = snapshots.costs
     if costs.last and step == costs.last + 1:
         costs.copying_s.append(signal.step_s)
@@ -82,12 +92,11 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
     if not job.snapshot.auto_interval or expected_s is None:
         return
     policy = job.snapshot
-    cost = SnapshotCost(step_s=step_s, cost_s=cost_s, horizon_s=expected_s)
+    cost = IntervalCost(step_s=step_s, cost_s=cost_s, horizon_s=expected_s)
     choice = choose_interval(
         cost,
         present=policy.every_steps,
-        # Checkpoints are made from snapshots.
-        most=min(job.steps, job.checkpoint.every_steps or job.steps, GROWTH * policy.every_steps),
+        most=min(job.steps, _checkpoint_limit(job), GROWTH * policy.every_steps),
         cheap_share=policy.cheap_share,
         settled=settled,
     )

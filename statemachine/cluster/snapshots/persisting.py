@@ -19,6 +19,7 @@ import hashlib
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Running
+from statemachine.cluster.snapshots import checkpoint_intervals
 from statemachine.cluster.snapshots.orders import last_checkpoint_missing
 from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite
 from statemachine.cluster.snapshots.snapshots import holders
@@ -256,6 +257,7 @@ def take_committed(c: Cluster, event: CheckpointCommitted) -> None:
         pruned=list(event.pruned),
     )
     _unpin(c, record)
+    checkpoint_intervals.note_checkpoint(c, took_s=c.at - writing.began_at)
 
 
 def take_commit_failed(c: Cluster, event: CheckpointCommitFailed) -> None:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.intervals import SnapshotCost
+from planner.intervals import IntervalCost
 from statemachine.messages.cluster import SnapshotCompleted
 from statemachine.messages.values import CheckpointRecord, LayerFile, Snapshot
 
@@ -70,7 +70,7 @@ class JobSnapshots:
     costs: SnapshotCosts = field(default_factory=SnapshotCosts)
     retain_unconfirmed: set[str] = field(default_factory=set)
     """Nodes whose last heartbeats named a different retained snapshot than the newest."""
-    measured: SnapshotCost | None = None
+    measured: IntervalCost | None = None
     """The cost for which this process last chose the interval."""
 
 
@@ -91,6 +91,31 @@ class CheckpointWrite:
     """Files by the nodes that are done."""
     committing: bool = False
     """Whether all nodes are done and the manifest is being written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCost:
+    """Measurements from which the interval of checkpoints is chosen."""
+
+    step_s: float
+    """Time of a step while no checkpoint is written."""
+    cost_s: float
+    """Training time that one checkpoint takes."""
+    write_s: float
+    """Time from the order of a checkpoint until it is complete."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointCosts:
+    """Durations measured under one generation, in seconds, for ``checkpoint_intervals``."""
+
+    generation: int = 0
+    plain_s: deque[float] = field(default_factory=_recent(32))
+    """Durations of steps during which no checkpoint was written."""
+    writing_s: deque[float] = field(default_factory=_recent(32))
+    """Durations of steps during which a checkpoint was written."""
+    took_s: deque[float] = field(default_factory=_recent(8))
+    """Times from the order of a checkpoint until it was complete."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +144,10 @@ class JobCheckpoints:
 
     exporting: int | None = None
     """Step of the checkpoint whose export is under way."""
+    costs: CheckpointCosts = field(default_factory=CheckpointCosts)
+    measured: CheckpointCost | None = None
+    """The measurements from which this process last chose the interval."""
+
     exported_step: int = 0
     """Step of the last checkpoint whose export was completed or abandoned."""
 

@@ -26,7 +26,13 @@ from ftd.transport.wire.public import (
 )
 from planner.values import PlannerOptions, Policy
 from statemachine.messages.trainer import TrainingData, TrainingOptions
-from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, MlflowPolicy, WandbPolicy
+from statemachine.messages.values import (
+    CheckpointOptions,
+    CheckpointPolicy,
+    LoggingPolicy,
+    MlflowPolicy,
+    WandbPolicy,
+)
 from tests.helpers.job_tables import write
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,7 +83,7 @@ def test_the_values_of_a_key_are_listed_once_in_the_product() -> None:
     ("table", "carried_by", "shared"),
     [
         (TrainingTable, TrainingData, TrainingOptions),
-        (CheckpointData, CheckpointPolicy, CheckpointPolicy),
+        (CheckpointData, CheckpointPolicy, CheckpointOptions),
         (LoggingData, LoggingPolicy, LoggingPolicy),
         (WandbData, WandbPolicy, WandbPolicy),
         (MlflowData, MlflowPolicy, MlflowPolicy),

@@ -279,7 +279,7 @@ def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"snapshot.every_steps.*1 or more"):
         load_job(write(tmp_path, changed("snapshot.every_steps", -1)))
     with pytest.raises(
-        ConfigurationError, match=r"checkpoint.every_steps.*write for example every_steps = 1000"
+        ConfigurationError, match=r'checkpoint.every_steps.*write every_steps = "auto" or a number'
     ) as caught:
         load_job(write(tmp_path, changed("checkpoint.url", "kept")))
     assert "not allowed" not in str(caught.value), "the user did not write 0"
@@ -294,6 +294,19 @@ def test_paths_of_exports_are_relative_to_the_job_file(tmp_path: Path) -> None:
     policy = load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": table})).checkpoint
     assert policy.huggingface_directory == str(tmp_path / "exports")
     assert (policy.url, policy.huggingface_every_steps) == (str(tmp_path / "kept"), 20)
+
+
+def test_an_interval_of_checkpoints_is_a_number_or_chosen(tmp_path: Path) -> None:
+    policies = [
+        load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": {"url": "kept", "every_steps": every}}))
+        for every in (10, "auto")
+    ]
+    chosen = [(job.checkpoint.every_steps, job.checkpoint.auto_interval) for job in policies]
+    assert chosen == [(10, False), (1, True)]
+    for every in (-1, "often"):
+        table = {"url": "kept", "every_steps": every}
+        with pytest.raises(ConfigurationError, match=r"checkpoint.every_steps"):
+            load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": table}))
 
 
 @pytest.mark.parametrize(
