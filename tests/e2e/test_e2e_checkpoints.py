@@ -66,16 +66,17 @@ def check(run: Run, reference: Reference) -> None:
 
 
 def checkpoint_job(
-    directory: Path, *, zero1: bool = False, within: str = "auto", **options: object
+    directory: Path, *, zero1: bool = False, within: str = "auto", every: str = "10", **options: object
 ) -> JobData:
     """Return a job whose checkpoints are in ``directory / "kept"``.
 
+    :param every: steps between two of them, in TOML.
     :param within: how the two devices of each stage share its work.
     """
     path = write_job(directory, within_node=within, **options)  # type: ignore[arg-type]
     text = path.read_text().replace("[training]\n", f"[training]\nzero1 = {str(zero1).lower()}\n")
     snapshot = f'[snapshot]\nevery_steps = 5\nprotection = "{"arc:1+aor" if zero1 else "aec"}"\n'
-    path.write_text(text + snapshot + '[checkpoint]\nurl = "kept"\nevery_steps = 10\nkeep = 9\n')
+    path.write_text(text + snapshot + f'[checkpoint]\nurl = "kept"\nevery_steps = {every}\nkeep = 9\n')
     return load_job_data(path)
 
 
@@ -136,15 +137,18 @@ def test_checkpoints_are_written_during_training_and_a_failing_location_costs_no
 
 def test_the_coordinator_is_killed_while_a_checkpoint_is_written(ground: Playground, tmp_path: Path) -> None:
     """Four disks of 1 MB/s each need more than a second for five megabytes, so the coordinator dies while they
-    write.
+    write. The next coordinator writes the next snapshot, and chooses the interval from what that costs.
     """
     url = tmp_path / "kept"
-    run = ground.submit(checkpoint_job(tmp_path, failures=3, arguments="width = 192"))
+    run = ground.submit(checkpoint_job(tmp_path, failures=3, arguments="width = 192", every='"auto"'))
     ground.play({"on_event": "CheckpointStarted", "do": "kill", "role": "coordinator"})
     given_up = ground.until_event("CheckpointAbandoned")
     assert given_up["reason"] == "the coordinator was restarted"
     step = ground.until_event("CheckpointCompleted")["step"]
     assert step > given_up["step"]
+    chosen = ground.until_event("CheckpointIntervalChosen")["details"]
+    assert chosen["every_steps"] * chosen["step_s"] >= 10 * chosen["write_s"] > 10
+    ground.until(lambda: ground.state["checkpoint"]["every_steps"] == chosen["every_steps"], "published")
     assert [one["step"] for one in verify(url)["checkpoints"]][-1] == step
     ground.until(lambda: not list(url.glob(f".step-*{given_up['step']}.*")), "what was begun is removed")
     assert not run.named("RolledBack") and not run.named("TrainerLost")
