@@ -9,6 +9,7 @@ from ftd.replay.parameters import Parameters
 from ftd.replay.policies.ftd import make_ftd
 from ftd.replay.policies.ideal import IdealPolicy
 from ftd.replay.policies.oobleck import make_oobleck
+from ftd.replay.policies.recycle import RecyclePolicy
 from ftd.replay.policies.varuna import VarunaPolicy, VarunaWithoutCheckpointsPolicy
 from ftd.replay.policy import RecoveryPolicy
 
@@ -25,6 +26,7 @@ _MAKERS: dict[str, Callable[[ReplayJob, Parameters, ThroughputSource], RecoveryP
     "varuna-no-checkpoints": lambda job, parameters, source: VarunaWithoutCheckpointsPolicy(
         job, parameters, published=source == "published"
     ),
+    "recycle": lambda job, parameters, _: RecyclePolicy(job, parameters),
 }
 
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
