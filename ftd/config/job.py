@@ -290,8 +290,8 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     """Return a submitted job in the form that the machines use, checked again because anybody may publish a
     request.
 
-    :raises ConfigurationError: as ``load_job_data``, for everything that can be checked without the user's
-        files.
+    :raises ConfigurationError: see ``load_job_data``; covers everything that can be checked without the
+        user's files.
     """
     training = convert(data.training, TrainingData, where="training")
     require_name(data.name, "name")

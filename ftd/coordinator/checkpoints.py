@@ -86,14 +86,14 @@ class CheckpointService:
         loop = asyncio.get_running_loop()
 
         def look() -> None:
-            begin, refusal = None, ""
+            begin, rejection = None, ""
             try:
                 begin = find_initial_checkpoint(job)
             except ConfigurationError as error:
-                refusal = str(error)
+                rejection = str(error)
             except Exception as error:
-                refusal = _describe_unexpected(error)
-            _call_on_loop(loop, lambda: then(begin, refusal))
+                rejection = _describe_unexpected(error)
+            _call_on_loop(loop, lambda: then(begin, rejection))
 
         _start(look)
 
@@ -253,7 +253,7 @@ def find_newest_checkpoint(
 
 
 def _problem_of(store: CheckpointStore, manifest: CheckpointManifest) -> str:
-    """Return what is wrong with a checkpoint, as far as its headers show; empty: nothing."""
+    """Return what is wrong with a checkpoint, as far as its headers show, or an empty string."""
     try:
         _vote(manifest)
         if fingerprint_of(store.open(manifest.step).headers()) != manifest.fingerprint:

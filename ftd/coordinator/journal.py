@@ -52,7 +52,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TABLE_OF = {"StepCommitted": "steps", "Evaluated": "evaluations"}
 """Events with one row per step of a job, the last one reported; a rollback deletes later rows."""
 _MAX_ROWS = {"events": 200_000, "steps": 1_000_000, "evaluations": 200_000}
-"""Most rows of each table; the oldest are deleted first, so of steps those of earlier jobs."""
+"""Most rows of each table; the oldest are deleted first: steps of earlier jobs before those of the present
+one.
+"""
 _PRUNE_EVERY = 5_000
 _PRUNE_MAX_ROWS = 4 * _PRUNE_EVERY
 """Most rows that are deleted at once, while the coordinator waits: a journal that is far too long shrinks
@@ -164,7 +166,7 @@ class Journal:
         return self._system_clock.wall_s() - self._system_clock.monotonic_s()
 
     def load(self) -> bytes | None:
-        """Return the last state saved; None: there is none yet."""
+        """Return the last saved state, or ``None`` if there is none yet."""
         with self._failing("read"):
             row = self._db.execute("SELECT value FROM state").fetchone()
         return row[0] if row else None
@@ -199,7 +201,7 @@ class Journal:
         """Force to the disk that generations up to this one may be used without a forced write, with all that
         was written before.
 
-        :raises JournalError: as ``save``.
+        :raises JournalError: see ``save``.
         """
         with self._failing("written"):
             self._db.execute("PRAGMA synchronous = FULL")
@@ -220,8 +222,8 @@ class Journal:
 
     @property
     def foreign_journal(self) -> ForeignJournal | None:
-        """The newer journal of another version of ftd that was seen; ``None``: this journal is the newest
-        known.
+        """The newer journal of another version of ftd that was seen, or ``None`` if this journal is the
+        newest known.
         """
         if self._foreign is None or self._foreign[0] <= self.position:
             return None
@@ -230,7 +232,7 @@ class Journal:
     def remember_foreign_journal(self, position: Position, schema: int, protocol: int, version: str) -> None:
         """Remember that there is a newer journal that cannot be read here.
 
-        :raises JournalError: as ``save``.
+        :raises JournalError: see ``save``.
         """
         foreign = (schema, protocol, version)
         if self.foreign_journal == foreign:
@@ -244,7 +246,7 @@ class Journal:
         """Attribute what is recorded from now on to this job. Its ``JobSubmitted`` may have been recorded by
         another coordinator, or lost with the process that had just accepted it.
 
-        :raises JournalError: as ``save``.
+        :raises JournalError: see ``save``.
         """
         if job != self._job:
             with self._failing("written"):
@@ -263,7 +265,7 @@ class Journal:
     def flush(self) -> None:
         """Write what was recorded.
 
-        :raises JournalError: as ``save``.
+        :raises JournalError: see ``save``.
         """
         if self._buffer:
             with self._transaction(forced=False):

@@ -153,7 +153,7 @@ class Takeover:
         If this program cannot read the journal, only its position is remembered: a coordinator that began
         from an older journal would lose what came after it.
 
-        :returns: why this coordinator could not begin from it; empty: it could.
+        :returns: the reason why this coordinator could not begin from it, or an empty string if it could.
         :raises JournalError: it cannot be written.
         :raises WireError: it cannot be decompressed.
         """
@@ -181,7 +181,7 @@ class Takeover:
     def begin(self, copy: JournalCopy | None, incarnation: int) -> InitialLead:
         """Return the state to lead with. The parameters are those of ``restore_newest``.
 
-        :raises JournalError: as ``restore_newest``.
+        :raises JournalError: see ``restore_newest``.
         """
         reset, self._reset = self._reset, False
         if reset:

@@ -43,7 +43,7 @@ class PlanCache:
         return hashlib.sha256(msgspec.msgpack.encode(inputs)).hexdigest()
 
     def read(self, key: str) -> bytes | None:
-        """Return what ``write`` stored under this key; ``None``: there is nothing that can be trusted."""
+        """Return what ``write`` stored under this key, or ``None`` if nothing there can be trusted."""
         path = self._path(key)
         try:
             if path.stat().st_size > MAX_FILE_BYTES:

@@ -159,9 +159,9 @@ class RequestHandler:
         one.
         """
 
-        def submit(begin: CheckpointRecord | None, refusal: str) -> None:
-            if refusal:
-                self.answer(request, accepted=False, detail=refusal)
+        def submit(begin: CheckpointRecord | None, rejection: str) -> None:
+            if rejection:
+                self.answer(request, accepted=False, detail=rejection)
                 return
             at, cause = self._driver.now(), self._driver.new_cause()
             self._driver.feed(

@@ -120,7 +120,7 @@ class NodeFaultInjector:
             return
         problem = self._problem(request)
         if problem is not None:
-            log.warning("chaos_refused", do=request.do, reason=problem)
+            log.warning("chaos_rejected", do=request.do, reason=problem)
             self._actions.publish_event("ChaosRejected", problem, {"fault": request.do})
             self._answer(request, accepted=False, detail=problem)
             return

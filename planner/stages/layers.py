@@ -38,7 +38,7 @@ def layer_ms(
     if recompute != "none" and again is not None:
         backward_ms += again.recompute_ms * (forward_ms / layer.forward_ms if layer.forward_ms else 1.0)
     elif recompute != "none":
-        assert recompute == "full", "the costs refuse a profile without selective recomputation"
+        assert recompute == "full", "the costs reject a profile without selective recomputation"
         backward_ms += forward_ms
     scale = policy.microbatch_rows / profile.microbatch_rows
     return forward_ms * scale, backward_ms * scale

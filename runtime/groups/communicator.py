@@ -106,13 +106,14 @@ class Communicator(ABC):
 
     @abstractmethod
     def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
-        """Form the world and ``groups``, all groups of the generation; the list must be the same on all ranks.
+        """Form the world and ``groups``, all groups of the generation; the list must be the same on all
+        ranks.
 
         Groups of one rank need nothing; duplicates are formed once.
 
         :param edges: pairs of ranks that will communicate, the same on all ranks. Their connections are
             made now.
-        :raises CommunicationAborted: as for all methods below.
+        :raises CommunicationAborted: ``abort`` was called, as for all methods below.
         :raises PeerLost: a peer did not come, or the rendezvous is gone.
         """
 

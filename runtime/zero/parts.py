@@ -1,13 +1,13 @@
-"""Layers in parts: who has which elements of a layer, and who sends which elements to whom. Pure functions; no
-torch.
+"""Layers in parts: who has which elements of a layer, and who sends which elements to whom. The functions are
+pure and do not use torch.
 
-A layer's trainable parameters of one dtype, flattened in model order, are one *vector*. Parameters that are
-tied between the same layers are a separate vector, which belongs to the first of these layers. A *part* of
-a layer is a range of fractions of it, ``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of
-every vector of n elements. ``runtime.zero.cells`` says who owns which parts under a plan.
+A layer's trainable parameters of one dtype, flattened in model order, are one *vector*. Parameters that
+are tied between the same layers are a separate vector, which belongs to the first of these layers. A
+*part* of a layer is a range of fractions of it, ``(start, end, of)``: elements ``[start·n // of, end·n //
+of)`` of every vector of n elements. ``runtime.zero.cells`` says who owns which parts under a plan.
 
-After a change, each rank of the new world needs the parameters of its layers (whole, or its share of them),
-the optimizer's state of its new parts, and that of the parts that it holds a replica of (AOR).
+After a change, each rank of the new world needs the parameters of its layers (whole, or its share of
+them), the optimizer's state of its new parts, and that of the parts that it holds a replica of (AOR).
 ``plan_transfers`` finds a source for each range of elements that a rank does not have itself. Every rank
 derives the same list from the same plan.
 """

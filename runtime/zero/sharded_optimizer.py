@@ -53,7 +53,7 @@ class SliceState:
 class ShardedOptimization(Optimization):
     """The user's optimizer over slices of parameters.
 
-    :raises TrainingError: as for ``Optimization``, or the optimizer combines elements.
+    :raises TrainingError: see ``Optimization``; also if the optimizer combines elements.
     """
 
     def __init__(self, model: Model) -> None:

@@ -144,7 +144,7 @@ def send_snapshot_state(a: Agent) -> None:
 
 
 def reported_step(a: Agent) -> int:
-    """Return the step of the snapshot whose end was reported last under the present group; 0: none."""
+    """Return the step of the snapshot whose end was reported last under the present group, or 0."""
     if a.local_snapshot is not None and a.local_snapshot.completed is not None:
         return a.local_snapshot.completed.step
     return a.snapshot_failed.step if a.snapshot_failed is not None and a.local_snapshot is None else 0

@@ -79,7 +79,9 @@ def repeat_orders(c: Cluster) -> None:
 
 
 def _lost(c: Cluster, node: NodeMachine, generation: int, reported: Acknowledgement) -> Lost | None:
-    """Return what has not arrived, at the node or here, judging by one heartbeat; ``None``: nothing."""
+    """Return what has not arrived, at the node or here, judging by one heartbeat, or ``None`` if everything
+    has.
+    """
     job, activity = c.job, reported.activity
     if node.released:
         return "Release" if reported.leaving or activity is not NodeActivity.NONE else None

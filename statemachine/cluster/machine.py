@@ -182,7 +182,7 @@ class ClusterMachine:
 
     @property
     def lineage(self) -> int:
-        """Return the generation of the job's last rollback; 0: none."""
+        """Return the generation of the job's last rollback, or 0 without one."""
         return self._c.lineage
 
     @property
@@ -197,7 +197,7 @@ class ClusterMachine:
 
     @property
     def writing(self) -> str:
-        """Return the attempt at a persistent checkpoint that is under way; empty: none."""
+        """Return the attempt at a persistent checkpoint that is under way, or an empty string."""
         writing = self._c.checkpoints.writing
         return writing.attempt if writing is not None else ""
 

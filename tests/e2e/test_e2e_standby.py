@@ -23,7 +23,7 @@ from tests.helpers.playground import Playground, Run, playground, tiny_job, writ
 SameLosses = Callable[[Run], None]
 SILENCE_S = 2.0
 FROZEN_S = 6.0
-"""Longer than a takeover, so that the leader is deposed when it wakes up."""
+"""Duration of a freeze: longer than a takeover, so that the leader is deposed when it continues."""
 SNAPSHOTS = '[snapshot]\nevery_steps = 8\nprotection = "aec"\n'
 
 

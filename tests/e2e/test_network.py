@@ -37,7 +37,7 @@ STEPS = 300
 MICROBATCHES = 50
 """Microbatches that count as evidence that training continues: those of some steps, on any machine."""
 CUT_S = 2.5
-"""Longer than the coordinator waits for a silent node, shorter than the broker does."""
+"""Duration of a cut: longer than the coordinator waits for a silent node, shorter than the broker does."""
 Json = dict[str, Any]
 
 # The two files of docs/tutorials/two-hosts.md. With the user line, mosquitto stays root: a change of user

@@ -39,7 +39,7 @@ RELATIVE = 1e-9
 DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
 """Type of the trainers' devices; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
 SILENCE_S = 3.0
-"""Twice the usual timeout, because a busy machine delays processes that are alive."""
+"""Timeout of a silent process: twice the usual one, because a busy machine delays processes that are alive."""
 HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}
 """Devices of a node → memory of each in MiB, such that two nodes hold the test job's six layers and one does
 not.

@@ -54,7 +54,7 @@ def test_the_timeline_of_a_pipeline_takes_its_makespan() -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 8), (2, 8), (4, 12)])
 def test_equal_stages_have_the_known_bubble_ratio(stages: int, microbatches: int) -> None:
-    """(S - 1) / (N + S - 1), as in GPipe: only the filling and draining of the pipeline."""
+    """It is (S - 1) / (N + S - 1), as in GPipe: only filling and draining the pipeline takes time."""
     # A layer's state is 12 bytes and its activations 1: a device has room for one layer.
     profile = profile_of([1.0] * stages, memory_bytes=12 + stages)
     policy = Policy(global_batch=microbatches, microbatch_rows=1, tolerate=0)

@@ -71,7 +71,7 @@ def test_three_nodes_where_divide_and_conquer_finds_682() -> None:
 def test_uniform_cells_of_table_3(
     nodes: int, devices: int, layers: int, optimum_ms: float, split: Literal["any", "aligned"]
 ) -> None:
-    """Known optima, to the last bit; for all of Table 3 see benchmarks/table3.py."""
+    """The optima are known and equal to the last bit; benchmarks/table3.py compares all of Table 3."""
     profile = ModelProfile(layers=(table_3_layer(),) * layers, microbatch_rows=1, stage_devices=(1, 2, 4, 8))
     policy = Policy(
         devices_per_node=devices, global_batch=64, microbatch_rows=1, objective="paper", split=split
@@ -120,7 +120,7 @@ def test_all_sizes_at_once_are_as_good_as_one_by_one(objective: str) -> None:
 
 
 def test_the_search_finds_what_a_scan_of_all_slowest_times_finds() -> None:
-    """Models too large to enumerate all mappings, some of them limited by memory."""
+    """The models are too large to enumerate all mappings, and memory limits some of them."""
     random, decided = Random(2), 0
     for memory_bytes in (None, *(random.randint(40, 200) for _ in range(12))):
         layers = tuple(
@@ -181,7 +181,7 @@ def test_devices_that_take_a_million_times_longer_do_not_blur_the_others() -> No
 
 
 def test_where_mappings_are_too_many_the_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same small models, but treated as too large to look at every mapping."""
+    """The models are the same small ones, but are treated as too large to look at every mapping."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     random, gaps = Random(7), []
     for _ in range(150):

@@ -286,7 +286,7 @@ def test_a_node_that_replaces_another_takes_its_place() -> None:
 
 
 def test_expected_time_is_the_steps_that_come_before_an_exponential_failure() -> None:
-    """T·e^(t/H) against E[max(0, X − t)] / T by numerical integration."""
+    """Compare T·e^(t/H) with E[max(0, X − t)] / T by numerical integration."""
     iteration_s, moving_s, horizon_s = 2.0, 30.0, 100.0
     at = np.linspace(0.0, 40 * horizon_s, 400_001)
     density = np.exp(-at / horizon_s) / horizon_s

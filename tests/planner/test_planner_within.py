@@ -249,8 +249,9 @@ def test_the_search_is_exact_where_shards_decide(objective: str, monkeypatch: py
 
 
 def test_no_other_choice_for_any_stage_is_notably_better() -> None:
-    """Every mapping with every combination of ways that fits. The rule, both passes together, is not exact here:
-    shards make the forward pass longer, recomputation only the backward pass."""
+    """Compare with every mapping under every combination of ways that fits. The rule, both passes together,
+    is not exact here: shards make the forward pass longer, recomputation only the backward pass.
+    """
     random, sharded, compared = Random(7), 0, 0
     for _ in range(60):
         profile, policy, nodes = random_model(random)

@@ -326,7 +326,9 @@ class HelloNode:
         )
 
     async def says_hello(self, *, without: str = "", answer_s: float = 1.0) -> Command | None:
-        """Return the coordinator's answer within this time; None: nothing, as to nodes that it accepts."""
+        """Return the coordinator's answer within this time; ``None`` if it sends none, as to nodes that it
+        accepts.
+        """
         running = asyncio.create_task(self._session.run())
         await self._session.wait_connected(PATIENCE_S)
         hello = Hello(

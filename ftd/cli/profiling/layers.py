@@ -33,7 +33,7 @@ async def measure_layers(
 ) -> "LayerMeasurements":
     """Return all measurements, by default with every kind of recomputation.
 
-    :raises ConfigurationError: as for ``measure_profile``.
+    :raises ConfigurationError: see ``measure_profile``.
     """
     from runtime.wire.measurement import LayerMeasurements
 

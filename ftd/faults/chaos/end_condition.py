@@ -1,5 +1,5 @@
-"""The condition that ends a played scenario, the same for the real service and the simulator. Pure: the caller
-passes the time.
+"""The condition that ends a played scenario, the same for the real service and the simulator. It is pure: the
+caller passes the time.
 
 A scenario is over when everything expected has been observed, or cannot be any more: the job has ended, a
 fault could not be injected, an expectation can no longer be met, or the time limit is reached.

@@ -115,7 +115,7 @@ class BrokerChecks:
             if there and other is not me and not other.ineligible and other.position > position:
                 oracle.violated(f"{what}, but {other.name}, which is connected, has {other.position}")
         waited_s = oracle.world.now - (me.following_since or oracle.world.now)
-        # What was known last was lost with its host's power, so there is nobody to wait for.
+        # The newest knowledge was lost with its host's power, so there is nobody to wait for.
         lost_for_good = any(other.disk.knew >= oracle.replicated for other in self._coordinators.values())
         # What a leader could not write to its own disk was at the broker, and nothing followed from it.
         lost_for_good |= oracle.replicated_by == me.name

@@ -177,7 +177,7 @@ class SimCoordinator:
     def lose_power(self) -> None:
         """Restart the host without the end of what was not forced to the disk."""
         self.disk.lose_power(self.world.rng)
-        self.clock.since_boot_s /= 2  # Never below zero, like real clocks.
+        self.clock.since_boot_s /= 2  # The clock never shows less than zero, like real clocks.
 
     def freeze(self, for_s: float) -> None:
         if self.up and not self.frozen:
@@ -328,7 +328,7 @@ class _Process(Coordinator):
         super()._carried_out()
         of = self._of
         if self._loop.alive and of.reaches_broker:
-            # What a coordinator knew that died before it journaled it, or was deposed, nobody ever learned.
+            # If a coordinator dies before it journals an event, or is deposed, nobody learns of the event.
             of.check(lambda: of.invariants.check_progress(self.machine))
 
 

@@ -41,7 +41,9 @@ TIMING = Timing(
     idle_heartbeat_s=6.0,
     idle_progress_s=12.0,
 )
-"""Slower heartbeats than in production with similar ratios, so that minutes of virtual time take milliseconds."""
+"""Timing with slower heartbeats than in production and similar ratios, so that minutes of virtual time take
+milliseconds.
+"""
 
 
 class InvariantViolation(AssertionError):

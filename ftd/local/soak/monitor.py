@@ -1,7 +1,8 @@
 """The rules that must hold for a cluster while faults are injected, checked with its public events and states
 alone.
 
-Pure: you feed it with events, states and times (seconds on one clock), and it collects violations.
+The monitor is pure: you feed it with events, states and times (seconds on one clock), and it collects
+violations.
 """
 
 import math

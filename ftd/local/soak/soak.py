@@ -106,7 +106,7 @@ class Soak:
         self._step_s = 0.0
         self._submitted = 0
         self._rounds = 0
-        self._refused_since: float | None = None
+        self._rejected_since: float | None = None
         self._paused_since: float | None = None
         self._not_injected = 0
         self._gaps: list[tuple[float, float]] = []
@@ -281,7 +281,7 @@ class Soak:
         job = _private(self._job, self._driver.disk, self._submitted)
         job_id = await self._driver.submit(job, timeout_s=ANSWER_S)
         self._submitted += 1
-        self._refused_since = None
+        self._rejected_since = None
         self.monitor.begin_round(job_id, self.now_s)
 
     def _on_rejected(self, why: str) -> None:
@@ -296,8 +296,8 @@ class Soak:
             self.monitor.begin_round(str(job["id"]), self.now_s)
             self._submitted += 1
             return
-        self._refused_since = self.now_s if self._refused_since is None else self._refused_since
-        if self.now_s - self._refused_since > self._options.limit_s:
+        self._rejected_since = self.now_s if self._rejected_since is None else self._rejected_since
+        if self.now_s - self._rejected_since > self._options.limit_s:
             self.monitor.add_violation(self.now_s, "stuck", f"jobs are no longer accepted: {why}")
 
     async def _check_round(self) -> None:

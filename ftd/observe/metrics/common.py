@@ -51,7 +51,7 @@ class CommonMetrics:
         )
         self.broker_round_trip = Histogram(
             "ftd_broker_round_trip_seconds",
-            "From publishing a message to the broker's acknowledgement.",
+            "Time from publishing a message to the broker's acknowledgement.",
             registry=self.registry,
             buckets=ROUND_TRIP_S,
         )

@@ -128,7 +128,7 @@ class FastPathSocket:
     def recv(self, buffer_size: int) -> bytes:
         """Return at most ``buffer_size`` bytes for paho; none at the end.
 
-        :raises OSError: as ``sock``.
+        :raises OSError: see ``sock``.
         """
         while self._for_paho_at >= len(self._for_paho):
             if self._next_for_paho():
@@ -151,7 +151,7 @@ class FastPathSocket:
     def send(self, buffer: bytes | bytearray) -> int:
         """Send a packet of paho's, or the rest of one.
 
-        :raises OSError: as ``sock``.
+        :raises OSError: see ``sock``.
         """
         if not self._unsent_of_paho:
             self._send_unsent()

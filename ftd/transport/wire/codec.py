@@ -136,7 +136,7 @@ def encode_to_node(message: ToNode) -> bytes:
 def encode_to_nodes(message: ToNodes) -> bytes:
     """Encode a command to several nodes.
 
-    :raises WireError: as ``encode_to_node``.
+    :raises WireError: see ``encode_to_node``.
     """
     content = _sized(
         _ToNodes(
@@ -203,7 +203,7 @@ def _signal(envelope: _FromNode) -> Any:
 def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
     """Decode a command to ``node``.
 
-    :raises WireError: as ``decode_from_node``.
+    :raises WireError: see ``decode_from_node``.
     """
     envelope: _ToNode = _decoded(_TO_NODE, payload, "command", MAX_COMMAND_BYTES)
     _check_node(envelope.node, node)
@@ -214,7 +214,7 @@ def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
 def decode_to_nodes(payload: bytes) -> ToNodes:
     """Decode a command to several nodes.
 
-    :raises WireError: as ``decode_from_node``.
+    :raises WireError: see ``decode_from_node``.
     """
     envelope: _Compressed = _decoded(_COMPRESSED, payload, "command", MAX_COMMAND_BYTES)
     content = (

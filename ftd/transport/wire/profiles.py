@@ -28,7 +28,8 @@ _SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_by
 
 
 def problem_of_profile(profile: ModelProfile) -> str | None:
-    """Return the first impossible field, by name, with its value and its range; None: all are possible.
+    """Return the first impossible field, by name, with its value and its range, or ``None`` if all fields are
+    possible.
 
     ``layers[3].forward_ms is nan, where 0 to 1e+09 is possible``
     """

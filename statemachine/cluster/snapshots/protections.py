@@ -24,7 +24,7 @@ def requested_protection(c: Cluster) -> str:
 
 
 def protection_request(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | None:
-    """Return the protection to request for a plan on these nodes; ``None``: there is nothing to protect."""
+    """Return the protection to request for a plan on these nodes, or ``None`` if there is nothing to protect."""
     job = c.current_job
     if job.snapshot.every_steps < 1 and not job.policy.zero1:
         return None

@@ -366,6 +366,6 @@ def _parts_of(c: Cluster, record: Snapshot) -> Restore:
 
 
 def pinned_step(c: Cluster, record: Snapshot) -> int:
-    """Return the step of the older snapshot that is being written to storage; 0: none."""
+    """Return the step of the older snapshot that is being written to storage, or 0."""
     writing = c.checkpoints.writing
     return writing.record.step if writing is not None and writing.record.step < record.step else 0

@@ -149,8 +149,8 @@ def test_training_continues_while_a_killed_coordinator_restarts(daemon: Daemon, 
 
 
 def test_a_saved_profile_is_not_measured_and_its_plans_are_cached(daemon: Daemon, tmp_path: Path) -> None:
-    """Neither by a second job with the same profile nor after a restart of the coordinator; a job with another
-    batch is new.
+    """A second job with the same profile and a restart of the coordinator use the same templates; a job with
+    another batch is new.
     """
     save_profile(tmp_path / "saved.json", profile_document(PROFILE))
     path = daemon.config.with_name("job.toml")

@@ -231,7 +231,7 @@ def test_unexpected_errors_are_answers_too(store: CheckpointStore, monkeypatch: 
             checkpoints.find(finding(job))
             found = await asyncio.to_thread(answers.get, timeout=240)
             assert isinstance(found, CheckpointFound) and found.unreadable and "region" in found.reason
-            checkpoints.find_initial(job, lambda _, refusal: answers.put(refusal))
+            checkpoints.find_initial(job, lambda _, rejection: answers.put(rejection))
             assert await asyncio.to_thread(answers.get, timeout=240) == "KeyError: 'region'"
             checkpoints.abandon(AbandonCheckpoint(cause="c", job=job, attempt="z", step=20))
         checkpoints.commit(committing(job, 30, layers_written(store, 30, "a")))

@@ -279,7 +279,7 @@ class FailsToCommit:
 
 
 def test_a_failed_commit_is_not_treated_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the clock of the saved times, nor the job, nor the recorded events."""
+    """The clock of the saved times, the job and the recorded events stay as they were."""
     journal = Journal(tmp_path)
     journal.save(b"ours", forced=True, position=(1, 1))
     journal.record(event("JobSubmitted", job="job-1"))
@@ -341,7 +341,7 @@ def test_a_large_state_is_compressed_and_restored() -> None:
     )
 )
 def test_states_compressed_in_chunks_decode_as_one(states: list[dict[str, Any]]) -> None:
-    """Whichever values are the same objects as before, and whichever are large."""
+    """The test draws which values are the same objects as before, and which are large."""
     compressor, known = IncrementalCompressor(20_000), dict[Any, Any]()
     for drawn in states:
         state = {}

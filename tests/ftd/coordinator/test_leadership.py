@@ -206,7 +206,7 @@ def test_a_standby_continues_from_the_leaders_journal(broker: RunningBroker) -> 
 
 
 def test_after_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBroker) -> None:
-    """Neither does a heartbeat, while the broker is slow."""
+    """A heartbeat does not wait either, while the broker is slow."""
     received: list[tuple[str, bytes]] = []
 
     async def play() -> None:

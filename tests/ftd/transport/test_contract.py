@@ -269,7 +269,7 @@ def test_breaking_changes_are_reported(change: Callable[[Json], None], says: str
 
 
 def test_additions_break_nobody() -> None:
-    """Seen the other way round, only the removal of what was added breaks clients."""
+    """In the opposite direction, only the removal of what was added breaks clients."""
     earlier = copy.deepcopy(document())
     for change in (no_node_lost, no_snapshot_bytes, no_devices_of_a_stage, no_node_speed):
         change(earlier)
