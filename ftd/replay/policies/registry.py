@@ -6,6 +6,7 @@ from typing import Literal
 from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import Parameters
+from ftd.replay.policies.bamboo import BambooPolicy
 from ftd.replay.policies.ftd import make_ftd
 from ftd.replay.policies.ideal import IdealPolicy
 from ftd.replay.policies.oobleck import make_oobleck
@@ -26,6 +27,7 @@ _MAKERS: dict[str, Callable[[ReplayJob, Parameters, ThroughputSource], RecoveryP
     "varuna-no-checkpoints": lambda job, parameters, source: VarunaWithoutCheckpointsPolicy(
         job, parameters, published=source == "published"
     ),
+    "bamboo": lambda job, parameters, source: BambooPolicy(job, parameters, published=source == "published"),
     "recycle": lambda job, parameters, _: RecyclePolicy(job, parameters),
 }
 
