@@ -1,0 +1,56 @@
+"""Tests of ``benchmarks/evaluation.py``: the published tables follow from the cards' constants."""
+
+import pytest
+
+from benchmarks import evaluation
+from benchmarks.evaluation import RATES, TABLE2, TABLE4
+
+CELLS = [
+    (system, model, number, rate)
+    for system in ("oobleck", "bamboo")
+    for model in TABLE2[system]
+    for number, rate in enumerate(RATES)
+]
+
+
+@pytest.mark.parametrize(("system", "model", "number", "rate"), CELLS)
+def test_table_2_follows_from_the_rules_of_the_artifacts_simulator(
+    system: str, model: str, number: int, rate: str
+) -> None:
+    found = evaluation.by_rules(system, model, rate)
+    # The table has two decimals. A few iterations of Bamboo end at other milliseconds than in the simulator.
+    assert found == pytest.approx(TABLE2[system][model][number], abs=0.01 if system == "oobleck" else 0.02)
+
+
+@pytest.mark.parametrize("model", TABLE2["varuna"])
+def test_the_replay_of_published_throughput_is_close_to_table_2_where_failures_are_rare(model: str) -> None:
+    cells = evaluation.table2_cells("oobleck", model)
+    assert cells == pytest.approx(TABLE2["oobleck"][model], rel=0.02)
+    assert evaluation.table2_cells("varuna", model)[0] == pytest.approx(TABLE2["varuna"][model][0], rel=0.02)
+
+
+def test_varuna_without_checkpoints_is_close_to_table_4_where_failures_are_rare() -> None:
+    data = evaluation.table4().data
+    for model, cells in TABLE4.items():
+        found = data[f"{model},6h"]
+        assert found["published"] == cells[0]
+        assert found["replay"] == pytest.approx(cells[0], rel=0.02)
+
+
+def test_ftd_commits_most_of_all_policies_in_a_standard_setting() -> None:
+    result = evaluation.bars(models=["gpt3-medium"], traces=["oobleck_fail_1h"])
+    shares = result.data["oobleck_fail_1h,gpt3-medium"]
+    assert shares["ftd"] == max(shares.values()) >= 0.97
+    assert len(result.limits) == 2 and all(limit.met for limit in result.limits)
+
+
+def test_a_change_of_a_constant_changes_the_cells_that_depend_on_it() -> None:
+    result = evaluation.sensitivity(models=["gpt2"])
+    assert result.data["oobleck,throughput × 1.1,6h"]["gpt2"] == pytest.approx(0.1, abs=0.01)
+    assert result.data["varuna,stall × 1.1,6h"]["gpt2"] < 0
+    assert result.data["varuna,pause × 1.1,10m"]["gpt2"] < result.data["varuna,pause × 1.1,6h"]["gpt2"] <= 0
+
+
+def test_loading_in_memory_is_quicker_than_from_nfs() -> None:
+    data = evaluation.reft().data
+    assert data["NFS / AEC"]["model"] > data["NFS / AEC"]["published"] == 12.36
