@@ -1,4 +1,4 @@
-"""How often a cluster loses state that only memory holds: live replicas and snapshots together.
+"""Rate at which a cluster loses state that only memory holds: live replicas and snapshots together.
 
 Two kinds of failures lose it. *Independent* failures do if more nodes that hold the same layers are lost
 than these withstand, before the first loss has been repaired. *Common causes* (power, a switch, a bug that
