@@ -156,6 +156,8 @@ class VirtualCluster:
         """Incarnations of nodes that have ended and whose end the coordinator does not know."""
         self._plan: Plan | None = None
         """The plan that trains, or trained last."""
+        self._owned: dict[str, dict[int, frozenset[int]]] = {}
+        """Layers that this plan gives to the devices of each of its nodes."""
         self._resuming: Resume | None = None
         self._moving = False
         """Whether the group that forms has met and moves state."""
@@ -257,11 +259,6 @@ class VirtualCluster:
         steps = tuple(CommittedStep(step=one, vote=_VOTE) for one in range(self._step + 1, step + 1))
         self._step = step
         assert self._plan is not None and self._resuming is None
-        owned = owned_layers(self._plan)
-        for name in self._plan.nodes:
-            node = self._nodes[name]
-            node.step = step
-            node.held = {d: owned.get(Device(node=name, index=d), frozenset()) for d in self._devices}
         first = self._plan.devices[0].node
         stepped = Stepped(
             generation=self._machine.generation,
@@ -274,12 +271,13 @@ class VirtualCluster:
     def lose(self, names: Iterable[str]) -> None:
         """End these nodes now; their memory is lost."""
         lost = [name for name in names if name in self._nodes]
-        if self._endangers_state(lost):
-            self._complete_snapshot()
+        if not self._nodes_of_plan().isdisjoint(lost):
+            self._note_state()
+            if self._endangers_state(lost):
+                self._complete_snapshot()
+            self._trains = False
         for name in lost:
             node = self._nodes.pop(name)
-            if name in self._nodes_of_plan():
-                self._trains = False
             self._undetected[name] = node.incarnation
             self._later(self._parameters.detect_s, partial(self._vanished, name, node))
 
@@ -339,6 +337,14 @@ class VirtualCluster:
         if self._undetected.get(name) == node.incarnation:
             del self._undetected[name]
         self._feed(NodeVanished(at=self.now, cause=_CAUSE, node=name, incarnation=node.incarnation))
+
+    def _note_state(self) -> None:
+        """Note what the nodes of the group hold now, before it stops. While it trains nobody asks."""
+        if not self._trains or self._step == self._group_began:
+            return
+        for name, held in self._owned.items():
+            node = self._nodes[name]
+            node.step, node.held = self._step, dict(held)
 
     def _endangers_state(self, lost: Iterable[str]) -> bool:
         """Return whether no other node would hold some layer without these."""
@@ -486,7 +492,8 @@ class VirtualCluster:
     def _quiesce(self, names: list[str], generation: int, mode: QuiesceMode) -> None:
         self._resuming = None
         if mode == "abort" or not self._trains:
-            self._trains = self._trains and mode == "boundary"
+            self._note_state()
+            self._trains = False
             self._later(self._parameters.quiesce_s, partial(self._report, names, generation))
             return
         assert self._plan is not None
@@ -502,6 +509,7 @@ class VirtualCluster:
             return
         assert self._plan is not None
         self._boundary_s = boundary_s
+        self._note_state()
         self._trains = False
         self._report(names, generation)
 
@@ -570,16 +578,18 @@ class VirtualCluster:
         if resume.restore is not None or resume.step < self._step:
             self._rolled_back_to = resume.step
         owned = owned_layers(plan)
+        self._owned = {
+            name: {d: owned.get(Device(node=name, index=d), frozenset()) for d in self._devices}
+            for name in plan.nodes
+        }
         for name in names:
             node = self._nodes.get(name)
             if node is None:
                 continue
-            for device in self._devices:
-                # Old layers are kept until the first commit.
-                before = (
-                    node.held[device] if node.step == resume.step and resume.restore is None else frozenset()
-                )
-                node.held[device] = before | owned.get(Device(node=name, index=device), frozenset())
+            if node.step != resume.step or resume.restore is not None:
+                node.held = dict.fromkeys(self._devices, frozenset())
+            for device, layers in self._owned.get(name, {}).items():
+                node.held[device] |= layers  # Old layers are kept until the first commit.
             node.step, node.lineage = resume.step, resume.lineage
         self._step = self._group_began = resume.step
         self._plan, self._resuming, self._trains = plan, None, True
