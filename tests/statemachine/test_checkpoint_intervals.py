@@ -93,6 +93,7 @@ def test_layers_withstand_the_loss_of_all_owners_but_one() -> None:
     s = Auto()
     resumption = s.machine._c.resumption
     assert resumption is not None
-    pairs = [HolderGroup(nodes=2, tolerated=1)] * 2
-    assert holder_groups(resumption, zero1=False) == pairs
-    assert holder_groups(resumption, zero1=True) == [HolderGroup(nodes=2, tolerated=0)] * 2
+    plan, one, none = resumption.plan, HolderGroup(nodes=2, tolerated=1), HolderGroup(nodes=2, tolerated=0)
+    assert holder_groups(plan, {}, "aec", zero1=False) == [one, one]
+    assert holder_groups(plan, {}, "none", zero1=True) == [none, none]
+    assert holder_groups(plan, {}, "aor", zero1=True) == [one, one]

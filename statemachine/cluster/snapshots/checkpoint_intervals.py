@@ -14,13 +14,14 @@ with the job, as that of snapshots is.
 """
 
 import math
+from collections.abc import Mapping
 from statistics import median
 
 from msgspec.structs import replace
 
 from planner.intervals import IntervalCost, choose_checkpoint_interval
 from planner.state_loss import HolderGroup, common_cause_share, state_loss_horizon_s
-from statemachine.cluster.rules import Resumption
+from planner.values import Plan
 from statemachine.cluster.snapshots.snapshot_state import CheckpointCost, CheckpointCosts
 from statemachine.cluster.state import Cluster
 
@@ -58,20 +59,21 @@ def note_checkpoint(c: Cluster, *, took_s: float) -> None:
     _choose(c, CheckpointCost(step_s=step_s, cost_s=write_s * share, write_s=write_s))
 
 
-def holder_groups(resumption: Resumption, *, zero1: bool) -> list[HolderGroup]:
+def holder_groups(plan: Plan, peers: Mapping[str, str], protection: str, *, zero1: bool) -> list[HolderGroup]:
     """Return the sets of nodes that hold the same layers, and the losses that each withstands.
 
     All owners but one may be lost; a single owner may be, if a replica peer has a copy. With ZeRO-1 each owner
     has its own part of the optimizer state, which survives the loss of an owner if ``aor`` replicates it.
+
+    :param peers: replica peer of each owner that has one.
     """
     owners: dict[int, set[str]] = {}
-    for pipeline in resumption.plan.pipelines:
+    for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             for layer in range(stage.first_layer, stage.end_layer):
                 owners.setdefault(layer, set()).update(device.node for device in stage.devices)
-    peers = resumption.replica_peers
     sets = {frozenset(names | {peers[name] for name in names if name in peers}) for names in owners.values()}
-    most = int("aor" in resumption.protection or bool(peers)) if zero1 else math.inf
+    most = int("aor" in protection or bool(peers)) if zero1 else math.inf
     sizes = sorted(len(nodes) for nodes in sets)
     return [HolderGroup(nodes=size, tolerated=int(min(size - 1, most))) for size in sizes]
 
@@ -89,7 +91,9 @@ def _choose(c: Cluster, measured: CheckpointCost) -> None:
     loss_s = state_loss_horizon_s(
         failure_s,
         nodes,
-        holder_groups(resumption, zero1=job.policy.zero1),
+        holder_groups(
+            resumption.plan, resumption.replica_peers, resumption.protection, zero1=job.policy.zero1
+        ),
         repair_s=c.timing.resume_s,
         common_share=share,
     )
