@@ -18,11 +18,21 @@ worker is idle, it starts one of the operations whose inputs exist, by this rule
 2. Of several such operations, the microbatch with the lowest number.
 3. Of the same number, that of another pipeline first, because a pipeline without this stage waits for it.
 
-Communication takes no time, and neither does the optimizer step. The rule is not optimal: for 3 pipelines of
-4 stages and 6 microbatches, with operations of one slot and the third stage of one pipeline dead, it takes 36
-slots with a coupled backward, 29 with a decoupled one and 27 with staggered optimizer steps; the optima are
-30, 28 and 27, and without a failure 1F1B takes 27. Kept to the memory of 1F1B, it takes 44 and 33 slots, or 43
-and 32 if the second stage is dead: a worker that keeps a rerouted microbatch cannot begin one of its own.
+Communication takes no time, and neither does the optimizer step.
+
+A small case has 3 pipelines of 4 stages and 6 microbatches, and operations of one slot. Without a failure
+1F1B takes 27 slots. If the worker of one stage is dead, the rule takes:
+
+=============  =======  =========  =====================  ======================
+stage, from 0  coupled  decoupled  decoupled, staggered   with the memory of 1F1B
+=============  =======  =========  =====================  ======================
+1              36       28         27                     43 and 32
+2              36       29         27                     44 and 33
+=============  =======  =========  =====================  ======================
+
+The 36, 29 and 27 slots for which the case is known are those of stage 2. The rule is not optimal. A peer has 27 slots of work, which cannot begin
+before the first microbatch has reached its stage and, coupled, cannot end later than the last one needs on its way
+back: no schedule takes less than 30 and 28 slots for stage 1, or 33 and 29 for stage 2.
 """
 
 from collections import Counter

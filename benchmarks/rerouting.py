@@ -1,0 +1,308 @@
+"""Whether a choice between a new plan and rerouted microbatches, at each failure, would commit more samples.
+
+    python -m benchmarks.rerouting                                  # about ten minutes on one core
+    python -m benchmarks.rerouting --models gpt2 --traces oobleck_fail_1h
+
+Everything here is simulated: no model is trained.
+
+The first table bounds what the choice could add to ftd. At each failure of a replay, ftd's plan stands for what the
+planner does today: it pauses, moves state, and then takes T seconds for an iteration. Rerouting keeps the plan
+before the failure and moves nothing: the layers of the dead nodes are computed by peers that hold them, in R seconds
+for an iteration. R is a lower bound, which favours rerouting: unaffected pipelines keep their time; the work of the
+dead nodes is divided among all holders of its layers in any proportion (a linear program), and each holder's
+work follows the first microbatch's way to it and precedes the last one's way back. The best choice reroutes while state
+moves in the background, at no cost, and then goes on with the shorter of T and R until the next change. Every other
+phase of the recovery is the same in both. ``wins`` counts the failures at which rerouting until the next change
+commits more than ftd's plan; ``choice`` is how many more samples the best choices commit than ftd, at the network of
+the model card and at slower ones.
+
+The second table replays rerouting alone, with the phases of ftd's recovery in place of ReCycle's and with ftd's pace
+without failures: within the memory of 1F1B, without a limit of memory, and with decoupled backwards and staggered
+optimizer steps, whose pace without failures is that of a schedule which has them too; and ReCycle as published, which
+is compared with 1F1B.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from scipy.optimize import linprog
+
+from benchmarks.common import Limit, Result, command_line, main
+from ftd.replay.cards import read_card
+from ftd.replay.job import ReplayJob
+from ftd.replay.outcome import Outcome
+from ftd.replay.parameters import Parameters, read_parameters
+from ftd.replay.policies.ftd import FtdPolicy
+from ftd.replay.policies.recycle import RecycleParameters, RecyclePolicy
+from ftd.replay.policies.registry import make_policy
+from ftd.replay.policy import Change, Reaction
+from ftd.replay.replay import replay
+from ftd.replay.traces.reading import read_trace
+from ftd.replay.traces.trace import Trace
+from ftd.replay.virtual_cluster import FtdParameters
+from planner.values import PipelinePlacement, Plan, StageTemplate
+
+TRACES = Path(__file__).with_name("traces")
+MODELS = ("bert-large", "gpt2", "gpt3-medium", "gpt3-2.7b", "gpt3-6.7b")
+LINKS = {"card": None, "10 Gb/s": 1.25e9, "1 Gb/s": 0.125e9}
+"""Bytes per second at which a device receives or sends state; ``None``: those of the model card, 25e9."""
+WORTHWHILE = 0.03
+"""Share of samples above which a choice for each failure is worth an implementation."""
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "1F1B memory": {"decoupled": False, "staggered": False, "memory_cap": "1f1b"},
+    "any memory": {"decoupled": False, "staggered": False},
+    "decoupled, staggered": {"baseline": "same"},
+}
+"""Parameters of rerouting alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A failure of nodes that trained, and ftd's reaction."""
+
+    change: Change
+    before: Plan
+    reaction: Reaction
+
+
+class RecordedFtd(FtdPolicy):
+    """ftd, with a record of the failures from which it recovers without a rollback."""
+
+    def __init__(self, job: ReplayJob, parameters: FtdParameters) -> None:
+        super().__init__(job, parameters)
+        self.losses: list[Loss] = []
+
+    def change(self, change: Change) -> Reaction | None:
+        """React as ftd does."""
+        before = self._cluster.plan
+        reaction = super().change(change)
+        if (
+            before is not None
+            and reaction is not None
+            and reaction.running is not None
+            and reaction.keep_iterations is None
+            and set(before.nodes).intersection(change.removed)
+        ):
+            self.losses.append(Loss(change=change, before=before, reaction=reaction))
+        return reaction
+
+
+def stage_templates(pipeline: PipelinePlacement) -> tuple[StageTemplate, ...]:
+    """Return the stages of a pipeline without their nodes."""
+    return tuple(
+        StageTemplate(
+            first_layer=stage.first_layer,
+            end_layer=stage.end_layer,
+            node_offset=0,
+            devices=len(stage.devices),
+            recompute=stage.recompute,
+            within=stage.within,
+        )
+        for stage in pipeline.stages
+    )
+
+
+def layer_times_s(job: ReplayJob, stage: StageTemplate) -> dict[int, float]:
+    """Return the time that each layer of a stage takes for a microbatch."""
+    layers = range(stage.first_layer, stage.end_layer)
+    alone = tuple(replace(stage, first_layer=layer, end_layer=layer + 1) for layer in layers)
+    times_ms = job.planner.costs.stage_times_ms(alone)
+    return {layer: ms / 1e3 for layer, ms in zip(layers, times_ms, strict=True)}
+
+
+def least_rerouted_s(job: ReplayJob, plan: Plan, dead: Collection[str]) -> float:
+    """Return a lower bound on the time of an iteration of ``plan`` whose dead nodes' work goes to peers.
+
+    It is infinite if only dead nodes hold some layer.
+    """
+    costs = job.planner.costs
+    unaffected_s, sync_s = 0.0, math.inf
+    busy_s: list[float] = []
+    """For each live stage its own work, and the first and last microbatch's ways to it and back."""
+    holders: dict[int, list[int]] = defaultdict(list)
+    moved_s: dict[int, float] = defaultdict(float)
+    for pipeline in plan.pipelines:
+        stages = stage_templates(pipeline)
+        forward_ms, backward_ms, _ = costs.pipeline_ms(stages)
+        makespan_s = costs.clock(stages).makespan_ms(pipeline.microbatches) / 1e3
+        sync_s = min(sync_s, pipeline.estimated_s - makespan_s)
+        if not set(pipeline.nodes).intersection(dead):
+            unaffected_s = max(unaffected_s, makespan_s)
+        way_s = 0.0
+        for number, (stage, placed) in enumerate(zip(stages, pipeline.stages, strict=True)):
+            stage_s = (forward_ms[number] + backward_ms[number]) / 1e3
+            if placed.devices[0].node in dead:
+                for layer, layer_s in layer_times_s(job, stage).items():
+                    moved_s[layer] += pipeline.microbatches * layer_s
+            else:
+                for layer in range(stage.first_layer, stage.end_layer):
+                    holders[layer].append(len(busy_s))
+                busy_s.append(way_s + pipeline.microbatches * stage_s)
+            way_s += stage_s
+    if any(layer not in holders for layer in moved_s):
+        return math.inf
+    return max(unaffected_s, least_maximum(busy_s, moved_s, holders)) + sync_s
+
+
+def least_maximum(
+    busy_s: Sequence[float], moved_s: Mapping[int, float], holders: Mapping[int, Sequence[int]]
+) -> float:
+    """Return the least time at which all are done if the work ``moved_s`` is divided among its holders.
+
+    :param busy_s: time for which each holder is busy before.
+    :param moved_s: work of each layer; ``holders`` are the indices into ``busy_s`` that may share it.
+    """
+    shares = [(layer, holder) for layer in moved_s for holder in holders[layer]]
+    rows = {layer: row for row, layer in enumerate(moved_s)}
+    taking = {holder: row for row, holder in enumerate(sorted({holder for _, holder in shares}))}
+    # The variables are the shares, and the time at last; it is what the program minimises.
+    whole, limits = np.zeros((len(rows), len(shares) + 1)), np.zeros((len(taking), len(shares) + 1))
+    limits[:, -1] = -1.0
+    for column, (layer, holder) in enumerate(shares):
+        whole[rows[layer], column] = limits[taking[holder], column] = 1.0
+    objective = np.zeros(len(shares) + 1)
+    objective[-1] = 1.0
+    found = linprog(
+        objective,
+        A_ub=limits,
+        b_ub=[-busy_s[holder] for holder in taking],
+        A_eq=whole,
+        b_eq=list(moved_s.values()),
+        method="highs",
+    )
+    return max(*busy_s, float(found.x[-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Samples that the best choice at each failure of a replay adds to ftd."""
+
+    outcome: Outcome
+    ratios: tuple[float, ...]
+    """R / T of each failure."""
+    wins: int
+    gain: float
+    """Share of ftd's samples."""
+
+    @property
+    def median_ratio(self) -> float:
+        return statistics.median(self.ratios) if self.ratios else math.nan
+
+
+def bound_choice(job: ReplayJob, trace: Trace, link_bytes_per_s: float | None) -> Bound:
+    """Replay ftd, and bound what the best choices would add."""
+    parameters = msgspec.structs.replace(
+        read_parameters().section("ftd", FtdParameters), transfer_bytes_per_s=link_bytes_per_s
+    )
+    policy = RecordedFtd(job, parameters)
+    outcome = replay(policy, trace)
+    ratios, wins, added = [], 0, 0.0
+    for loss in policy.losses:
+        running = loss.reaction.running
+        assert running is not None
+        planned_s = running.iteration_s
+        rerouted_s = least_rerouted_s(job, loss.before, loss.change.removed)
+        ratios.append(rerouted_s / planned_s)
+        pauses = loss.reaction.pauses
+        moving_s = sum(pause.seconds for pause in pauses if pause.category == "moving")
+        other_s = sum(pause.seconds for pause in pauses) - moving_s
+        left_s = max(0.0, loss.change.until_s - loss.change.at_s - other_s)
+        moving_s = min(moving_s, left_s)
+        planned = (left_s - moving_s) / planned_s
+        best = moving_s / rerouted_s + (left_s - moving_s) / min(planned_s, rerouted_s)
+        wins += left_s / rerouted_s > planned
+        added += max(0.0, best - planned) * job.samples
+    return Bound(outcome=outcome, ratios=tuple(ratios), wins=wins, gain=added / outcome.samples)
+
+
+def rerouting_alone(job: ReplayJob, trace: Trace, changed: Mapping[str, object]) -> Outcome:
+    """Replay the policy recycle with the phases of ftd's recovery."""
+    shipped = read_parameters()
+    ftd = shipped.section("ftd", FtdParameters)
+    recycle = msgspec.structs.replace(
+        shipped.section("recycle", RecycleParameters),
+        detect_s=ftd.detect_s,
+        reroute_s=ftd.quiesce_s + ftd.plan_s + ftd.rendezvous_s,
+        **changed,
+    )
+    parameters = Parameters({"recycle": msgspec.to_builtins(recycle)}, "benchmarks/rerouting.py")
+    return replay(RecyclePolicy(job, parameters), trace)
+
+
+def measure(models: Sequence[str], traces: Sequence[str]) -> tuple[Result, Result]:
+    """Return the bound on the choice, and rerouting alone."""
+    bounds = Result(
+        name="rerouting",
+        what="What a choice between ftd's plan and rerouting, at each failure, adds at most (simulated)",
+        columns=("model, trace", "ftd / ideal", "failures", "median R / T", "wins", *LINKS),
+    )
+    alone = Result(
+        name="rerouting-alone",
+        what="Committed samples of rerouting alone, as a share of ftd's (simulated)",
+        columns=("model, trace", "ftd / ideal", *VARIANTS, "ReCycle as published"),
+    )
+    gains: dict[str, float] = dict.fromkeys(LINKS, 0.0)
+    for model in models:
+        job = read_card(model)
+        for name in traces:
+            trace = read_trace(TRACES / f"{name}.csv")
+            ideal = replay(make_policy("ideal", job, read_parameters()), trace).samples
+            found = {link: bound_choice(job, trace, rate) for link, rate in LINKS.items()}
+            for link, bound in found.items():
+                gains[link] = max(gains[link], bound.gain)
+            ftd = found["card"]
+            row, goodput = f"{model}, {name}", f"{ftd.outcome.samples / ideal:.3f}"
+            bounds.rows.append(
+                (
+                    row,
+                    goodput,
+                    str(len(ftd.ratios)),
+                    f"{ftd.median_ratio:.3f}",
+                    str(ftd.wins),
+                    *(f"{bound.gain:+.2%}" for bound in found.values()),
+                )
+            )
+            others = {
+                title: rerouting_alone(job, trace, changed).samples for title, changed in VARIANTS.items()
+            }
+            others["ReCycle as published"] = replay(
+                make_policy("recycle", job, read_parameters()), trace
+            ).samples
+            shares = {title: samples / ftd.outcome.samples for title, samples in others.items()}
+            alone.rows.append((row, goodput, *(f"{share:.3f}" for share in shares.values())))
+            bounds.data[row] = {
+                "goodput": ftd.outcome.samples / ideal,
+                "ratios": ftd.ratios,
+                "gains": {link: bound.gain for link, bound in found.items()},
+            }
+            alone.data[row] = shares
+    bounds.limits.append(
+        Limit(
+            name="most samples that the choice adds at the network of the cards",
+            measured=gains["card"],
+            limit=WORTHWHILE,
+        )
+    )
+    bounds.notes.append(
+        "R, the time of a rerouted iteration, is a lower bound; each gain is therefore an upper bound."
+    )
+    return bounds, alone
+
+
+if __name__ == "__main__":
+    parser = command_line(__doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help="model cards")
+    parser.add_argument(
+        "--traces", default=",".join(sorted(path.stem for path in TRACES.glob("*.csv"))), help="shared traces"
+    )
+    options = parser.parse_args()
+    bounds, alone = measure(options.models.split(","), options.traces.split(","))
+    alone.finish()
+    main(bounds, options.out)
