@@ -30,9 +30,10 @@ stage, from 0  coupled  decoupled  decoupled, staggered   with the memory of 1F1
 2              36       29         27                     44 and 33
 =============  =======  =========  =====================  ======================
 
-The 36, 29 and 27 slots for which the case is known are those of stage 2. The rule is not optimal. A peer has 27 slots of work, which cannot begin
-before the first microbatch has reached its stage and, coupled, cannot end later than the last one needs on its way
-back: no schedule takes less than 30 and 28 slots for stage 1, or 33 and 29 for stage 2.
+The 36, 29 and 27 slots for which the case is known are those of stage 2. The rule is not optimal. A peer has 27
+slots of work, which cannot begin before the first microbatch has reached its stage and, coupled, cannot end later
+than the last one needs on its way back: no schedule takes less than 30 and 28 slots for stage 1, or 33 and 29 for
+stage 2.
 """
 
 from collections import Counter
