@@ -7,10 +7,12 @@ from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import Parameters
 from ftd.replay.policies.bamboo import BambooPolicy
+from ftd.replay.policies.checkpoint import CheckpointPolicy
 from ftd.replay.policies.ftd import make_ftd
 from ftd.replay.policies.ideal import IdealPolicy
 from ftd.replay.policies.oobleck import make_oobleck
 from ftd.replay.policies.recycle import RecyclePolicy
+from ftd.replay.policies.torchft import TorchftPolicy
 from ftd.replay.policies.varuna import VarunaPolicy, VarunaWithoutCheckpointsPolicy
 from ftd.replay.policy import RecoveryPolicy
 
@@ -29,6 +31,8 @@ _MAKERS: dict[str, Callable[[ReplayJob, Parameters, ThroughputSource], RecoveryP
     ),
     "bamboo": lambda job, parameters, source: BambooPolicy(job, parameters, published=source == "published"),
     "recycle": lambda job, parameters, _: RecyclePolicy(job, parameters),
+    "torchft": lambda job, parameters, _: TorchftPolicy(job, parameters),
+    "checkpoint": lambda job, parameters, _: CheckpointPolicy(job, parameters),
 }
 
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
