@@ -44,6 +44,7 @@ docs: setup
 	$(BIN)/ftd config reference > docs/reference/keys.md
 	$(BIN)/python -m ftd.observe.view.schema profile > docs/reference/profile.schema.json
 	$(BIN)/python -m ftd.observe.view.schema report > docs/reference/report.schema.json
+	$(BIN)/python -m ftd.replay.report > docs/reference/replay.schema.json
 	$(BIN)/python -m tests.helpers.models_page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

@@ -73,7 +73,7 @@ INSTEAD = (
 
 ENDLESS = r"^ftd bridge|--follow|^ftd top|^mosquitto_sub (?!-C)|^python examples/subscriber"
 """Commands that never end and run in parallel with all others; each must have an effect by the end."""
-ALONE = r"^ftd (plan|profile|sim|local|chaos (run --local|soak))\b"
+ALONE = r"^ftd (plan|profile|replay|sim|local|chaos (run --local|soak))\b"
 """Commands that need no running cluster."""
 TRAINS = "ftd local examples/gpt.toml"
 """Command in the other terminal."""
@@ -202,8 +202,9 @@ def furnish(place: Path) -> None:
         f'{job}[snapshot]\nevery_steps = 10\n[checkpoint]\nurl = "{place}/checkpoints/gpt"\n'
         "every_steps = 20\nkeep = 1000\n"
     )
-    for package in ("ftd", "runtime", "statemachine", "planner"):  # The text that the llama is trained on.
-        (place / package).symlink_to(ROOT / package)
+    # The text that the llama is trained on, and traces.
+    for folder in ("ftd", "runtime", "statemachine", "planner", "benchmarks"):
+        (place / folder).symlink_to(ROOT / folder)
     chaos = place / "examples" / "chaos"
     chaos.mkdir()
     (chaos / "node-killed.toml").write_text(SMALL_SCENARIO)

@@ -1,0 +1,225 @@
+"""Policies side by side: each one replays the same traces, and what it commits is related to ``ideal``."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ftd.errors import ConfigurationError
+from ftd.replay.job import ReplayJob
+from ftd.replay.outcome import Outcome
+from ftd.replay.parameters import Parameters
+from ftd.replay.policies.registry import POLICIES, ThroughputSource, make_policy, require_policies
+from ftd.replay.policy import PolicyExcluded
+from ftd.replay.replay import replay
+from ftd.replay.traces.trace import Trace
+
+REFERENCE = "ideal"
+"""Policy to which goodput is related. It is always replayed."""
+LEAST_TRACES = 5
+"""Number of generated traces from which on their spread is believed."""
+MOST_TRACES = 200
+"""Largest number of generated traces, unless the user gives one."""
+CONFIDENCE = 0.95
+PRECISION = 0.05
+"""Half-width of a confidence interval, as a share of the mean, at which no more traces are needed."""
+
+ProgressCallback = Callable[[int, int], None]
+"""Progress of a comparison in minutes of virtual time: done, and in total as far as it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Mean of a figure over the traces."""
+
+    mean: float
+    half_width: float | None = None
+    """Half of the width of the 95% confidence interval (Student's t); ``None`` with one trace."""
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether the interval is as narrow as ``PRECISION`` says."""
+        return self.half_width is not None and self.half_width <= PRECISION * abs(self.mean)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResult:
+    """Outcomes of one policy, one for each trace."""
+
+    policy: str
+    outcomes: tuple[Outcome, ...]
+    reference: tuple[Outcome, ...]
+    """Outcomes of ``ideal`` on the same traces."""
+
+    @property
+    def samples(self) -> Estimate:
+        """Return the samples that count."""
+        return estimate([outcome.samples for outcome in self.outcomes])
+
+    @property
+    def samples_per_s(self) -> Estimate:
+        """Return the throughput over the whole time."""
+        return estimate([outcome.samples_per_s for outcome in self.outcomes])
+
+    @property
+    def goodput(self) -> Estimate | None:
+        """Return the samples that count as a share of those of ``ideal``; ``None`` if it has none on some trace."""
+        if any(ideal.samples == 0 for ideal in self.reference):
+            return None
+        pairs = zip(self.outcomes, self.reference, strict=True)
+        return estimate([outcome.samples / ideal.samples for outcome, ideal in pairs])
+
+    def cost_per_sample(self, price_per_node_hour: float) -> Estimate | None:
+        """Return the price of a sample that counts; ``None`` if there are none on some trace.
+
+        :param price_per_node_hour: price of each node that is present, whether it works or not.
+        """
+        if any(outcome.samples == 0 for outcome in self.outcomes):
+            return None
+        return estimate([o.node_s / 3600 * price_per_node_hour / o.samples for o in self.outcomes])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """A policy that was not replayed."""
+
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Policies on the same traces."""
+
+    job: ReplayJob
+    throughput: ThroughputSource
+    traces: tuple[Trace, ...]
+    results: tuple[PolicyResult, ...]
+    """Results in the order of ``POLICIES``."""
+    excluded: tuple[Exclusion, ...]
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether the confidence interval of each policy's throughput is narrow enough."""
+        return all(result.samples_per_s.is_precise for result in self.results)
+
+    def result(self, policy: str) -> PolicyResult:
+        """Return the result of a policy that was replayed."""
+        return next(result for result in self.results if result.policy == policy)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of independent values with its confidence interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Estimate(mean=mean)
+    from scipy.stats import t
+
+    quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    return Estimate(mean=mean, half_width=quantile * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+def compare(
+    job: ReplayJob,
+    trace: Trace,
+    parameters: Parameters,
+    *,
+    policies: Sequence[str] = POLICIES,
+    throughput: ThroughputSource = "common",
+    on_progress: ProgressCallback | None = None,
+) -> Comparison:
+    """Replay policies on one trace.
+
+    :raises ConfigurationError: a policy or a parameter is wrong, or the job cannot be planned.
+    """
+    replays = _Replays(job, parameters, policies, throughput, on_progress)
+    replays.add(trace, more=0)
+    return replays.comparison()
+
+
+def compare_generated(
+    job: ReplayJob,
+    make_trace: Callable[[int], Trace],
+    parameters: Parameters,
+    *,
+    seed: int = 0,
+    most_traces: int = MOST_TRACES,
+    policies: Sequence[str] = POLICIES,
+    throughput: ThroughputSource = "common",
+    on_progress: ProgressCallback | None = None,
+) -> Comparison:
+    """Replay policies on generated traces until the throughput of each is known precisely enough.
+
+    :param make_trace: returns the trace of a seed; the seeds are ``seed``, ``seed`` + 1 and so on.
+    :param most_traces: number of traces after which to stop in any case.
+    :raises ConfigurationError: a policy or a parameter is wrong, or the job cannot be planned.
+    """
+    if most_traces < 1:
+        raise ConfigurationError(f"{most_traces} is not allowed", field="--repeat", remedy="write at least 1")
+    replays = _Replays(job, parameters, policies, throughput, on_progress)
+    for count in range(1, most_traces + 1):
+        replays.add(make_trace(seed + count - 1), more=max(0, min(LEAST_TRACES, most_traces) - count))
+        if count >= LEAST_TRACES and replays.comparison().is_precise:
+            break
+    return replays.comparison()
+
+
+class _Replays:
+    """Outcomes so far."""
+
+    def __init__(
+        self,
+        job: ReplayJob,
+        parameters: Parameters,
+        policies: Sequence[str],
+        throughput: ThroughputSource,
+        on_progress: ProgressCallback | None,
+    ) -> None:
+        require_policies(policies)
+        self._job, self._parameters, self._throughput = job, parameters, throughput
+        self._policies = tuple(dict.fromkeys((REFERENCE, *policies)))
+        self._outcomes: dict[str, list[Outcome]] = {name: [] for name in self._policies}
+        self._excluded: dict[str, str] = {}
+        self._traces: list[Trace] = []
+        self._on_progress = on_progress
+        self._done_s = 0.0
+
+    def add(self, trace: Trace, *, more: int) -> None:
+        """Replay every policy on one more trace.
+
+        :param more: number of traces that follow for certain, for the progress.
+        """
+        self._job.prepare(trace.most_nodes)
+        self._traces.append(trace)
+        for index, name in enumerate(self._policies):
+            left_s = trace.end_s * (len(self._policies) * (1 + more) - index)
+            if name not in self._excluded:
+                self._replay(name, trace, left_s)
+            self._done_s += trace.end_s
+
+    def _replay(self, name: str, trace: Trace, left_s: float) -> None:
+        def report(at_s: float) -> None:
+            if self._on_progress is not None:
+                self._on_progress(round((self._done_s + at_s) / 60), round((self._done_s + left_s) / 60))
+
+        report(0.0)
+        try:
+            policy = make_policy(name, self._job, self._parameters, self._throughput)
+            self._outcomes[name].append(replay(policy, trace, report))
+        except PolicyExcluded as error:
+            self._excluded[name] = str(error)
+
+    def comparison(self) -> Comparison:
+        """Return the comparison so far."""
+        reference = tuple(self._outcomes[REFERENCE])
+        return Comparison(
+            job=self._job,
+            throughput=self._throughput,
+            traces=tuple(self._traces),
+            results=tuple(
+                PolicyResult(policy=name, outcomes=tuple(self._outcomes[name]), reference=reference)
+                for name in sorted(self._policies, key=POLICIES.index)
+                if name not in self._excluded
+            ),
+            excluded=tuple(Exclusion(policy=name, reason=reason) for name, reason in self._excluded.items()),
+        )

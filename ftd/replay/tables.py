@@ -1,0 +1,155 @@
+"""Renders the document of a replay for the terminal; the page takes the same rows."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ftd.observe.view.blocks import plain_table
+from ftd.observe.view.text import format_duration, format_size, plural
+from ftd.replay.comparison import CONFIDENCE, PRECISION
+from ftd.replay.report import ReplayedPolicy, ReplayReport, ReportedEstimate
+
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A table: its header and its rows. The first column has names, the others numbers."""
+
+
+def render_replay(report: ReplayReport) -> RenderableType:
+    """Return the tables, the excluded policies, and what the numbers are worth."""
+    parts: list[RenderableType] = [
+        Text.assemble((report.job.name, "bold"), (f"  {shape_line(report)}", "dim")),
+        Text(trace_line(report), style="dim"),
+        "",
+        _table(result_rows(report)),
+        "",
+        Text("where the time went", style="bold"),
+        _table(time_rows(report)),
+    ]
+    recoveries = recovery_rows(report)
+    if recoveries[1]:
+        parts += ["", Text("recoveries", style="bold"), _table(recoveries)]
+    if report.excluded:
+        parts += ["", *(Text(f"not replayed: {each.policy}: {each.reason}") for each in report.excluded)]
+    parts += ["", *(Text(line, style="dim") for line in remarks(report))]
+    return Group(*parts)
+
+
+def shape_line(report: ReplayReport) -> str:
+    """Return the size of the job in one line."""
+    job = report.job
+    return (
+        f"{plural(job.layers, 'layer')}, {format_size(job.state_bytes)} of state, {job.global_batch} samples a step, "
+        f"{plural(job.fewest_nodes, 'node')} at least"
+    )
+
+
+def trace_line(report: ReplayReport) -> str:
+    """Return the trace in one line."""
+    trace = report.trace
+    name = (
+        trace.name
+        if report.traces == 1
+        else f"{plural(report.traces, 'trace')} of {trace.name}; the first one"
+    )
+    return (
+        f"{name}: {format_duration(trace.duration_s)}, {trace.fewest_nodes} to {trace.most_nodes} nodes, "
+        f"{trace.mean_nodes:.1f} on average, {plural(trace.removals, 'removal')}"
+    )
+
+
+def result_rows(report: ReplayReport) -> Rows:
+    """Return what each policy committed, and what a sample costs."""
+    priced = report.price_per_node_hour is not None
+    header = ("policy", "samples/s", "committed samples", "goodput", *(("cost of 1,000",) if priced else ()))
+    return header, [
+        (
+            policy.policy,
+            _number(policy.samples_per_s),
+            _number(policy.samples),
+            "–" if policy.goodput is None else _percent(policy.goodput),
+            *((_cost(policy),) if priced else ()),
+        )
+        for policy in report.policies
+    ]
+
+
+def time_rows(report: ReplayReport) -> Rows:
+    """Return the share of the time in each category; those that are 0 everywhere are left out."""
+    shown = report.used_categories
+    duration_s = report.trace.duration_s
+    rows = []
+    for policy in report.policies:
+        shares = (policy.seconds[category] / duration_s for category in shown)
+        rows.append((policy.policy, *(_share(share) for share in shares)))
+    return ("policy", *shown), rows
+
+
+def recovery_rows(report: ReplayReport) -> Rows:
+    """Return the recoveries of each policy by kind."""
+    rows = [
+        (
+            policy.policy,
+            each.kind,
+            str(each.count),
+            format_duration(each.median_s),
+            format_duration(each.median_redone_s) if each.median_redone_s else "–",
+        )
+        for policy in report.policies
+        for each in policy.recoveries
+    ]
+    return ("policy", "kind", "number", "median pause", "median redone"), rows
+
+
+def remarks(report: ReplayReport) -> Iterator[str]:
+    """Yield what a reader must know to use the numbers."""
+    yield (
+        "Simulated: a replay in virtual time, not a measurement. Goodput is relative to the policy ideal, which "
+        "recovers at no cost."
+    )
+    if report.traces > 1:
+        narrow = "every" if report.precise else "not every"
+        yield (
+            f"± is half of the {CONFIDENCE:.0%} confidence interval over {report.traces} traces; for {narrow} policy's "
+            f"samples/s it is below {PRECISION:.0%} of the mean."
+        )
+    elif report.precise is not None:
+        yield "One generated trace says little about the next one: allow more with --repeat."
+    yield f"Job: {report.job.source}."
+    yield f"Trace: {report.trace.source}."
+    yield from report.trace.notes
+    yield f"Throughput without failures: {report.throughput}. Parameters: {report.parameters}."
+
+
+def _table(content: Rows) -> RenderableType:
+    header, rows = content
+    table = plain_table()
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _number(estimate: ReportedEstimate) -> str:
+    digits = 0 if estimate.mean >= 1000 else 2
+    text = f"{estimate.mean:,.{digits}f}"
+    return text if estimate.half_width is None else f"{text} ± {estimate.half_width:,.{digits}f}"
+
+
+def _percent(estimate: ReportedEstimate) -> str:
+    text = f"{estimate.mean:.1%}"
+    return text if estimate.half_width is None else f"{text} ± {estimate.half_width:.1%}"
+
+
+def _share(share: float) -> str:
+    if share <= 0:
+        return "–"
+    return f"{share:.1%}" if share >= 0.0005 else "<0.1%"
+
+
+def _cost(policy: ReplayedPolicy) -> str:
+    cost = policy.cost_per_sample
+    if cost is None:
+        return "–"
+    text = f"{1000 * cost.mean:.3g}"
+    return text if cost.half_width is None else f"{text} ± {1000 * cost.half_width:.1g}"

@@ -1,0 +1,100 @@
+"""The document of a replay and the tables that are made from it."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from ftd.observe.view.schema import schema_of
+from ftd.replay.comparison import Comparison, Exclusion, compare, compare_generated
+from ftd.replay.parameters import read_parameters
+from ftd.replay.policy import CATEGORIES
+from ftd.replay.report import MOST_WINDOWS, ReplayReport, build_report, window_edges_s
+from ftd.replay.tables import render_replay
+from tests.helpers.harness import ROOT
+from tests.helpers.replay_jobs import make_job, make_trace
+
+JOB = make_job()
+TRACE = make_trace(6, (300.0, "remove", "n5"), (600.0, "add", "n5"), end_s=1000.0)
+POLICIES = ["ideal", "oobleck", "varuna"]
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def compared(**changes: object) -> Comparison:
+    found = compare(JOB, TRACE, read_parameters(), policies=POLICIES)
+    fields = {name: getattr(found, name) for name in ("job", "throughput", "traces", "results", "excluded")}
+    return Comparison(**(fields | changes))
+
+
+def printed(report: ReplayReport) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render_replay(report))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_document_accounts_for_every_second_and_every_sample() -> None:
+    report = build_report(compared(), generated=False, parameters="shipped", price_per_node_hour=2.0)
+    document = json.loads(report.to_bytes())
+    assert document["simulated"] is True and document["schema"] == 1
+    assert document["trace"]["nodes"] == [[0.0, 6], [300.0, 5], [600.0, 6]]
+    assert [policy["policy"] for policy in document["policies"]] == POLICIES
+    for policy in document["policies"]:
+        assert list(policy["seconds"]) == list(CATEGORIES)
+        assert sum(policy["seconds"].values()) == pytest.approx(1000.0)
+        assert policy["committed"][-1] == pytest.approx(policy["samples"]["mean"])
+        assert policy["cost_per_sample"]["mean"] > 0
+        assert len(policy["committed"]) == len(policy["throughput"]) == len(document["windows_s"])
+    [ideal, oobleck, varuna] = document["policies"]
+    assert ideal["recoveries"] == [] and ideal["goodput"] == {"mean": 1.0, "half_width": None}
+    assert [(each["kind"], each["count"]) for each in oobleck["recoveries"]] == [("join", 1), ("loss", 1)]
+    assert all(each["median_s"] > 0 for each in varuna["recoveries"])
+
+
+def test_the_terminal_shows_results_times_exclusions_and_that_they_are_simulated() -> None:
+    found = compared(excluded=(Exclusion(policy="bamboo", reason="there is no next stage"),))
+    text = printed(build_report(found, generated=False, parameters="shipped", price_per_node_hour=2.0))
+    lines = text.splitlines()
+    [header] = [line for line in lines if "committed samples" in line]
+    assert header.split() == ["policy", "samples/s", "committed", "samples", "goodput", "cost", "of", "1,000"]
+    [times] = [line for line in lines if "computing" in line]
+    assert "redone" in times and "waiting" not in times, "no policy waited"
+    assert "not replayed: bamboo: there is no next stage" in text
+    assert "Simulated" in text and "Job: test." in text
+    assert "cost of" not in printed(build_report(compared(), generated=False, parameters="shipped"))
+
+
+def test_several_traces_have_confidence_intervals() -> None:
+    found = compare_generated(
+        JOB,
+        lambda seed: make_trace(6, (300.0 + seed, "remove", "n5"), end_s=1000.0),
+        read_parameters(),
+        policies=POLICIES,
+        most_traces=3,
+    )
+    report = build_report(found, generated=True, parameters="shipped")
+    assert report.traces == 3 and report.precise is True
+    assert all(policy.samples.half_width is not None for policy in report.policies)
+    assert "±" in printed(report) and "over 3 traces; for every policy's samples/s it is below 5%" in printed(
+        report
+    )
+
+
+@pytest.mark.parametrize("duration_s", [0.5, 600.0, 54_000.0, 54_001.0, 30 * 86_400.0, 9 * 365 * 86_400.0])
+def test_windows_are_few_and_cover_the_trace(duration_s: float) -> None:
+    edges_s = window_edges_s(duration_s)
+    assert edges_s[0] == 0.0 and edges_s[-1] == duration_s
+    assert 2 <= len(edges_s) <= MOST_WINDOWS + 1
+    assert edges_s == sorted(set(edges_s))
+
+
+def test_the_schema_in_the_documentation_is_current() -> None:
+    assert (REFERENCE / "replay.schema.json").read_bytes() == schema_of(ReplayReport)
+
+
+def test_every_field_is_explained_in_the_documentation() -> None:
+    text = (REFERENCE / "replay-report.md").read_text()
+    definitions = json.loads(schema_of(ReplayReport))["$defs"]
+    fields = {field for definition in definitions.values() for field in definition["properties"]}
+    assert [field for field in sorted(fields | set(CATEGORIES)) if f"`{field}`" not in text] == []
