@@ -68,6 +68,7 @@ def _replay(policy: RecoveryPolicy, trace: Trace, on_progress: Callable[[float],
         for node in step.removed:
             del nodes[node]
         nodes.update(dict.fromkeys(step.added))
+        account.came += len(step.added)
         reaction = policy.change(
             Change(
                 at_s=step.at_s,
@@ -83,7 +84,7 @@ def _replay(policy: RecoveryPolicy, trace: Trace, on_progress: Callable[[float],
             )
         )
         if reaction is not None:
-            account.react(reaction, lost=len(step.removed), added=len(step.added))
+            account.react(reaction, lost=len(step.removed))
         if on_progress is not None:
             on_progress(step.at_s)
     account.advance(trace.end_s)
@@ -138,7 +139,6 @@ class _Delayed:
     at_s: float
     reaction: Reaction
     lost: int
-    added: int
 
 
 @dataclass(slots=True)
@@ -176,6 +176,8 @@ class _Account:
         self._done: list[_Iterations] = []
         self.iterations = 0
         """Iterations that count so far."""
+        self.came = 0
+        """Nodes that came and that no recovery has taken in yet: many systems wait until they are ready."""
         self._durable: list[tuple[float, int]] = [(0.0, 0)]
         """Checkpoints: the time from which each can be used, and the number of iterations that it holds."""
         self._since_checkpoint = 0
@@ -195,16 +197,16 @@ class _Account:
             return 0.0
         return self._running.iteration_s * (1 - self._progress)
 
-    def react(self, reaction: Reaction, *, lost: int = 0, added: int = 0) -> None:
+    def react(self, reaction: Reaction, *, lost: int = 0) -> None:
         """Begin a reaction now or, if it says so, later. It replaces one that has not begun."""
         self._delayed = None
         if reaction.after_s > 0:
             at_s = self.at_s + reaction.after_s
-            self._delayed = _Delayed(at_s=at_s, reaction=reaction, lost=lost, added=added)
+            self._delayed = _Delayed(at_s=at_s, reaction=reaction, lost=lost)
         else:
-            self._begin(reaction, lost, added)
+            self._begin(reaction, lost)
 
-    def _begin(self, reaction: Reaction, lost: int, added: int) -> None:
+    def _begin(self, reaction: Reaction, lost: int) -> None:
         if self._stalling and _only_runs(reaction):
             self._running = reaction.running
             return
@@ -216,7 +218,8 @@ class _Account:
             self._recovery = _OpenRecovery(self.at_s)
         if self._recovery is not None:
             self._recovery.lost += lost
-            self._recovery.added += added
+            self._recovery.added += self.came
+            self.came = 0
             self._recovery.rolled_back |= self.iterations < before
             self._recovery.redone_s += redone_s
         self._pauses = [pause for pause in reaction.pauses if pause.seconds > 0]
@@ -229,7 +232,7 @@ class _Account:
             delayed = self._delayed
             self._advance(delayed.at_s)
             self._delayed = None
-            self._begin(delayed.reaction, delayed.lost, delayed.added)
+            self._begin(delayed.reaction, delayed.lost)
         self._advance(until_s)
 
     def _advance(self, until_s: float) -> None:

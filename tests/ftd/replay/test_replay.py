@@ -1,6 +1,7 @@
 """The kernel of the replay: when work counts, what a reaction takes back, and where each second goes."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from ftd.replay.replay import replay
 from ftd.replay.traces.trace import Trace, TraceEvent
 
 RUNNING = Running(iteration_s=2.0, samples=8.0)
+RUNS = Reaction(running=RUNNING)
 
 
 class ScriptedPolicy(RecoveryPolicy):
@@ -51,9 +53,7 @@ def trace_of(*losses_s: float, end_s: float, notice_s: float = 0.0) -> Trace:
     return Trace(name="test", source="test", events=tuple(events), end_s=end_s)
 
 
-def run(
-    trace: Trace, *answers: Reaction | None, first: Reaction = Reaction(running=RUNNING)
-) -> tuple[Outcome, ScriptedPolicy]:
+def run(trace: Trace, *answers: Reaction | None, first: Reaction = RUNS) -> tuple[Outcome, ScriptedPolicy]:
     """Replay a policy that gives these answers, one for each change."""
     left = list(answers)
     policy = ScriptedPolicy(first, lambda _: left.pop(0))
@@ -62,7 +62,7 @@ def run(
     return outcome, policy
 
 
-def spent(outcome: Outcome) -> dict[Category, float]:
+def spent(outcome: Outcome) -> dict[Category, Any]:
     """Return the categories that have any time."""
     return {name: pytest.approx(seconds) for name, seconds in outcome.seconds.items() if seconds > 1e-9}
 
