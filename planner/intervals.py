@@ -146,7 +146,7 @@ def choose_checkpoint_interval(
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 10 else _span(seconds)
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else _span(seconds)
 
 
 def _span(seconds: float) -> str:

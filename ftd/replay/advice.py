@@ -19,12 +19,14 @@ there as often as the trace's nodes are on average.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace as changed
 from scipy.stats import binom
 
@@ -36,7 +38,7 @@ from ftd.replay.outcome import Outcome
 from ftd.replay.parameters import Parameters
 from ftd.replay.policies.ftd import FtdPolicy
 from ftd.replay.policies.ideal import IdealPolicy
-from ftd.replay.policy import PolicyExcluded, RecoveryPolicy
+from ftd.replay.policy import RecoveryPolicy
 from ftd.replay.replay import replay
 from ftd.replay.traces.trace import Trace
 from ftd.replay.virtual_cluster import FtdParameters
@@ -365,7 +367,7 @@ class _Adviser:
             remark = (
                 f"every {format_duration(every * step_s)}"
                 if every
-                else "none: what no replica holds is read from storage"
+                else "none, but checkpoints are made from them"
             )
             candidates.append(self._candidate(str(every), tried, remark, (position,)))
         return _question(
@@ -398,9 +400,7 @@ class _Adviser:
         job = self._replays.job(setting.tolerate)
         shares = self._node_shares()
         enough = next(
-            spares
-            for spares in range(10 * self._nodes)
-            if spares == 10 * self._nodes - 1 or self._available_with(spares, shares) >= AVAILABLE
+            spares for spares in itertools.count() if self._available_with(spares, shares) >= AVAILABLE
         )
         tried = sorted({0, enough // 2, max(0, enough - 1), enough})
         whole = job.samples_per_s(self._nodes)
@@ -424,10 +424,7 @@ class _Adviser:
     # --- figures -------------------------------------------------------------------------------------
 
     def _candidate(self, value: str, setting: _Setting, remark: str, after: Iterable[float]) -> _Candidate:
-        try:
-            outcomes = self._replays.run(setting, self._base)
-        except PolicyExcluded as error:
-            return _impossible(value, str(error))
+        outcomes = self._replays.run(setting, self._base)
         pairs = zip(outcomes, self._replays.ideal, strict=True)
         choice = AdvisedChoice(
             value=value,
@@ -485,19 +482,17 @@ class _Adviser:
 
     def _available_with(self, spares: int, shares: dict[int, float]) -> float:
         """Return the share of the time for which the cluster has its size, with spares."""
-        return sum(
-            share * float(binom.sf(self._nodes - count - 1, spares, self._available))
-            for count, share in shares.items()
-        )
+        missing = self._nodes - np.array(list(shares))
+        return float(binom.sf(missing - 1, spares, self._available) @ np.array(list(shares.values())))
 
     def _rate_with(self, spares: int, shares: dict[int, float], job: ReplayJob) -> float:
         """Return the mean throughput of at most as many nodes as the cluster has."""
+        rates = np.array([job.samples_per_s(nodes) for nodes in range(self._nodes + 1)])
+        spare = np.arange(spares + 1)
+        chances = binom.pmf(spare, spares, self._available)
         return sum(
-            share
-            * float(binom.pmf(there, spares, self._available))
-            * job.samples_per_s(min(self._nodes, count + there))
+            share * float(chances @ rates[np.minimum(self._nodes, count + spare)])
             for count, share in shares.items()
-            for there in range(spares + 1)
         )
 
 
