@@ -11,6 +11,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
+# Every process that tests start would compile all modules again if none of them stored its bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test quick gpu-test mutants check docs dist setup mosquitto promtool chromium clean
 
