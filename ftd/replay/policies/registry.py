@@ -12,6 +12,7 @@ from ftd.replay.policies.ftd import make_ftd
 from ftd.replay.policies.ideal import IdealPolicy
 from ftd.replay.policies.oobleck import make_oobleck
 from ftd.replay.policies.recycle import RecyclePolicy
+from ftd.replay.policies.reft import ReftPolicy
 from ftd.replay.policies.torchft import TorchftPolicy
 from ftd.replay.policies.varuna import VarunaPolicy, VarunaWithoutCheckpointsPolicy
 from ftd.replay.policy import RecoveryPolicy
@@ -33,6 +34,7 @@ _MAKERS: dict[str, Callable[[ReplayJob, Parameters, ThroughputSource], RecoveryP
     "recycle": lambda job, parameters, _: RecyclePolicy(job, parameters),
     "torchft": lambda job, parameters, _: TorchftPolicy(job, parameters),
     "checkpoint": lambda job, parameters, _: CheckpointPolicy(job, parameters),
+    "reft": lambda job, parameters, _: ReftPolicy(job, parameters),
 }
 
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
