@@ -13,7 +13,7 @@ from planner.values import Policy, Recompute, Template, Within
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRow:
-    """One stage of a template; memory is of each of its devices, times are of one microbatch."""
+    """One stage of a template, with the memory of each of its devices and the times of one microbatch."""
 
     first_layer: int
     end_layer: int
@@ -60,7 +60,7 @@ class PipelineRow:
 
     count: int
     nodes: int
-    """Stages of the pipeline's template."""
+    """Number of nodes of the pipeline's template."""
     microbatches: int
     memory_bytes: int
     """Memory of the fullest device."""

@@ -34,7 +34,7 @@ def describe(model: nn.Module, files_from: Iterable[str | Path] = ()) -> ModelDe
     """Describe ``model``, whose parameters may be on the meta device.
 
     :param files_from: directories that are searched for files of the tokenizer, or a file that is one,
-    before the directory that the model itself was loaded from.
+        before the directory that the model itself was loaded from.
     """
     named = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)

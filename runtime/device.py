@@ -57,7 +57,7 @@ class DeviceRuntime(ABC):
     """The operations of one device. Any thread may use it; each has its own current stream, at first the
     default one.
 
-    :param device: where the tensors are.
+    :param device: device of the tensors.
     """
 
     is_async = False

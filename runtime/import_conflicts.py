@@ -1,7 +1,8 @@
-"""Detection of user modules that would be imported instead of ftd's own packages. No torch in here.
+"""Detection of user modules that would be imported instead of ftd's own packages. The module does not import
+torch.
 
-Our packages have everyday names, and the directory of the training script comes first on the import path. A
-``planner.py`` next to the script would be imported instead of ours and fail far from the cause.
+Our packages have everyday names, and the directory of the training script comes first on the import path.
+A ``planner.py`` next to the script would be imported instead of ours and fail far from the cause.
 """
 
 from pathlib import Path

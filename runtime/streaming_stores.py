@@ -1,5 +1,5 @@
-"""The environment in which the C library copies snapshots with streaming stores, which bypass the caches. No
-torch in here.
+"""The environment in which the C library copies snapshots with streaming stores, which bypass the caches. The
+module does not import torch.
 
 A store into memory first reads the line that it overwrites, unless it is a streaming store. The C library
 uses streaming stores from a size on that it derives from the machine's cache: 190 MiB on a large server,

@@ -303,8 +303,8 @@ def torch_device(data: TrainingData) -> torch.device:
     """Return the device on which this process computes. Each trainer of a node sees its own device as the
     first.
 
-    :raises TrainingError: the job asks for CUDA, and this process sees no device: the host has none, or not
-    the one that this trainer was given.
+    :raises TrainingError: the job asks for CUDA, and this process sees no device: the host has none, or
+        not the one that this trainer was given.
     """
     if data.device != "cuda" and data.backend != "nccl":
         return torch.device("cpu")

@@ -212,6 +212,6 @@ class CheckpointFound(Event):
     checkpoint: CheckpointRecord | None
     skipped: tuple[SkippedCheckpoint, ...]
     reason: str
-    """Text that says why there is no plan."""
+    """Text that says why there is no checkpoint."""
     unreadable: bool = False
     """Whether the checkpoint location could not be read, so that there may be one."""

@@ -20,7 +20,7 @@ class Timing:
     silence_s: float = 1.5
     """A node that was not heard from for this long is OFFLINE: its host hangs or is cut off."""
     hello_grace_s: float = 3.0
-    """After the broker is available (again), no node is declared silent before this has passed."""
+    """Time after the broker is available (again) before which no node is declared silent."""
 
     remove_offline_s: float = 86_400.0
     """A node that was not heard from for this long, and that the current job does not name, is removed. If
@@ -55,7 +55,7 @@ class Timing:
     start_settle_s: float = 1.0
     """Time for which the first plan waits for nodes that are still preparing."""
     join_settle_s: float = 0.1
-    """Joins and drains that come closer together than this share one reconfiguration."""
+    """Time within which joins and drains share one reconfiguration."""
     lost_state_s: float = 30.0
     """Time for which the job stays PAUSED if only absent nodes, which are not provably dead, hold some state.
     After that it returns to a persistent checkpoint, or is FAILED.
@@ -63,9 +63,9 @@ class Timing:
     steps_request_s: float = 2.0
     """Longest time that one node may take to answer ``RequestSteps`` before another is asked."""
     raise_limit: int = 3
-    """The job fails if its code raised this often in a running group with no step committed in between, or in
-    this many tries of one step; the same error on several nodes ends it sooner. (node) Trainers that ended
-    this often while they built the model cannot build it.
+    """Number of errors after which the job fails: its code raised this often in a running group with no step
+    committed in between, or in this many tries of one step; the same error on several nodes ends it
+    sooner. (node) Trainers that ended this often while they built the model cannot build it.
     """
 
     # --- election (coordinators) ----
@@ -80,8 +80,8 @@ class Timing:
     attempt.
     """
     lost_record_timeout_s: float = 30.0
-    """If the broker lost the record of the leader, a coordinator that was absent lately waits this long for
-    one that knows more. It must be above ``leader_silence_s``.
+    """Time that a coordinator that was absent lately waits for one that knows more, if the broker lost the
+    record of the leader. It must be above ``leader_silence_s``.
     """
     leader_session_s: float = 3.0
     """Limit of a takeover attempt: to connect, and to read what the last leader left at the broker."""
@@ -119,7 +119,7 @@ class Timing:
     layers are not exact, and a plan that reacts to noise would move state for nothing.
     """
     straggler_recovered_speed: float = 0.85
-    """From this share of the others' speed on, a straggler counts as recovered. It must be above
+    """Share of the others' speed from which on a straggler counts as recovered. It must be above
     ``straggler_speed``, or a node would be both.
     """
     straggler_s: float = 5.0
@@ -151,21 +151,21 @@ class Timing:
     """Period of the agent's check of its trainers."""
     hang_floor_s: float = 0.6
     hang_steps: float = 4.0
-    """While steps commit, a trainer hangs if it sends no heartbeat, or makes no progress without waiting, for
-    max(floor, this many median steps). Time for which a silent trainer waits for a processor of its host
-    does not count, up to ``idle_heartbeat_s``.
+    """Number of median steps: while steps commit, a trainer hangs if it sends no heartbeat, or makes no
+    progress without waiting, for max(floor, this many median steps). Time for which a silent trainer waits
+    for a processor of its host does not count, up to ``idle_heartbeat_s``.
     """
     reading_s: float = 60.0
     """The same limit while a trainer reads samples: a file server that stalls must not end all trainers at once,
     and the state with them.
     """
     idle_heartbeat_s: float = 10.0
-    """Without steps (model build, rendezvous, state transfer), a trainer hangs if it sends no heartbeat for
-    this long.
+    """Time without a heartbeat after which a trainer hangs while there are no steps (model build, rendezvous,
+    state transfer).
     """
     idle_progress_s: float = 60.0
-    """Without steps, a trainer hangs if it makes no progress and does not wait for this long; also the limit
-    of its start.
+    """Time without progress and without waiting after which a trainer hangs while there are no steps; also
+    the limit of its start.
     """
 
     def __post_init__(self) -> None:

@@ -28,8 +28,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     architecture: str = ""
     """Name of the model's class in ``transformers``; empty for other models."""
     weight_names: dict[str, tuple[str, ...]] = {}
-    """For each tensor with other names in the weight files of ``from_pretrained`` than its canonical name,
-    those names; empty if the files do not contain it.
+    """Names of tensors in the weight files of ``from_pretrained``, by canonical name, if they differ; a
+    tensor's names are empty if the files do not contain it.
     """
     files: dict[str, bytes] = {}
     """``config.json`` and the other files next to the weights, by name."""

@@ -2,7 +2,7 @@
 
 ======================  ========================================================================
 payload                 from the beginning of the file
-header                  msgpack of ``storage.layerstate.Header``
+header                  msgpack of ``storage.layerstate.LayerHeader``
 8 bytes, little-endian  length of the header
 8 bytes                 ``ftdlayer``
 ======================  ========================================================================

@@ -58,7 +58,7 @@ class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     buffers: bytes
     """The persistent buffers, one after the other, padded."""
     homes: dict[str, int] = {}
-    """For each tied parameter whose elements are in the parts of another layer, that layer."""
+    """Layer whose parts contain the elements of a tied parameter, for each tied parameter of another layer."""
 
 
 class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

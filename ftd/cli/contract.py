@@ -13,7 +13,9 @@ def register(app: typer.Typer) -> None:
 def contract(
     against: Annotated[
         Path | None,
-        typer.Option(help="List what this version breaks of an earlier contract; exit code 1 if anything."),
+        typer.Option(
+            help="List what this version breaks of an earlier contract. The exit code is 1 if it breaks any."
+        ),
     ] = None,
 ) -> None:
     """Print the contract for other tools (AsyncAPI 3).

@@ -14,7 +14,7 @@ from statemachine.messages.values import CheckpointPolicy, SnapshotPolicy
 def with_absolute_paths(table: CheckpointData, directory: Path) -> CheckpointData:
     """Return the table with absolute paths, which are valid wherever a process was started.
 
-    :param directory: that of the job file.
+    :param directory: directory of the job file.
     """
     written = {key: getattr(table, key) for key in ("url", "huggingface_directory")}
     local = {key: path for key, path in written.items() if path and "://" not in path}

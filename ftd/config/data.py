@@ -44,7 +44,7 @@ def resolve_data(
     """Return the table with absolute paths and the tokenizer to use.
 
     :param model: the model's table with resolved paths.
-    :param directory: that of the job file.
+    :param directory: directory of the job file.
     :param where: name of the table in the file.
     """
     chosen = [name for name in _SOURCES if getattr(table, name) is not None]

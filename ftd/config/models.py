@@ -41,7 +41,7 @@ _LARGEST_CONFIG_BYTES = 16 * 1024 * 1024
 def resolve_model(table: ModelTable, directory: Path, collector: ErrorCollector) -> ModelTable:
     """Return the table with the absolute directory of the model, and the task if the configuration names it.
 
-    :param directory: that of the job file.
+    :param directory: directory of the job file.
     """
     for name, remedy in _ELSEWHERE.items():
         if name in table.overrides:

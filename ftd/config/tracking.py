@@ -21,7 +21,7 @@ _PACKAGES = {
 def resolve_logging(written: LoggingData, directory: Path, job: str) -> LoggingData:
     """Return the table with absolute paths and with defaults for keys that were left out.
 
-    :param directory: that of the job file.
+    :param directory: directory of the job file.
     :param job: name of the job.
     """
     mlflow = written.mlflow

@@ -284,7 +284,7 @@ def find_initial_checkpoint(job: Job) -> CheckpointRecord | None:
     """Return the checkpoint that a submitted job begins from, and create the directory if necessary.
 
     :raises ConfigurationError: the location cannot be used, or holds checkpoints that the job would mix
-    with.
+        with.
     """
     policy = job.checkpoint
     if not policy.url:

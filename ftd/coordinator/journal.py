@@ -86,7 +86,7 @@ class Journal:
         """Open or create the journal in ``directory``, on this host's disk unless another one is given.
 
         :raises JournalError: the journal cannot be created, is corrupt or of a newer version, or another
-        coordinator has it open.
+            coordinator has it open.
         """
         self.path = directory / "journal.sqlite"
         self._disk, self._system_clock = disk or LocalDisk(), clock or SystemClock()

@@ -343,7 +343,7 @@ class FollowerSession:
         """Prepare the session; ``session.run`` connects it.
 
         :param remove_peer: deletes what is retained on the topic of a peer that is gone; called while this
-        coordinator leads.
+            coordinator leads.
         """
         self._topics, self._me = topics, me
         self._feed, self._stamp, self._leading = feed, stamp, leading

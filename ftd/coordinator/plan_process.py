@@ -62,7 +62,7 @@ class PlanProcess:
         iteration ends early, for instance by a cancellation, the process is killed.
 
         :raises PeerError: the process could not be started, ended before its last answer, or wrote
-        something else.
+            something else.
         """
         process = self._process or await self.start()
         assert process.stdin and process.stdout and process.stderr, "all three were asked for"

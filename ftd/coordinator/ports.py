@@ -169,7 +169,7 @@ class Observer(Protocol):
         """Note how long the broker took for a message."""
 
     def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
-        """Log this job's steps; see ``ftd.observe.tracking.writer_process.Tracking.follow``."""
+        """Log this job's steps; see ``ftd.observe.tracking.writer_process.TrackingWriterProcess.set_job``."""
 
     def on_status(self, text: str) -> None:
         """Take a description of what this coordinator does."""

@@ -230,7 +230,7 @@ class RecoveryTimeline:
     reason: str
     losses: tuple[DetectionFact, ...]
     phases: tuple[tuple[str, float, float | None], ...]
-    """For each phase its name, begin and end; the end is ``None`` while the phase lasts."""
+    """Name, begin and end of each phase; the end is ``None`` while the phase lasts."""
     decision: str | None = None
     plan: str | None = None
     pause_reason: str | None = None

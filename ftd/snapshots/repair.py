@@ -72,7 +72,7 @@ class Repairer:
     client: ShardClient
     _manifests: dict[str, tuple[SnapshotManifest, ...]] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
-    """By node: the reason why it could not help."""
+    """Reason why each node could not help."""
 
     async def repair_block(self, held: ArenaSnapshot, part: SnapshotPart, number: int) -> RepairedBlock:
         """Return the block as it was written.

@@ -58,8 +58,8 @@ def candidate_layouts(
     * *even*: as many pipelines as have survivors, of sizes as equal as possible;
     * *best*: the best instantiation.
 
-    :param before, left: nodes of each previous pipeline, and the number of them that are present. :param
-    nodes: all nodes that are present, whether or not a previous pipeline had them.
+    :param before, left: nodes of each previous pipeline, and the number of them that are present.
+    :param nodes: all nodes that are present, whether or not a previous pipeline had them.
     :param templates: the existing sizes, ascending.
     :param most: largest number of pipelines for which the batch suffices.
     """

@@ -76,7 +76,7 @@ class HeldOutSampler:
     def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
         """Return rows ``[first_row, first_row + rows)`` of a batch, as far as they exist.
 
-        :param step: that identifies the batch (``pseudo_step``).
+        :param step: step that identifies the batch (``pseudo_step``).
         """
         start = self.batch_of(step) * self.global_batch + first_row
         return [Draw(_EPOCH, index) for index in range(start, min(start + rows, self.samples))]

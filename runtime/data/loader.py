@@ -74,8 +74,7 @@ class BatchLoader:
         """Announce what will be loaded next, in order; this replaces the previous plan.
 
         :param keys: keys of the microbatches, perhaps endless; ``load`` consumes them gradually. A pair is
-            a microbatch of training:
-        (step, microbatch).
+            a microbatch of training: (step, microbatch).
         """
         if self._pool is not None:
             self._pool.plan(

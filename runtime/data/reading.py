@@ -278,7 +278,7 @@ def _copied(sample: Any) -> Any:
     ``deepcopy`` of a tensor's view would copy the whole tensor.
 
     :raises TypeError: it contains more than numbers, strings, arrays and tensors in dicts, tuples and
-    lists.
+        lists.
     """
     match sample:
         case Tensor():

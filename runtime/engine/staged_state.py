@@ -169,8 +169,10 @@ class StagedStateLoader:
             tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
 
     def _file(self, chunk: PayloadChunk) -> Bytes:
-        """Return all bytes of the file that contains a staged range. :raises OSError, DamagedError: it is
-        missing.
+        """Return all bytes of the file that contains a staged range.
+
+        :raises OSError: the file is missing.
+        :raises CorruptDataError: the file is too short.
         """
         if not chunk.path:
             return np.frombuffer(chunk.data, dtype=np.uint8)

@@ -63,7 +63,7 @@ class ModelTensor:
     trainable: bool
     layers: list[int] = field(default_factory=list)
     in_blocks: list[bool] = field(default_factory=list)
-    """For each reference, whether it is inside a layer's block rather than in the code around it."""
+    """Whether each reference is inside a layer's block rather than in the code around it."""
     references: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property

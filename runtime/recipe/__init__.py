@@ -18,8 +18,9 @@ __all__ = ["build"]
 def build(**tables: Any) -> Training:
     """Make what a job file with ``[model]`` trains.
 
-    :param tables: tables of the file, as plain data (``runtime.wire.recipe.Recipe``). :raises
-    TrainingError: the model, the data or their combination cannot be trained; the message says why.
+    :param tables: tables of the file, as plain data (``runtime.wire.recipe.Recipe``).
+    :raises TrainingError: the model, the data or their combination cannot be trained; the message says
+        why.
     """
     try:
         recipe = msgspec.convert(tables, Recipe)

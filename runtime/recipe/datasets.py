@@ -56,7 +56,7 @@ def make_data(recipe: Recipe, model: HuggingFaceModel, tokenizer: LoadedTokenize
     """Open the data of a job and its held-out part.
 
     :raises DataError: files are missing or corrupt, tokens are not in the model's vocabulary, labels are
-    missing, or the data is too small.
+        missing, or the data is too small.
     """
     dataset = _open(recipe.data, model)
     table, held_out = recipe.evaluation, None

@@ -157,8 +157,7 @@ class SnapshotAgentClient:
     """The snapshot agent of this host, over its unix socket.
 
     :param path: path of the socket; the default is ``$FTD_SNAPSHOT_AGENT``, or else where an agent of this
-        user
-    puts it.
+        user puts it.
     """
 
     def __init__(self, path: str | Path | None, default: Path) -> None:

@@ -108,7 +108,7 @@ class RankArena:
         hosts.
 
         :raises ArenaFullError: there is too little memory; it carries the bytes that are needed and those
-        that are free.
+            that are free.
         """
         slots = SLOTS if self.protected else RETAINED_SLOTS
         there = sum(f.stat().st_size for f in self.arena.directory.glob("slot-*"))

@@ -109,7 +109,7 @@ class RegisteredObject:
         """Return the ids of the tensors that are the same on all ranks.
 
         :param replicated: ids of the parameters that DDP keeps the same. An optimizer computes its state
-        for them from the same gradients, unless it is sharded (``ZeroRedundancyOptimizer``).
+            for them from the same gradients, unless it is sharded (``ZeroRedundancyOptimizer``).
         """
         if self.kind == "module" and self.replicated:
             return {id(p) for p in self.value.parameters()}

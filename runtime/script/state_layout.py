@@ -84,7 +84,7 @@ class _Level:
 
     types: list[type]
     masks: tuple[bytes, ...]
-    """For each kind, which of the values are of it."""
+    """Mask of the values of each kind."""
     tensors: list[Tensor]
     keys: list[Any]
     """Keys of the dicts among the values, in a row."""
@@ -198,7 +198,7 @@ class StateFingerprint:
         """Return the frozen state with these plain values, as ``freeze`` would return it.
 
         :param plain: what ``read_plain`` returned. The result is the same object each time: encode it
-        before the next call.
+            before the next call.
         """
         for (there, key), value in zip(self._places, plain, strict=True):
             there[key] = value

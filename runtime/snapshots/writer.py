@@ -77,7 +77,7 @@ _Task = TrainerCapture | _Reserve | _Retain | _ReleaseAfter | RepairWrite
 class SnapshotWriter:
     """The writer of one rank's part of all snapshots.
 
-    :param sharding: which parts of the state this rank has, where state is sharded.
+    :param sharding: parts of the state that this rank has, if state is sharded.
     :param report: sends a report to the node daemon; called from any thread.
     """
 

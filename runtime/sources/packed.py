@@ -100,7 +100,7 @@ class PackedTokens:
         This reads all tokens once, unless the file's description has the largest id.
 
         :raises DataError: a token id is outside the vocabulary; the message gives the first and its
-        position.
+            position.
         """
         for stream in self._streams:
             if stream.largest is not None and stream.largest < size:

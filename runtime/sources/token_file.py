@@ -24,10 +24,11 @@ class TokenFile(PackedTokens):
     ) -> None:
         """Map the files into memory.
 
-        :param path: a path, a pattern or a list of them; a pattern's files are taken in the order of names.
-        :param dtype: the tokens' type; None for the JSON file's, else "uint16". A .npy has its own. :param
-        stride: tokens from the beginning of a sample to that of the next; None is ``length``. :raises
-        DataError: a file is missing, has another type or is shorter than a sample.
+        :param path: a path, a pattern or a list of them; a pattern's files are taken in the order of
+            names.
+        :param dtype: the tokens' type; None for the JSON file's, else "uint16". A .npy has its own.
+        :param stride: tokens from the beginning of a sample to that of the next; None is ``length``.
+        :raises DataError: a file is missing, has another type or is shorter than a sample.
         """
         if dtype is not None and dtype not in DTYPES:
             raise DataError(f"the token type {dtype!r} is not one of {', '.join(DTYPES)}")

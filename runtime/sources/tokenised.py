@@ -39,8 +39,8 @@ class TokenisedDataset:
     ) -> None:
         """Find the tokens in the cache, or make them.
 
-        :param facts: everything that determines the tokens besides the files and the tokenizer. :param
-        with_learned: whether to store which tokens are learned.
+        :param facts: everything that determines the tokens besides the files and the tokenizer.
+        :param with_learned: whether to store which tokens are learned.
         """
         self._tokenizer = tokenizer
         key = fingerprint(
@@ -103,7 +103,7 @@ class TokenisedDataset:
         """Check that a model with ``size`` token ids can read every token.
 
         :raises DataError: a token id is outside the vocabulary; the message gives it and a document with
-        it.
+            it.
         """
         if self._info.max_token_id >= size:
             raise DataError(

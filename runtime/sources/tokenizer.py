@@ -66,8 +66,8 @@ class LoadedTokenizer:
 def load_tokenizer(where: str) -> LoadedTokenizer:
     """Read a tokenizer.
 
-    :param where: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it. :raises
-    DataError: there is none, or it is corrupt.
+    :param where: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it.
+    :raises DataError: the tokenizer is missing or corrupt.
     """
     path = _find(where)
     package = import_package("tokenizers", "turning text into tokens")

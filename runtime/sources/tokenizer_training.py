@@ -21,7 +21,7 @@ def train_tokenizer(files: Sequence[Path], *, field: str, vocabulary: int, out: 
     for the end of a text, for padding and for masks.
 
     :param vocabulary: maximum number of tokens.
-    :return: the number of tokens.
+    :returns: the number of tokens.
     :raises DataError: a file cannot be used, or there is no text.
     """
     tokenizers = import_package("tokenizers", "training a tokenizer")

@@ -185,7 +185,7 @@ def write_tokens(
     """Write the tokens of all documents one after the other, and their description, and return their ends.
 
     :param learned: a file that gets a byte for each token: 1 if a model learns it.
-    :return: for each document that has tokens, the number of tokens in the file up to its end.
+    :returns: for each document that has tokens, the number of tokens in the file up to its end.
     :raises DataError: there is no text, or the tokenizer fails on one.
     """
     dtype = token_dtype(tokenizer.vocabulary_size)

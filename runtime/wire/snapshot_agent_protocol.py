@@ -89,7 +89,7 @@ class ProtectedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hosts: tuple[str, ...]
     """Addresses of the ranks' agents, in the order of the shards' owners."""
     host_of_rank: tuple[int, ...]
-    """For each rank, the index of its host in ``hosts``."""
+    """Index of each rank's host in ``hosts``."""
     spare_hosts: tuple[str, ...] = ()
     """Agents without a rank, which hold copies where the ranks' hosts are too few."""
     restored: SnapshotKey | None = None

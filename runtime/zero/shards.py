@@ -166,7 +166,7 @@ class StageShards:
         self._before = dict(pairwise(reversed(order)))
         self._reductions: deque[_Reduction] = deque()
         self._uses = dict.fromkeys(self.vectors, 0)
-        """For each vector, the number of its uses in forward passes whose backward pass is still to come."""
+        """Number of uses of each vector in forward passes whose backward pass is still to come."""
         self._in_forward = False
         self.on_complete: Callable[[int], None] | None = None
         """Callback for a vector whose gradient of the step's last microbatch has been reduced, while

@@ -114,7 +114,7 @@ class ClusterMachine:
         them.
 
         :param failed: called from the handler of each event that raises; the other events are handled
-        nevertheless.
+            nevertheless.
         """
         c = self._c
         for event in events:

@@ -81,7 +81,7 @@ class PeerKnowledge:
 
         :param others: peers that are present.
         :param leader: the newest leader that was ever seen.
-        :param began_at: when its follower session was opened.
+        :param began_at: time at which its follower session was opened.
         :param led: it led, and knows of no leader since.
         """
         if (self._new and leader is None) or (not self._shared and (led or leader is None)):

@@ -85,7 +85,7 @@ def test_a_few_mappings_are_all_enumerated() -> None:
 
 
 def test_where_mappings_are_too_many_bounds_hold_and_most_are_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same small models, but treated as too large to look at every mapping."""
+    """The models are the same small ones, but are treated as too large to look at every mapping."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     ratios, proved = check(Random(2), 150)
     assert proved > 145

@@ -189,7 +189,9 @@ def test_bytes_that_move_are_what_is_lacking() -> None:
 def test_bytes_that_move_are_counted_element_by_element(
     reports: dict[Device, tuple[StatePart, ...]], owners: int
 ) -> None:
-    """Ranges of any cuts and pipelines of one node each; layers of 12 elements, so that no element is divided."""
+    """The ranges have any cuts, and pipelines have one node each. Layers have 12 elements, so that no element
+    is divided.
+    """
     whole = {holder: frozenset({0}) for holder in reports}
     lacking = 0
     for number, name in enumerate("abcd"[:owners]):

@@ -85,7 +85,7 @@ def test_recomputing_some_stages_is_quicker_than_all_and_needs_fewer_nodes_than_
 
 
 def test_no_other_choice_for_any_stage_is_better() -> None:
-    """Every mapping with every combination of ways to recompute that fits."""
+    """Compare with every mapping under every combination of ways to recompute that fits."""
     random, recomputing = Random(4), 0
     for _ in range(100):
         profile, policy, nodes = random_model(random)
@@ -116,7 +116,7 @@ def test_no_other_choice_for_any_stage_is_better() -> None:
 def test_the_search_is_exact_where_recomputation_decides(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tight memory, and mappings treated as too many to enumerate."""
+    """Memory is tight, and mappings are treated as too many to enumerate."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     random, mixed, proved = Random(objective), 0, 0
     cases = 120

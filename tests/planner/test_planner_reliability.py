@@ -105,7 +105,9 @@ def test_the_mean_time_to_loss_of_one_node_is_its_mean() -> None:
 
 @pytest.mark.parametrize(("cost", "mean"), [(1e-3, 2.0), (0.01, 1.0), (0.05, 5.0)])
 def test_dalys_interval_wastes_least(cost: float, mean: float) -> None:
-    """Expected time per useful day under exponential failures (Daly 2006, eq. 20, without restarts)."""
+    """Compare with the expected time per useful day under exponential failures (Daly 2006, eq. 20, without
+    restarts).
+    """
 
     def wasted(interval: float) -> float:
         return mean * (math.exp((interval + cost) / mean) - 1) / interval

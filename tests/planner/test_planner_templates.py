@@ -177,7 +177,7 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
 
 
 def test_a_large_model_that_fits_nowhere_is_rejected_quickly() -> None:
-    """96 layers: looking for the fullest stage of all cuts one by one took minutes."""
+    """The model has 96 layers: looking for the fullest stage of all cuts one by one took minutes."""
     profile = profile_of([1.0] * 96, memory_bytes=14)
     with pytest.raises(
         InfeasibleError, match=r"stage of layer \d+ on 4 devices, replicated, needs .* and a device has"

@@ -70,8 +70,9 @@ def test_a_device_keeps_its_part_of_the_state_columns_and_the_activations_of_all
 
 
 def test_a_step_takes_its_part_of_the_time_and_what_is_exchanged() -> None:
-    """Rings of k devices: k − 1 hops of a k-th of the bytes at 1000 bytes a millisecond, 0.1 ms each; an all-reduce
-    takes two. 16 microbatches share the copying of columns."""
+    """A ring of k devices takes k − 1 hops of a k-th of the bytes at 1000 bytes per millisecond, plus 0.1 ms
+    each; an all-reduce takes two rings. 16 microbatches share the copying of columns.
+    """
     costs = StageCosts(model(), policy_of("tensor", devices_per_node=3))
     for k in (2, 3):
         gather_ms = (k - 1) * (0.1 + 20 / k / 1e3)

@@ -107,7 +107,9 @@ def test_each_device_of_a_node_counts_separately() -> None:
 
 
 def test_a_layout_with_room_is_taken_where_its_steps_take_nearly_as_long() -> None:
-    """Losses of all kinds: a plan whose devices park or drop is taken only where no other is nearly as quick."""
+    """Losses of all kinds are drawn: a plan whose devices park or drop is taken only where no other is nearly
+    as quick.
+    """
     preferred = 0
     for seed in range(20):
         random = Random(seed)

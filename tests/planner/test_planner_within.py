@@ -77,7 +77,7 @@ def withins(template: Template) -> set[tuple[int, Within]]:
 
 
 def test_a_shard_takes_its_part_of_the_state_and_what_is_gathered_of_one_layer() -> None:
-    """Counted by hand: four layers on two devices, each with one of two microbatches' rows."""
+    """The bytes are counted by hand, for four layers on two devices, each with one of two microbatches' rows."""
     memory = MemoryModel(model(), policy_of("shard"))
     replicas = memory.breakdown(0, 4, 2, 1, "none")
     assert (replicas.parameters, replicas.gradients, replicas.optimizer) == (400, 400, 3200)
@@ -107,7 +107,7 @@ def test_shards_and_zero1_divide_the_optimizer_s_state_by_devices_and_pipelines(
 
 
 def test_each_pass_gathers_the_parameters_and_the_backward_pass_scatters_gradients() -> None:
-    """Rings of k devices: k − 1 hops of 100 / k bytes at 1000 bytes a millisecond, 0.1 ms each."""
+    """A ring of k devices takes k − 1 hops of 100 / k bytes at 1000 bytes per millisecond, plus 0.1 ms each."""
     costs = StageCosts(model(), policy_of("shard", devices_per_node=4))
     for devices, share in ((1, 1.0), (2, 0.5), (4, 0.25)):
         ring_ms = (devices - 1) * (0.1 + 100 / devices / 1e3)
@@ -219,7 +219,7 @@ def heavy(random: Random, profile: ModelProfile) -> ModelProfile:
 
 @pytest.mark.parametrize("objective", ["paper", "iteration"])
 def test_the_search_is_exact_where_shards_decide(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tight memory, and mappings treated as too many to enumerate."""
+    """Memory is tight, and mappings are treated as too many to enumerate."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     random, mixed, sharded, proved = Random(objective), 0, 0, 0
     for _ in range(110):
@@ -347,7 +347,7 @@ def test_a_layer_larger_than_a_device_even_as_shards_is_named_with_its_bytes() -
 
 
 def test_shards_that_do_not_fit_where_replicas_would_are_named() -> None:
-    """A layer without optimizer state: gathering it takes more than two devices save."""
+    """The layer has no optimizer state, so gathering it takes more memory than two devices save."""
     plain = layer(state_bytes=0, activation_bytes=0)
     big = replace(plain, parameter_bytes=100, gradient_bytes=100)
     profile = ModelProfile(layers=(big,), microbatch_rows=4, device_memory_bytes=250, stage_devices=(2,))

@@ -256,7 +256,7 @@ def test_a_read_in_progress_that_is_not_needed_is_dropped(tmp_path: Path) -> Non
 
 
 def test_every_sample_is_used_exactly_once_an_epoch_whatever_the_pipelines(tmp_path: Path) -> None:
-    """Trainers with their own workers, on 2, 1, 4 and 3 pipelines; each change interrupts a step."""
+    """The trainers have their own workers, on 2, 1, 4 and 3 pipelines; each change interrupts a step."""
     dataset = Logged(tmp_path)
     microbatches = GLOBAL_BATCH // ROWS
     committed: list[int] = []

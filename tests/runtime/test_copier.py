@@ -113,7 +113,7 @@ def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
 
 
 def test_an_xor_waits_for_copies_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parity of a tensor on the device and one in host memory."""
+    """The parity is that of a tensor on the device and of one in host memory."""
     asked: list[tuple[Any, torch.Tensor]] = []
     monkeypatch.setattr(
         runtime.script.copier, "copy_async", lambda target, source: asked.append((target, source))

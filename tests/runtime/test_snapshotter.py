@@ -184,7 +184,9 @@ def test_manual_changes_wait_for_the_copy(place: Path) -> None:
 
 
 def test_unusual_models_and_optimizers_are_restored(place: Path) -> None:
-    """Tied weights, channels last, views with gaps, other types, a module with extra state, LBFGS."""
+    """The cases are tied weights, channels last, views with gaps, other types, a module with extra state, and
+    LBFGS.
+    """
 
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -150,7 +150,7 @@ UNPRIVILEGED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search",
 
 
 def test_files_and_directories_that_this_user_may_not_use_are_named_with_the_remedy(tmp_path: Path) -> None:
-    """In processes of their own, so that the modes apply whoever runs the tests."""
+    """The test runs in separate processes, so that the file modes apply to any user who runs the tests."""
     if os.getuid() == 0 and shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed, and root may read everything")
     (tmp_path / "secret").write_text("x\n")

@@ -228,8 +228,8 @@ def test_seeds_that_once_found_a_bug_with_overrides_hold(seed: int, overrides: S
 
 @pytest.mark.parametrize("seed", [5254, 7971, 11382, 11932])
 def test_seeds_that_once_found_a_bug_with_three_coordinators_hold(seed: int) -> None:
-    """Lost messages of nodes (that the job is done, a Hello, that a trainer raised); and a leader that claimed
-    leadership and died before its journal was at the broker.
+    """Nodes' messages are lost (that the job is done, a Hello, that a trainer raised), and so is a leader
+    that claimed leadership and died before its journal was at the broker.
     """
     result = run_seed(seed, overrides=SeedOverrides(coordinators=3))
     assert result.violation is None, (result.violation, result.faults)

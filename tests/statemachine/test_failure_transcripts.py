@@ -122,8 +122,8 @@ class Failing(Coordination):
     ) -> dict[str, Heartbeat]:
         """Return a heartbeat for each of these nodes.
 
-        :param slowness: factor by which the trainers of a node are slower; all others take what the profile
-        says.
+        :param slowness: factor by which the trainers of a node are slower; all others take what the
+            profile says.
         """
         return {
             name: Heartbeat(

@@ -167,7 +167,7 @@ def test_the_loss_of_an_idle_replica_peer_starts_a_new_generation() -> None:
     s.begin()
     s.hello("node-9", 900)
     s.machine._c.resumption.replica_peers["node-1"] = (
-        "node-9"  # As if it had been idle when the plan was made.
+        "node-9"  # It seems to have been idle when the plan was made.
     )
     s.feed(NodeVanished, node="node-9", incarnation=900)
     sent = [one.command for one in s.commands(Quiesce)]

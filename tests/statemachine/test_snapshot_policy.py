@@ -249,7 +249,7 @@ def test_a_protection_requested_during_a_recovery_takes_effect_after_it() -> Non
 
 def test_with_auto_every_plan_has_its_own_protection() -> None:
     s = protected(every_steps=30, protection="none", auto_protection=True)
-    assert s.protection == "arc:1"  # Of two owners.
+    assert s.protection == "arc:1"  # The plan has two owners.
     assert s.ask(protection="auto").detail == "protection: it is auto already"
     assert not s.commands(Quiesce)
 

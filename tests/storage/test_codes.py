@@ -27,7 +27,7 @@ SCHEMES = ("none", "arc:1", "arc:2", "aec", "aec2", "aec+arc:1", "aec2+arc:1")
 def shards_of(layout: ShardLayout, bucket: Bytes) -> dict[int, Bytes]:
     made = {}
     for owner in range(layout.code.owners):
-        # Not zeros, so that bytes that were not written show.
+        # The bytes are not zero, so that bytes that were not written show.
         made[owner] = np.full(layout.shard_bytes(owner), 0xAA, dtype=np.uint8)
         make_shard(layout, owner, bucket, made[owner])
     return made

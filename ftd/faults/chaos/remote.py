@@ -21,8 +21,7 @@ async def play_remotely(
     """Play a scenario now. The faults disturb the job that is running.
 
     :raises ConfigurationError: the scenario needs a local cluster or names nodes that do not exist, or a
-        node would reject
-      a fault; nothing was injected.
+        node would reject a fault; nothing was injected.
     :raises Unreachable: there is no cluster.
     """
     require_remote(scenario, scenario.name)

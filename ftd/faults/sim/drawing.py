@@ -220,7 +220,7 @@ def _draw_rare(sim: Simulation, until_s: float) -> tuple[list[TriggeredFault], l
     for fault in rng.choices(RARE_FAULTS, k=rng.randrange(1, 4)):
         when_s = rng.uniform(0.5, until_s)
         both = [fault, *_choose_faults(rng, 0, 2)]
-        for one in rng.sample(both, k=len(both)):  # In either order.
+        for one in rng.sample(both, k=len(both)):  # The order is random.
             sim.world.call_later(when_s, sim.inject, one)
     moments = (*PHASES, "CheckpointStarted", "CheckpointCompleted", "JobSubmitted", "ClusterPaused")
     more = [

@@ -28,7 +28,7 @@ def lose_power(sim: Simulation, which: float, back_s: float) -> None:
         return
     node = live[int(which * len(live))]
     sim.log(f"{node.name} loses power for {back_s:.2f} s")
-    sim.network.forget_connection(node.name)  # As far as anybody can notice.
+    sim.network.forget_connection(node.name)  # Nobody notices more than that.
     sim.world.call_later(KEEP_ALIVE_S, _last_will, sim, node, node.incarnation, sim.network.lost_state_at)
     node.crash(host=True)
     sim.world.call_later(back_s, sim.start_if_down, node)

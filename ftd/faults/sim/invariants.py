@@ -74,10 +74,10 @@ class Invariants(Oracle):
         self.check_progress(machine)
 
     def check_leader(self, leader: Leader, lost_state_at: float) -> None:
-        """Check that each term has one leader. Positions in journals begin with the term, so two writers under
-        one term could not be distinguished.
+        """Check that each term has one leader. Positions in journals begin with the term, so two writers
+        under one term could not be distinguished.
 
-        :param lost_state_at: when the broker last lost the record of which terms were claimed.
+        :param lost_state_at: last time at which the broker lost the record of which terms were claimed.
         """
         first, at = self.first_leaders.setdefault(leader.term, (leader.incarnation, self.world.now))
         if first != leader.incarnation and at > lost_state_at:

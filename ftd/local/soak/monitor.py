@@ -39,10 +39,9 @@ _END_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 _EVENT_GRACE_S = 2.0
 """Longest time from a state until an event about the same fact arrives."""
 GROWTH = 100.0
-"""By rounding alone, a loss differs from the undisturbed run's at most by this factor more than any earlier
-loss of the round did. A factor of 13 was measured: in float64, 1e-16 of a loss becomes 1e-9 within 800
-steps of Adam, and 1 within
-2000. Work that is lost or done twice shows at once.
+"""Factor by which rounding alone may make a loss differ more from the undisturbed run's than any earlier loss
+of the round did. A factor of 13 was measured: in float64, 1e-16 of a loss becomes 1e-9 within 800 steps of
+Adam, and becomes 1 within 2000 steps. Work that is lost or done twice shows at once.
 """
 MAX_RECORDS = 1000
 """The number of records of each kind that the run model retains."""
@@ -86,8 +85,7 @@ class SoakMonitor:
 
     :param limit_s: training must go on within this time after a fault, whichever it was.
     :param relative: the relative difference that the loss of a step may have from its first value; it may
-        also be ``GROWTH``
-      times the largest difference of any earlier step of the round.
+        also be ``GROWTH`` times the largest difference of any earlier step of the round.
     """
 
     limit_s: float

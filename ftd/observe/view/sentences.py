@@ -31,7 +31,7 @@ def describe_uneventful_run(report: Report) -> str:
         return "No step was committed."
     if report.pauses:
         return "No recovery was completed: the cluster paused."
-    return "No failure, no join, no drain: one plan from the first step on."
+    return "There was no failure, join or drain: one plan was used from the first step on."
 
 
 def describe_decision(recovery: ReportedRecovery) -> str | None:

@@ -278,8 +278,8 @@ def skip_unseen_generations(durable: dict[str, Any], incarnation: int) -> dict[s
     another plan.
 
     :param incarnation: incarnation of the coordinator that is to lead. Several may begin from the same old
-        journal, one
-    after another, if the broker returns with it more than once; they leave out different numbers.
+        journal, one after another, if the broker returns with it more than once; they leave out different
+        numbers.
     """
     generation = durable.get("generation")
     if not isinstance(generation, int):

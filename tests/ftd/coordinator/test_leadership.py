@@ -193,7 +193,7 @@ def test_a_standby_continues_from_the_leaders_journal(broker: RunningBroker) -> 
             for number in range(20):
                 anna.say(b"%d" % number)
             await until(lambda: commands and commands[-1] == b"19", "the node receives anna's command")
-            await anna.end()  # Without a goodbye, so for the others it was killed.
+            await anna.end()  # It sends no goodbye, as if it had been killed.
             anna.leadership._follower_session.session.interrupt()
             bert.leadership.machine.peers.pop(1, None)
             await until(lambda: bert.connections == 1, "bert leads")

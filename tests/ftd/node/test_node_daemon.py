@@ -217,7 +217,7 @@ def test_of_commands_to_all_nodes_it_handles_those_addressed_to_it(
         before = len(states)
         session.publish(
             topics.node_state("node-0"), b"", retain=True
-        )  # By a coordinator that removed the name.
+        )  # A coordinator that removed the name deletes it.
         await asyncio.to_thread(until, lambda: b"" in states[before:-1], "its state, published again")
         assert json.loads(states[-1])["incarnation"] == here
         running.cancel()

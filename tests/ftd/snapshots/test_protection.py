@@ -130,7 +130,7 @@ def test_values_by_hand(
 def test_memory_of_replicas(
     sizes: tuple[int, ...], host: int | None, sharded: int | None, dearer: bool
 ) -> None:
-    """Layers with 1000 bytes of parameters and 2000 of state."""
+    """The layers have 1000 bytes of parameters and 2000 bytes of state."""
     preview = seen(*sizes, states=(3000, 0, 0, 0))
     layers = preview.costs.profile.layers
     kept = describe_protection(preview, layers, "aor").replicas

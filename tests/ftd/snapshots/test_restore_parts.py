@@ -300,7 +300,7 @@ def check(layers: Layers, expected: Numbers, lost: tuple[str, ...]) -> None:
 
 
 def test_the_devices_of_a_node_divide_its_parts(expected: Numbers) -> None:
-    """Stages of two devices: each device writes some layers, and the first writes the replicas of all."""
+    """The stages have two devices: each device writes some layers, and the first writes the replicas of all."""
     nodes = ("node-0/{}/device-0", "node-0/{}/device-1", "node-2/{}/device-0")
     places = (*nodes, "node-3/{}/device-0", "node-3/{}/device-1")
     snapshot = groups((0, 3, (0, 3)), (3, 4, (2, 3)))
@@ -317,7 +317,7 @@ def test_the_devices_of_a_node_divide_its_parts(expected: Numbers) -> None:
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_devices_that_hold_shards_restore_their_ranges(expected: Numbers, zero1: bool) -> None:
-    """Halves on one node, quarters on another, whole layers on a third.
+    """One node has halves of layers, another has quarters, and a third has whole layers.
 
     Without ZeRO-1, any owner of a layer has all of it; with ZeRO-1, its parts and replicas of the next
     owner's.

@@ -156,7 +156,7 @@ def test_a_node_with_another_nodes_credentials_says_so(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if echoes:
-            session._log_missing_echo(topic)  # As when its time is over.
+            session._log_missing_echo(topic)  # This happens when its time is over.
         assert len(complaints) + len(echoes) == 1
         return complaints == ["own_message_not_received"]
 

@@ -338,7 +338,7 @@ def test_small_packets_are_not_delayed(broker: RunningBroker) -> None:
 
 
 def test_data_that_was_read_ahead_is_delivered_without_further_packets(broker: RunningBroker) -> None:
-    """Small and large messages at once; none waits for the next packet."""
+    """Small and large messages arrive at once; none waits for the next packet."""
 
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:

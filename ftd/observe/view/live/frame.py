@@ -146,7 +146,7 @@ class LiveFrame:
 
     @property
     def progress_key(self) -> tuple[int, str]:
-        """Changes when a new progress line is worth printing."""
+        """Value that changes when a new progress line is worth printing."""
         before = waiting_words(self._state) if self._state.get("phase") == "WAITING" else ""
         return self.step, planning_words(self._state) + before
 

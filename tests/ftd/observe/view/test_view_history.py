@@ -132,7 +132,9 @@ def test_steps_that_arrive_at_once_are_spread_over_their_durations() -> None:
     before, late = [step(n, float(n)) for n in (1, 2, 3)], [step(n, 10.0 + n / 1000) for n in range(4, 11)]
     assert committed_at_s([*before, *late]) == pytest.approx([*range(1, 11)], abs=0.02)
     twice = [*before, *(step(n, 7.0) for n in (4, 5)), *(step(n, 10.8) for n in range(6, 12))]
-    assert committed_at_s(twice)[:5] == pytest.approx([1, 2, 3, 3.8, 4.8])  # Before those that arrive later.
+    assert committed_at_s(twice)[:5] == pytest.approx(
+        [1, 2, 3, 3.8, 4.8]
+    )  # They precede those that arrive later.
     crowded = [*before, *(step(n, 5.0) for n in range(4, 11))]  # Their durations exceed the available time.
     times = committed_at_s(crowded)
     assert times == sorted(times) and times[:3] == [1.0, 2.0, 3.0] and times[-1] == 5.0

@@ -109,7 +109,7 @@ def test_undone_steps_that_were_not_repeated_are_left_out(event: Make, recovery:
 
 
 def test_speed_is_given_in_tokens_if_the_loss_has_tokens(run_events: list[Json], event: Make) -> None:
-    """A batch of 32 rows with 4096 counted tokens, at a falling learning rate."""
+    """The batch has 32 rows with 4096 counted tokens, and the learning rate falls."""
     submitted = event("JobSubmitted", 999.0, details={"name": "gpt", "steps": 120, "global_batch": 32})
     rows = built([submitted, *run_events])
     assert not counts_tokens(rows) and "320 samples/s" in page(rows) and not learning_rates(rows)
