@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("planner", "statemachine", "storage", "runtime", "ftd")
-MODULES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
+PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
+MODULES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 WRITTEN = sorted(
     p
-    for place in (*ROOMS, "tests", "examples", "benchmarks", "tools")
+    for place in (*PACKAGES, "tests", "examples", "benchmarks", "tools")
     for p in (ROOT / place).rglob("*.py")
     if p != Path(__file__)
 )
@@ -67,9 +67,9 @@ def test_what_tests_share_is_a_helper() -> None:
     assert found == []
 
 
-def test_the_rooms_are_where_this_test_looks() -> None:
+def test_the_packages_are_where_this_test_looks() -> None:
     assert len(MODULES) > 30
-    assert {p.relative_to(ROOT).parts[0] for p in MODULES} == set(ROOMS)
+    assert {p.relative_to(ROOT).parts[0] for p in MODULES} == set(PACKAGES)
 
 
 def dataclass_keywords(node: ast.ClassDef) -> dict[str, bool] | None:
@@ -164,9 +164,9 @@ def test_processes_do_not_pickle_through_torch_or_multiprocessing() -> None:
 def test_every_package_says_that_it_is_typed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["tool"]["setuptools"]["package-data"]
-    for room in ROOMS:
-        assert (ROOT / room / "py.typed").is_file()
-        assert "py.typed" in declared[room]
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+        assert "py.typed" in declared[package]
     packages = {p.parent for p in MODULES}
     assert [where(p) for p in packages if not (p / "__init__.py").is_file()] == []
 
@@ -201,7 +201,7 @@ def test_no_daemon_loads_torch() -> None:
     assert int(run_python(code)) > 100
 
 
-def test_the_pure_rooms_touch_nothing_impure() -> None:
+def test_the_pure_packages_use_nothing_impure() -> None:
     """Our own code there uses no clock, randomness, threads or I/O: it does not import them or call ``open``
     or ``print``.
     """

@@ -29,12 +29,16 @@ OPENING = re.compile(r"(Of|So|What|That|Who|Whom|Whose|How|When|Why|Which|Where)
 FUNCTION_OPENING = re.compile(rf"{OPENING.pattern}|Whether\b")
 """Openings that a function's docstring must not have; that of an attribute or a property may begin with ``Whether``."""
 
+PLAIN = (".toml", ".yaml", ".sbatch", ".js", ".html")
+"""Suffixes of examples, and of files of the dashboard, that are checked as a whole."""
+
 FILES = sorted(
     path
     for path in (
         *(p for s in SOURCES for p in (ROOT / s).rglob("*.py")),
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
+        *(p for s in ("examples", "ftd") for p in (ROOT / s).rglob("*") if p.suffix in PLAIN),
     )
     if path != Path(__file__) and path.name != "CHANGELOG.md"
 )
@@ -42,13 +46,18 @@ WORDS = re.compile(r"(?<![\w.-])(" + "|".join(INSTEAD) + r")(?![\w-])", re.IGNOR
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line numbers and texts of comments and strings of a module, or of a page without its code blocks."""
+    """Yield the line numbers and texts: comments and strings of a module, a page without its code blocks, or all of
+    another file.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         plain = re.sub(
             r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL
         )
         yield from enumerate(plain.splitlines(), 1)
+        return
+    if path.suffix != ".py":
+        yield from enumerate(text.splitlines(), 1)
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING):

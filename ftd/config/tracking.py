@@ -88,7 +88,7 @@ def check_installed(policy: LoggingPolicy) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether the distribution is installed. Importing would not tell: W&B's files make ``wandb``
+    """Return whether the distribution is installed. Importing would not show that: W&B's files make ``wandb``
     importable.
     """
     try:

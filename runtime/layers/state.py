@@ -128,7 +128,7 @@ class LayerStates:
         """Hold ``layer`` with uninitialised tensors, and return the tensor of each entry.
 
         :param reused: if given, existing optimizer tensors that fit are filled again, because fresh memory
-            is slow. Records them, so that no memory serves two tensors.
+            is slow. They are recorded in it, so that no memory serves two tensors.
         :raises StateError: the header does not fit this model or the payload; nothing was changed.
         """
         targets, states = self._allocate(layer, header, payload_bytes, reused)

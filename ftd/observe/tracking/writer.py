@@ -123,7 +123,7 @@ class TrackingWriter:
         self._waiting_since = 0.0
         self._asked_at = 0.0
         self._gap: tuple[int, float] | None = None
-        """The first missing step, and since when it is missing."""
+        """The first missing step, and the time since which it is missing."""
         self._input = b""
         self._outcome: str | None = None
 
@@ -306,7 +306,7 @@ def main() -> None:
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # Sent to the whole process group; the coordinator ends us.
+    ):  # These signals go to the whole process group; the coordinator ends us.
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     out = os.dup(1)
