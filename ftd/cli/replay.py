@@ -1,6 +1,7 @@
 """``ftd replay``: replays an availability trace under every recovery policy, in virtual time."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -137,6 +138,14 @@ PlotOption = Annotated[
         metavar="FILE.png|FILE.svg|FILE.html",
     ),
 ]
+AdviseOption = Annotated[
+    bool,
+    typer.Option(
+        "--advise",
+        help="Instead of comparing policies, advise how ftd should be set: failures to tolerate, protection, intervals "
+        "of snapshots and checkpoints, spare nodes.",
+    ),
+]
 ListOption = Annotated[
     bool,
     typer.Option(
@@ -167,6 +176,7 @@ def replay(
     tolerate: TolerateOption = None,
     gpus_per_node: DevicesOption = None,
     plot: PlotOption = None,
+    advise: AdviseOption = False,
     as_json: JsonOption = False,
     show_names: ListOption = False,
 ) -> None:
@@ -197,6 +207,17 @@ def replay(
             raise ConfigurationError(f"it belongs to {needed}", field=option, remedy="leave it out")
     if price is not None and not 0 < price < float("inf"):
         raise ConfigurationError(f"{price} is not a price", field="--price", remedy="write a number above 0")
+    if advise:
+        published = None if throughput == "common" else throughput
+        _reject_with_advise(
+            {
+                "--policy": policy,
+                "--plot": plot,
+                "--price": price,
+                "--throughput": published,
+                "--tolerate": tolerate,
+            }
+        )
     until_s = None if until is None else _parse_duration(until)
     policies = tuple(policy or POLICIES)
     require_policies(policies)
@@ -213,8 +234,12 @@ def replay(
         assert failures is not None, "one of the two was given"
         source = _read_failures(failures, nodes, until_s)
         most_nodes = source.nodes
+    loaded = _load_job(job, most_nodes, profile, global_batch, tolerate, gpus_per_node)
+    if advise:
+        _advise(loaded, source, known, seed or 0, repeat, as_json=as_json)
+        return
     comparison = _compare(
-        _load_job(job, most_nodes, profile, global_batch, tolerate, gpus_per_node),
+        loaded,
         source,
         known,
         policies,
@@ -236,6 +261,46 @@ def replay(
         typer.echo(report.to_bytes().decode().rstrip())
     else:
         print_rich(render_replay(report))
+
+
+def _reject_with_advise(options: Mapping[str, object]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigurationError(
+                "advice replays the policy ftd with varied settings",
+                field=option,
+                remedy="leave it out with --advise",
+            )
+
+
+def _advise(
+    job: "ReplayJob",
+    source: "Trace | FailureModel",
+    parameters: "Parameters",
+    seed: int,
+    repeat: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    import msgspec
+
+    from ftd.observe.view.progress import delayed_progress
+    from ftd.replay.advice import TRACES, advise
+    from ftd.replay.advice_table import render_advice
+    from ftd.replay.traces.generate import generate
+    from ftd.replay.traces.trace import Trace
+
+    traces = (
+        [source]
+        if isinstance(source, Trace)
+        else [generate(source, seed + number) for number in range(repeat or TRACES)]
+    )
+    with delayed_progress("replaying, in minutes of the trace") as on_progress:
+        advice = advise(job, traces, parameters, on_progress)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(advice)).decode())
+    else:
+        print_rich(render_advice(advice))
 
 
 def _parse_duration(written: str) -> float:

@@ -52,6 +52,8 @@ from statemachine.cluster.snapshots.replica_peers import choose_replica_peers
 from statemachine.messages.values import SnapshotPolicy
 
 SCHEMA_VERSION = 1
+TRACES = 3
+"""Number of traces of a failure model that are replayed, unless the user gives one."""
 TIE = 1e-3
 """Difference of goodput below which two choices count as equal: a trace decides no more."""
 HORIZON_DAYS = 30.0
@@ -298,7 +300,7 @@ class _Adviser:
                 candidates.append(_impossible(str(tolerate), str(error)))
                 continue
             days = self._loss_s(tried, common_share=0.0) / DAY_S
-            remark = f"on {self._fewest} nodes, independent failures take all copies of a layer every {_in_words(days)}"
+            remark = f"on {self._fewest} nodes, independent failures take all copies of a layer {_once(days)}"
             survives = math.exp(-HORIZON_DAYS / days) >= THRESHOLD
             after = (0.0, tolerate) if survives else (1.0, -days)
             candidates.append(self._candidate(str(tolerate), tried, remark, after))
@@ -332,7 +334,7 @@ class _Adviser:
             days = 1 / (per_s * DAY_S) if per_s else math.inf
             remark = (
                 f"withstands {withstood} of {max(owners, 1 + copied)} holders, {overhead:.0%} more bytes; too little "
-                f"when needed every {_in_words(days)}"
+                f"when needed {_once(days)}"
             )
             survives = math.exp(-HORIZON_DAYS / days) >= THRESHOLD
             after = (0.0, overhead) if survives else (1.0, -days, overhead)
@@ -501,8 +503,9 @@ def rollbacks(outcomes: Iterable[Outcome]) -> int:
     return sum(recovery.rolled_back for outcome in outcomes for recovery in outcome.recoveries)
 
 
-def _in_words(days: float) -> str:
-    return "million years or more" if days > 1e6 * 365.25 else in_words(days)
+def _once(days: float) -> str:
+    """Return a mean time in words; beyond a million years the models say no more than that."""
+    return "less than once in a million years" if days > 1e6 * 365.25 else f"once in {in_words(days)}"
 
 
 def _impossible(value: str, why: str) -> _Candidate:

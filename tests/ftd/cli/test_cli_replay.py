@@ -128,3 +128,13 @@ def test_a_wrong_option_is_reported_before_large_packages_are_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_advice_for_a_failure_model_is_a_document(model: Path) -> None:
+    options = ("gpt2", "--failures", model, "--repeat", 1, "--advise")
+    document = json.loads(replayed(*options, "--json"))
+    subjects = ["tolerate", "protection", "snapshots", "checkpoints", "spares"]
+    assert [question["subject"] for question in document["questions"]] == subjects
+    assert document["traces"] == 1 and document["nodes"] == 16
+    with pytest.raises(ConfigurationError, match=r"--policy: advice replays the policy ftd"):
+        replayed(*options, "--policy", "varuna")
