@@ -126,7 +126,7 @@ class LocalSnapshot:
     started: SnapshotStarted
     shards: dict[int, ShardWritten] = field(default_factory=dict)
     written: SnapshotCompleted | None = None
-    """Complete in this node's own memory; sent once the replica peer has a copy too."""
+    """Snapshot that is complete in this node's own memory; it is sent once the replica peer has a copy, too."""
     completed: SnapshotCompleted | None = None
 
 

@@ -122,8 +122,8 @@ class JournalChecked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderSessionOpened(Event):
-    """The leader session is open, so no other coordinator can publish as leader; with what the last leader
-    left.
+    """The leader session is open, so no other coordinator can publish as leader. The fields say what the last
+    leader left.
     """
 
     found: Leader | None

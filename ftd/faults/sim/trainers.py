@@ -81,7 +81,7 @@ class SimTrainer:
         self.frozen = False
         """Whether the process is stopped (SIGSTOP): no heartbeat, no progress."""
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """Action when it continues."""
+        """Actions to run when the process continues."""
         self.asleep = False
         """Whether the main thread sleeps while the control thread sends heartbeats."""
         self.built = False
@@ -721,7 +721,7 @@ class SimGroups:
             )
         published_version = self.oracle.published.get(step)
         if group.resume.lineage < self.oracle.lineage:
-            return  # An order from before a rollback, to nodes that the cluster went on without.
+            return  # The order is from before a rollback, and the cluster went on without these nodes.
         if published_version is not None and versions and published_version not in versions:
             self.oracle.violated(
                 f"generation {group.generation} starts from another state of step {step} than was published"

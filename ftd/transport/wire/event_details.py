@@ -118,8 +118,8 @@ class JobStopped(Details, frozen=True, kw_only=True):
 
 
 class UpdateSkipped(Details, frozen=True, kw_only=True):
-    """The gradients of a committed step were not finite, so nothing was updated. Published for the first such
-    step in a row, the tenth, the hundredth …
+    """The gradients of a committed step were not finite, so nothing was updated. The event is published for
+    the first such step in a row, the tenth, the hundredth …
     """
 
     loss: float | None
@@ -179,7 +179,7 @@ class StragglerDetected(Details, frozen=True, kw_only=True):
     """A node has been computing slowly for some time."""
 
     speed: float
-    """Relative to the other nodes: 0.25 is a quarter of their speed."""
+    """Speed relative to the other nodes: 0.25 is a quarter of their speed."""
     previous_speed: float
     microbatch_ms: list[float]
     """Time to compute one microbatch, in milliseconds, of each device."""
@@ -361,7 +361,7 @@ class CoordinatorStarted(Details, frozen=True, kw_only=True):
 
 
 class LeaderLost(Details, frozen=True, kw_only=True):
-    """The coordinator that led is gone; published by the one that leads in its place."""
+    """The coordinator that led is gone; the one that leads in its place publishes this."""
 
     leader: str
     """Name of the lost leader."""
@@ -397,7 +397,7 @@ class TakeoverRejected(Details, frozen=True, kw_only=True):
 
 
 class LoggingFailed(RateLimited, frozen=True, kw_only=True):
-    """Steps are not logged at present, or some are left out; published once for each outage. Training
+    """Steps are not logged at present, or some are left out; this is published once for each outage. Training
     continues, and the steps in the journal are logged later.
     """
 
@@ -407,7 +407,7 @@ class LoggingFailed(RateLimited, frozen=True, kw_only=True):
 
 
 class BrokerLost(Details, frozen=True, kw_only=True):
-    """The coordinator lost the broker; published when it is back."""
+    """The coordinator lost the broker; it publishes this when the broker is back."""
 
 
 class BrokerRestored(Details, frozen=True, kw_only=True):
