@@ -106,7 +106,7 @@ def test_descriptions_come_from_the_models() -> None:
         "below 1 while the node is a straggler."
         in schemas["NodeSummary"]["properties"]["speed"]["description"]
     )
-    assert schemas["StragglerRecovered"]["properties"]["speed"]["description"].startswith("Relative")
+    assert schemas["StragglerRecovered"]["properties"]["speed"]["description"].startswith("Speed relative")
     assert "additionalProperties" not in schemas["NodeLost"]
     assert schemas["StopRequest"]["additionalProperties"] is False
 
