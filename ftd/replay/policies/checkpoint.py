@@ -13,7 +13,8 @@ Assumptions:
   failures, or for the one learned so far, which begins with one failure an hour. The learned one takes effect at
   restarts.
 * An asynchronous checkpoint stops training for a copy to host memory, and can be used when it is written; the next
-  one waits for that. A synchronous one stops training until it is written.
+  one waits for that, and with ``every_s = "auto"`` keeps storage busy for a tenth of the time at most, as ftd does. A
+  synchronous one stops training until it is written.
 * Notices of preemption are not used. With too few nodes for the model the job waits.
 """
 
@@ -29,7 +30,7 @@ from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses
 from ftd.replay.policy import Change, Checkpoints, Reaction, RecoveryPolicy, Running
 from planner.changes.tradeoff import DEFAULT_HORIZON_S
-from planner.intervals import IntervalCost, best_interval
+from planner.intervals import WRITE_PERIODS, IntervalCost, best_interval
 
 LONGEST_INTERVAL_S = 86_400.0
 """Upper bound of a learned interval: few users let more than a day pass without a checkpoint."""
@@ -123,12 +124,13 @@ class CheckpointPolicy(RecoveryPolicy):
         return self._pace.running(present, len(self._training), checkpoints=checkpoints)
 
     def _every(self, iteration_s: float, at_s: float) -> int:
-        """Return the iterations between two checkpoints, which cover at least the time to write one."""
-        least = math.ceil(self._write_s / iteration_s) if self._times.asynchronous else 1
-        if self._times.every_s != "auto":
-            return max(1, least, round(self._times.every_s / iteration_s))
-        horizon_s = self._times.failure_every_s
+        """Return the iterations between two checkpoints."""
+        times, write_s = self._times, self._write_s if self._times.asynchronous else 0.0
+        if times.every_s != "auto":
+            return max(1, math.ceil(write_s / iteration_s), round(times.every_s / iteration_s))
+        horizon_s = times.failure_every_s
         if horizon_s == "learned":
             horizon_s = (at_s + DEFAULT_HORIZON_S) / (self._failures + 1)
         cost = IntervalCost(step_s=iteration_s, cost_s=self._stall_s, horizon_s=horizon_s)
-        return max(1, least, best_interval(cost, max(1, int(LONGEST_INTERVAL_S / iteration_s))))
+        best = best_interval(cost, max(1, int(LONGEST_INTERVAL_S / iteration_s)))
+        return max(best, math.ceil(WRITE_PERIODS * write_s / iteration_s))

@@ -27,8 +27,12 @@ from ftd.replay.parameters import BytesPerS, Parameters, Seconds
 from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses, total_s
 from ftd.replay.policy import Change, Checkpoints, Reaction, RecoveryPolicy, Running
+from planner.intervals import WRITE_PERIODS
 
 Protection = Literal["ARC", "AEC", "AOR"]
+
+SHORTEST_INTERVAL_S = 60.0
+"""Lower bound of the time between persistent checkpoints that is chosen from the time to write one."""
 
 
 class ReftParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,8 +52,8 @@ class ReftParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rate at which the persistent checkpoint is loaded."""
     store_bytes_per_s: BytesPerS
     """Rate at which the persistent checkpoint is written."""
-    persist_every_s: Annotated[float, msgspec.Meta(gt=0)]
-    """Time between two persistent checkpoints, which stop nothing."""
+    persist_every_s: Annotated[float, msgspec.Meta(gt=0)] | Literal["auto"]
+    """Time between two persistent checkpoints, which stop nothing; ``auto``: storage is busy for a tenth of it."""
 
 
 class ReftPolicy(RecoveryPolicy):
@@ -80,7 +84,12 @@ class ReftPolicy(RecoveryPolicy):
         """Nodes of ``_held`` that were lost."""
         self._persisted: list[tuple[float, int]] = [(0.0, 0)]
         """Persistent checkpoints: the time from which each can be used, and its iterations."""
-        self.wake_at_s = times.persist_every_s
+        self._persist_every_s = (
+            max(SHORTEST_INTERVAL_S, WRITE_PERIODS * self._store_s)
+            if times.persist_every_s == "auto"
+            else times.persist_every_s
+        )
+        self.wake_at_s = self._persist_every_s
 
     def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
         """Return how the job runs on ``nodes``."""
@@ -132,7 +141,7 @@ class ReftPolicy(RecoveryPolicy):
 
     def _persist(self, change: Change) -> None:
         self._persisted.append((change.at_s + self._store_s, change.iterations))
-        self.wake_at_s = change.at_s + self._times.persist_every_s
+        self.wake_at_s = change.at_s + self._persist_every_s
 
     def _newest_persisted(self, at_s: float) -> int:
         """Return the iterations of the newest persistent checkpoint that is complete."""

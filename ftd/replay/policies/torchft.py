@@ -5,7 +5,9 @@ Assumptions:
 * A replica group trains a whole replica of the model. It is one node, or with ``several_nodes`` the fewest nodes that
   hold a replica; without, a model that is larger than a node is excluded. Nodes beyond a multiple are idle.
 * Each group computes a fixed number of samples: the job's batch divided by the groups at the start. So the batch
-  shrinks and grows with the groups that take part, and the time of an iteration stays.
+  shrinks with the groups that take part, and the time of an iteration stays. It never exceeds the job's batch: more
+  groups than at the start divide that. The throughput is never above that of the job's best plan for the groups' nodes,
+  which all policies have in common.
 * When a node fails its group leaves: the attempt in flight is lost, the others notice it by a missed heartbeat and go
   on (measured here). The group's other nodes become idle.
 * Idle nodes that suffice for a group start its processes and copy the state from another group while training goes on;
@@ -161,5 +163,10 @@ class TorchftPolicy(RecoveryPolicy):
         checkpoints = Checkpoints(
             every_iterations=every, stall_s=self._times.checkpoint_stall_s, write_s=self._store_s
         )
-        samples = self._group_samples * len(self._groups)
-        return self._pace.running_at(present, self._iteration_s, samples, checkpoints)
+        samples = min(self._pace.samples, self._group_samples * len(self._groups))
+        most = self._pace.most_samples_per_s(len(self._groups) * self._size)
+        iteration_s = self._iteration_s
+        if most:
+            least_s = samples / most
+            iteration_s = least_s if samples == self._pace.samples else max(iteration_s, least_s)
+        return self._pace.running_at(present, iteration_s, samples, checkpoints)

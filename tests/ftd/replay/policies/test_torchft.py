@@ -29,10 +29,9 @@ def test_a_failure_loses_one_attempt_and_the_batch_shrinks() -> None:
     found = run((100.0, "remove", "n0"), end_s=200.0)
     assert found.seconds["detecting"] == 0.53
     assert found.seconds["redone"] == pytest.approx(100 % iteration_s(4))
-    first, second = found.spans
-    assert second.samples / first.samples == pytest.approx(
-        0.75 * (second.end_s - second.begin_s) / (first.end_s - first.begin_s)
-    )
+    before, after = (span.samples / (span.end_s - span.begin_s) for span in found.spans)
+    assert before == pytest.approx(64 / iteration_s(4))
+    assert after == pytest.approx(min(48 / iteration_s(4), 64 / iteration_s(3)))
 
 
 def test_a_node_that_returns_starts_while_the_others_train_and_joins_at_an_end_of_an_iteration() -> None:
@@ -43,6 +42,12 @@ def test_a_node_that_returns_starts_while_the_others_train_and_joins_at_an_end_o
     assert found.recoveries[-1].at_s >= 120.0 + READY_S
     last = found.spans[-1]
     assert last.samples / (last.end_s - last.begin_s) == pytest.approx(64 / iteration_s(4))
+
+
+def test_more_groups_than_at_the_start_divide_the_jobs_batch() -> None:
+    found = run((100.0, "add", "x"), end_s=300.0)
+    last = found.spans[-1]
+    assert last.samples / (last.end_s - last.begin_s) == pytest.approx(64 / iteration_s(5))
 
 
 def test_a_node_that_fails_while_it_starts_interrupts_nothing() -> None:
