@@ -12,7 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ftd.replay.outcome import Outcome, Recovery, Span
-from ftd.replay.policy import CATEGORIES, Category, Change, Pause, Reaction, RecoveryPolicy, Running
+from ftd.replay.policy import (
+    CATEGORIES,
+    Category,
+    Change,
+    Checkpoints,
+    Pause,
+    Reaction,
+    RecoveryPolicy,
+    Running,
+)
 from ftd.replay.traces.trace import Trace
 
 _ALLOCATIONS_BETWEEN_COLLECTIONS = 500_000
@@ -267,18 +276,37 @@ class _Account:
     def _save(self, after_s: float) -> None:
         """Record a checkpoint of all iterations so far, which can be used ``after_s`` from now."""
         self._since_checkpoint = 0
-        usable = [index for index, (at_s, _) in enumerate(self._durable) if at_s <= self.at_s]
-        self._durable = self._durable[usable[-1] :]
+        self._forget_old_checkpoints()
         self._durable.append((self.at_s + after_s, self.iterations))
 
+    def _save_without_stalls(self, running: Running, checkpoints: Checkpoints, count: int) -> None:
+        """Record the checkpoints of the last ``count`` iterations, of which only the newest can matter."""
+        every = checkpoints.every_iterations
+        first = max(1, every - (self._since_checkpoint - count))
+        if count < first:
+            return
+        made = 1 + (count - first) // every
+        unwritten = math.ceil(checkpoints.write_s / (every * running.iteration_s))
+        for index in range(max(0, made - unwritten - 2), made):
+            after = count - first - index * every
+            at_s = self.at_s - after * running.iteration_s
+            self._durable.append((at_s + checkpoints.write_s, self.iterations - after))
+        self._since_checkpoint = (count - first) % every
+        self._forget_old_checkpoints()
+
+    def _forget_old_checkpoints(self) -> None:
+        """Keep the newest checkpoint that can be used, and those after it."""
+        usable = [index for index, (at_s, _) in enumerate(self._durable) if at_s <= self.at_s]
+        self._durable = self._durable[usable[-1] :]
+
     def _run(self, running: Running, until_s: float) -> None:
-        """Run iterations until ``until_s`` or the next checkpoint."""
+        """Run iterations until ``until_s`` or the next checkpoint that stalls."""
         if self._recovery is not None:
             self._end_recovery(self._recovery)
         seconds = until_s - self.at_s
         first_s = running.iteration_s * (1 - self._progress)
         checkpoints = running.checkpoints
-        if checkpoints is not None:
+        if checkpoints is not None and checkpoints.stall_s > 0:
             left = max(1, checkpoints.every_iterations - self._since_checkpoint)
             seconds = min(seconds, first_s + (left - 1) * running.iteration_s)
         if seconds < first_s - _ROUNDING_S:
@@ -294,12 +322,11 @@ class _Account:
         self._compute(running, seconds - rest_s)
         self.at_s += seconds - rest_s
         self._complete(running, begin_s, count)
-        if checkpoints is not None and self._since_checkpoint >= checkpoints.every_iterations:
+        if checkpoints is not None and checkpoints.stall_s <= 0:
+            self._save_without_stalls(running, checkpoints, count)
+        elif checkpoints is not None and self._since_checkpoint >= checkpoints.every_iterations:
             self._pauses = [Pause(category="stalled", seconds=checkpoints.stall_s)]
             self._stalling = True
-            if checkpoints.stall_s <= 0:
-                self._pauses = []
-                self._end_checkpoint()
             return
         self._compute(running, rest_s)
         self._progress = rest_s / running.iteration_s

@@ -130,6 +130,21 @@ def test_a_rollback_returns_to_the_newest_checkpoint_that_is_written() -> None:
         assert outcome.seconds["waiting"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("at_s", [1.0, 7.5, 12.5, 13.5, 40.0, 1000.0, 1001.5])
+def test_checkpoints_without_stalls_are_found_as_those_of_a_moment(at_s: float) -> None:
+    """All checkpoints up to the rollback are recorded at once, or one by one with a stall that does not matter."""
+    kept = []
+    for stall_s in (0.0, 1e-9):
+        checkpoints = Checkpoints(every_iterations=3, stall_s=stall_s, write_s=7.0)
+        running = Running(iteration_s=2.0, samples=8.0, checkpoints=checkpoints)
+        trace = trace_of(0.5, at_s, end_s=at_s + 1.0)
+        outcome, _ = run(
+            trace, None, Reaction(running=None, undo="checkpoint"), first=Reaction(running=running)
+        )
+        kept.append(outcome.iterations)
+    assert kept == [3 * max(0, int((at_s - 7.0) // 6.0))] * 2
+
+
 def test_a_checkpoint_that_a_rollback_interrupts_is_lost() -> None:
     running = Running(iteration_s=2.0, samples=8.0, checkpoints=Checkpoints(every_iterations=2, stall_s=2.0))
     back = Reaction(pauses=(Pause(category="restarting", seconds=1.0),), running=running, undo="checkpoint")
