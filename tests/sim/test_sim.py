@@ -104,7 +104,7 @@ def test_the_seeds_cover_all_faults_causes_and_tiers() -> None:
         "corrupt",
     } <= set(faults)
     assert {"SnapshotCompleted", "SnapshotAbandoned", "RolledBack"} <= set(names)
-    assert {"SnapshotIntervalChosen", "ProtectionChanged"} <= set(names)
+    assert {"SnapshotIntervalChosen", "ProtectionChanged", "CheckpointIntervalChosen"} <= set(names)
     assert tiers == TIERS
     assert {"StragglerDetected", "StragglerRecovered", "ReplanSkipped"} <= set(names)
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(

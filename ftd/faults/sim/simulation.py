@@ -138,6 +138,7 @@ class Simulation(SimCluster):
             self.checkpoint = CheckpointPolicy(
                 url="/checkpoints",
                 every_steps=world.rng.choice((1, 2, 4)),
+                auto_interval=overrides.checkpoints is None and seed % 9 == 0,
                 keep=world.rng.choice((1, 2, 3)),
                 huggingface_every_steps=3 * (seed % 2),
                 huggingface_directory="/exports",
