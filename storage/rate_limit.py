@@ -8,7 +8,7 @@ CREDIT_S = 0.25
 
 
 class RateLimiter:
-    """Limits the threads that share it to one common rate, and can cancel them.
+    """A rate limit that several threads share; it can also cancel them.
 
     :param bytes_per_s: rate in bytes per second; ``None`` for no limit.
     """
@@ -22,7 +22,7 @@ class RateLimiter:
         self._due_s = time.monotonic()
 
     def cancel(self) -> None:
-        """Stop all threads before their next chunk, including those that wait. May be called from any thread."""
+        """Stop all threads before their next chunk, including those that wait. Any thread may call it."""
         self._stopped.set()
 
     @property

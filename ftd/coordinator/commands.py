@@ -1,5 +1,5 @@
-"""Publishing of the machine's commands: to one node on its own topic, to several nodes on the common one. Also
-removes what the broker retains for a node.
+"""Publishing of the machine's commands: to one node on its own topic, to several nodes on the common one. The
+module also removes what the broker retains for a node.
 """
 
 import asyncio

@@ -263,7 +263,8 @@ class PlanningService:
             await self._in_thread(lambda: self._cache.write(key, result))
 
     def _planner_for(self, effect: BuildTemplates) -> "Planner":
-        """Return the planner of this job, which keeps what it has, or a new one. Runs in the worker thread.
+        """Return the planner of this job, which keeps what it has, or a new one. It runs in the worker
+        thread.
 
         :raises PlanningError: the job cannot run.
         """
@@ -284,7 +285,7 @@ class PlanningService:
         return planner
 
     def _read(self, planner: "Planner", key: str) -> bool:
-        """Restore what an earlier process precomputed, and return whether it was found. Runs in the worker
+        """Restore what an earlier process precomputed, and return whether it was found. It runs in the worker
         thread.
         """
         found = self._cache.read(key)
@@ -352,7 +353,7 @@ class PlanningService:
             await self._in_thread(lambda: plan_likely_losses(planner, situation, plan))
 
     def _answer(self, effect: ComputePlan) -> Event:
-        """Return the plan, or the reason why there is none. Runs in the worker thread."""
+        """Return the plan, or the reason why there is none. It runs in the worker thread."""
         reason = "no templates were built for this job; this is a bug"
         planner = self._planner
         try:
@@ -390,7 +391,7 @@ class PlanningService:
         )
 
     def _compared_step_times(self, effect: ComparePlan) -> tuple[float, float]:
-        """Return both step times. Runs in the worker thread."""
+        """Return both step times. It runs in the worker thread."""
         try:
             if self._planner is not None:
                 return self._planner.compare_iteration_s(effect.situation)
@@ -404,7 +405,7 @@ class PlanningService:
 
 
 def _take_part(planner: "Planner", part: bytes) -> None:
-    """Give the planner a partial result. Runs in the worker thread.
+    """Give the planner a partial result. It runs in the worker thread.
 
     :raises PeerError: the process made something that does not fit the job.
     """
@@ -425,7 +426,7 @@ def _restore(planner: "Planner", precomputed: bytes) -> None:
 
 
 def _solver_problem() -> str:
-    """Return why the Pyomo models cannot be used here; empty: they can. Runs in the worker thread."""
+    """Return why the Pyomo models cannot be used here; empty: they can. It runs in the worker thread."""
     from planner.pipelines.programs import check_solver
 
     try:

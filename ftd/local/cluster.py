@@ -42,14 +42,14 @@ class ClusterOptions:
     coordinators: int = 1
     """Number of coordinators; one leads, the others are standbys."""
     preload: tuple[str, ...] = ()
-    """The value of ``node.preload``. Empty by default, since the daemons start with the job; a job that needs
-    modules names them.
+    """The value of ``node.preload``. It is empty by default, since the daemons start with the job; a job that
+    needs modules names them.
     """
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
     network: NamespaceNetwork | None = None
     """The network to place the processes in: broker and coordinators on its host ``hub``, each node on a host
-    of its own. Requires mosquitto.
+    of its own. This requires mosquitto.
     """
 
 
@@ -68,7 +68,7 @@ class LocalCluster:
     @property
     def dashboards(self) -> dict[str, str]:
         """The URL of each coordinator's dashboard. Each shows the whole cluster, whichever coordinator leads.
-        Empty if there is none.
+        The result is empty if there is none.
         """
         return {name: f"http://{page}/" for name, page in self._pages.items()}
 

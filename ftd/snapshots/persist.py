@@ -46,8 +46,7 @@ class Persister:
     """The writer of this node's share of persistent checkpoints, one checkpoint at a time.
 
     :param rate_bytes_s: rate limit of the writes; ``None`` for no limit.
-    :param report_corruption: returns, for a job and a step, what is called with corruption in that
-        snapshot.
+    :param report_corruption: returns, for a job and a step, the callback for corruption in that snapshot.
     """
 
     def __init__(

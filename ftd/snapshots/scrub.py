@@ -122,7 +122,7 @@ class Scrubber:
         return [one for one in found if one.manifest.generation == snapshot.generation]
 
     def _read(self, held: list[ArenaSnapshot], flow: RateLimiter) -> list[CorruptBlocks]:
-        """Return the corrupt blocks. Runs in a thread; the result is empty if it was cancelled."""
+        """Return the corrupt blocks. It runs in a thread; the result is empty if it was cancelled."""
         found = []
         for one in held:
             for part in one.manifest.parts:

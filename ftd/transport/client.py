@@ -109,7 +109,7 @@ class ClusterClient:
 
         It is sent again every second; it is served once, whatever is lost or duplicated.
 
-        :param timeout_s: ``None``: as long as the answer to such a request may take.
+        :param timeout_s: limit for the answer; ``None`` for as long as the answer to such a request may take.
 
         :raises RequestRejected: the answer is no.
         :raises UnreachableError: no answer arrives in time.

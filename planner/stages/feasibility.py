@@ -77,8 +77,8 @@ def fewest_nodes(costs: StageCosts) -> int | None:
     nothing[0, -1] = True
     reached: dict[int, Ints] = {0: nothing.cumsum(axis=1)}
     for g in range(1, costs.most_nodes * costs.devices_per_node + 1):
-        # Where layers [u, L) fit on the last g devices. In prefix sums, a window has a place if its ends
-        # differ.
+        # This says where layers [u, L) fit on the last g devices. In prefix sums, a window has a place if
+        # its ends differ.
         here = np.zeros_like(nothing)
         for index, d in enumerate(costs.stage_devices[: allowed[g % len(allowed)]]):
             sums = reached[g - d]

@@ -157,7 +157,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything when the main thread is done, aborted or not. Returns at once."""
+        """Release everything when the main thread is done, aborted or not. It returns at once."""
 
     @property
     def world(self) -> Members:

@@ -112,7 +112,7 @@ class SnapshotWriter:
         """The newest capture, while it may still be copied."""
         self._reserved = False
         self._contents: dict[int, _SlotContent] = {}
-        """Content of each slot in the present generation, by slot number. Used by the thread alone."""
+        """Content of each slot in the present generation, by slot number. Only the thread uses it."""
         self._retained: int | None = None
         self._pinned = 0
         self._spared: int | None = None

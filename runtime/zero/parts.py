@@ -166,7 +166,7 @@ def gather_ranges(shape: ParameterLayout, bucket: Bucket, world: WorldData) -> d
     """Return for each owner of the bucket the ranges of it that this owner sends after an update.
 
     Together they cover each element of the bucket once: the ranks of a stage divide the elements that all
-    of them have. Empty if every owner already has the whole bucket.
+    of them have. The result is empty if every owner already has the whole bucket.
     """
     found: dict[int, list[Range]] = {rank: [] for rank in bucket.owners}
     homes = {name: vector for vector in shape.vectors for name in vector.names}

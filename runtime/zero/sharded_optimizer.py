@@ -45,7 +45,7 @@ class SliceState:
 
     slice: ParameterSlice
     state: ParameterState = field(default_factory=dict)
-    """The optimizer's own state, not a copy; it changes in place. Empty before the first step."""
+    """The optimizer's own state, not a copy; it changes in place. It is empty before the first step."""
     value: Tensor | None = None
     """Values of a replica, in host memory. The values of an owner's part are in the model."""
 

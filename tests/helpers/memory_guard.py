@@ -20,7 +20,7 @@ def private_mib(pid: int) -> float:
 
 
 class MemoryGuard:
-    """Samples processes until the end of the ``with`` block.
+    """A guard that samples the memory of processes until the end of the ``with`` block.
 
     :param pids: returns the processes that are running.
     """

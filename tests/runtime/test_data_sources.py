@@ -75,7 +75,7 @@ def test_map_style_sources_work_as_they_are(source: str, workers: int, tmp_path:
     dataset = SOURCES[source](tmp_path)
     assert (
         dataset[0] is not None
-    )  # As when a job is prepared: libraries may start threads, which do not exist after a fork.
+    )  # A job is prepared in this way: libraries may start threads, which do not exist after a fork.
     sampler = Sampler(LENGTH, 8, 1)
     loader = BatchLoader(dataset, None, sampler, microbatch_rows=4, seed=1, workers=workers)
     try:

@@ -78,7 +78,7 @@ def test_hosts_write_their_layers_in_parallel_and_one_commits(url: str) -> None:
     def host(layer: int) -> Any:
         store = CheckpointStore.at(url)
         header, payload = layer_state(layer, 7)
-        # As it goes over the wire to the one that commits.
+        # The file goes over the wire in this form to the host that commits.
         file = store.write_layer(store.begin(7, "g4"), layer, header, in_chunks(payload))
         return msgspec.json.decode(msgspec.json.encode(file), type=type(file))
 

@@ -50,7 +50,7 @@ def amounts_per_step(report: Report) -> list[float]:
 def throughput_series(report: Report, *, bins: int = 240) -> Series:
     """Return tokens or samples per second (see ``counts_tokens``), averaged over equal intervals.
 
-    Empty without a global batch or with fewer than two steps.
+    The result is empty without a global batch or with fewer than two steps.
     """
     steps, computed = report.steps, amounts_per_step(report)
     if not computed or len(steps) < 2:

@@ -12,7 +12,7 @@ log = structlog.get_logger("ftd.node")
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A manifest's layout of one group: some layers of a ``SnapshotGroup``, which the devices of a stage
-    divide among themselves. Written by ``runtime``.
+    divide among themselves. ``runtime`` writes it.
     """
 
     first_layer: int

@@ -86,7 +86,7 @@ class InPlaceReceive:
 
 @dataclass(slots=True, kw_only=True)
 class ReadPlan:
-    """The source of each byte of [first, end). Made by ``plan_read``."""
+    """The source of each byte of [first, end). ``plan_read`` makes it."""
 
     layout: ShardLayout
     usable: Mapping[int, ShardHolder]

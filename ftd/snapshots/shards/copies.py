@@ -261,7 +261,7 @@ class CopyStore:
         return arena
 
     def _make_room(self, arena: Arena, manifest: SnapshotManifest) -> Slot:
-        """Return a slot for the copy. Runs in a thread, since large slots take a while.
+        """Return a slot for the copy. It runs in a thread, since large slots take a while.
 
         :raises CopyRejectedError: there is no room.
         """

@@ -7,9 +7,7 @@ around those that can be fixed from outside:
 * the keep-alive is never enforced, so the last will of a frozen client never comes;
 * a new connection is sent retained messages that match *other* clients' subscriptions;
 * a second connection under the same client id leaves the first one open;
-* a subscription that arrives while a message is distributed makes the iteration over subscriptions fail,
-  and the message
-  is lost.
+* a subscription that arrives while a message is distributed makes the distribution fail: the message is lost.
 """
 
 import argparse
@@ -40,8 +38,8 @@ def embedded_command(ready_file: Path, port: int = 0) -> list[str]:
 
 
 def await_ready(ready_file: Path, timeout_s: float) -> int:
-    """Wait for a broker that was started with ``ready_file``, and return its port. Blocks: call it in a thread
-    from a loop.
+    """Wait for a broker that was started with ``ready_file``, and return its port. It blocks: call it in a
+    thread from a loop.
 
     :raises UnreachableError: it did not start within ``timeout_s``.
     """

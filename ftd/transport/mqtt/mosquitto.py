@@ -62,7 +62,7 @@ def mosquitto_command(directory: Path, port: int, host: str = "127.0.0.1") -> li
 
 
 def await_listening(host: str, port: int, timeout_s: float) -> None:
-    """Return as soon as a server accepts connections. Blocks: call it in a thread from a loop.
+    """Return as soon as a server accepts connections. It blocks: call it in a thread from a loop.
 
     :raises UnreachableError: no server accepted a connection within ``timeout_s``.
     """

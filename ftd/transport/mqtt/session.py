@@ -163,7 +163,9 @@ class MqttSession:
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
 
     async def run_once(self) -> None:
-        """Hold one connection, from its first to its last byte. Also returns if it cannot be made."""
+        """Hold one connection, from its first to its last byte. It also returns if the connection cannot be
+        made.
+        """
         try:
             await self._connect_and_serve()
         except _CONNECTION_ERRORS as error:
