@@ -40,7 +40,7 @@ WINDOW_S = 185.0
 STEPS_OFF, TIME_OFF = 0.05, 0.25
 """Limits of the issue: relative differences of committed steps, and of the median time of a kind of recovery."""
 LEAVE_S = 60.0
-"""A node that is told to leave is replayed as one that announces its end so long before."""
+"""A node that is ordered to leave is replayed as one that announces its end so long before."""
 
 
 def fault(after_s: float, do: str, node: str, **more: Any) -> Fault:
@@ -278,7 +278,7 @@ def off(predicted: float, real: float) -> float:
 def measure(arguments: argparse.Namespace) -> Result:
     result = Result(
         name="replay-validation",
-        what=f"the replay's prediction (simulated) beside real runs of {WINDOW_S:.0f} s on {NODES} nodes; "
+        what=f"the replay's prediction (simulated) next to real runs of {WINDOW_S:.0f} s on {NODES} nodes; "
         "seconds are medians from a fault to the next commit",
         columns=("scenario", "figure", "predicted", "real", "difference"),
     )
