@@ -22,6 +22,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import BytesPerS, Parameters, Seconds
 from ftd.replay.policies.pace import Pace
@@ -62,9 +63,19 @@ class ReftPolicy(RecoveryPolicy):
     name: ClassVar[str] = "reft"
 
     def __init__(self, job: ReplayJob, parameters: Parameters) -> None:
+        """:raises ConfigurationError: a method of the protection has no costs."""
         self._times = times = parameters.section(self.name, ReftParameters)
         self._pace, self._stages = Pace(job=job), job.planner.n0
         methods = times.protection
+        for key, by_method in (
+            ("snapshot_share", times.snapshot_share),
+            ("memory_bytes_per_s", times.memory_bytes_per_s),
+        ):
+            lacking = [method for method in methods if method not in by_method]
+            if lacking:
+                raise ConfigurationError(
+                    f"[reft]: {key} lacks {', '.join(lacking)}, which protection names", field="--parameters"
+                )
         self._survives = len(methods)
         self._share = sum(times.snapshot_share[method] for method in methods)
         self._detect = pauses(("detecting", times.detect_s))

@@ -91,3 +91,6 @@ def test_with_too_few_nodes_the_job_waits_and_then_loads_the_persistent_checkpoi
 def test_a_wrong_protection_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="protection"):
         run(end_s=1.0, given=parameters(tmp_path, 'protection = ["RAID"]'))
+    with pytest.raises(ConfigurationError, match="snapshot_share lacks AOR"):
+        text = 'protection = ["ARC", "AOR"]\nsnapshot_share = { ARC = 0.1 }'
+        run(end_s=1.0, given=parameters(tmp_path, text))
