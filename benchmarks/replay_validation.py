@@ -15,11 +15,12 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace as changed
 
 from benchmarks.clusters import FTD, REPOSITORY, Fault, Report, run_local
@@ -48,13 +49,14 @@ def fault(after_s: float, do: str, node: str, **more: Any) -> Fault:
 
 
 CALIBRATION = [
-    fault(15, "kill", "node-2"),
-    fault(25, "start", "node-2"),
-    fault(50, "hang", "node-1", for_s=60),
-    fault(75, "kill", "node-3"),
-    fault(85, "start", "node-3"),
-    fault(110, "hang", "node-2", for_s=60),
-    fault(130, "start", "node-4"),
+    fault(10, "kill", "node-2"),
+    fault(15, "start", "node-2"),
+    fault(45, "hang", "node-1", for_s=60),
+    fault(70, "kill", "node-3"),
+    fault(75, "start", "node-3"),
+    fault(105, "hang", "node-2", for_s=60),
+    fault(130, "kill", "node-1"),
+    fault(135, "start", "node-1"),
 ]
 SCENARIOS: dict[str, list[Fault]] = {
     "kills": [
@@ -131,6 +133,31 @@ def begin_s(report: Report) -> float:
     return float(first["at_s"] - first["step_s"])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injected:
+    """A fault as it happened; ``at_s`` counts from the run's first event."""
+
+    at_s: float
+    do: str
+    node: str
+
+
+def injected_faults(report: Report, faults: list[Fault]) -> list[Injected]:
+    """Return what was injected, in the order of time.
+
+    The report has the faults of nodes with their times. A start of a node is no fault: it came ``after_s`` after the
+    scenario began, at the first commit.
+    """
+    began_s = report["steps"][0]["at_s"]
+    found = [Injected(at_s=one["at_s"], do=one["fault"], node=one["node"]) for one in report["faults"]]
+    found += [
+        Injected(at_s=began_s + one["after_s"], do="start", node=one["node"])
+        for one in faults
+        if one["do"] == "start"
+    ]
+    return sorted(found, key=lambda one: one.at_s)
+
+
 def calibrate(report: Report) -> tuple[FtdParameters, FtdParameters]:
     """Return the durations of the phases, of nodes that are killed and of trainers that hang."""
     shipped = read_parameters().section("ftd", FtdParameters)
@@ -143,19 +170,13 @@ def calibrate(report: Report) -> tuple[FtdParameters, FtdParameters]:
     hung = [one for one in recoveries if one["cause"] == "trainer_lost"]
     joined = [one for one in recoveries if one["cause"] in ("node_joined", "node_returned")]
 
-    def prepare_s(do: str, delay_s: Callable[[str], float]) -> float:
+    def prepare_s(do: str, delay_s: float) -> float:
         """Return the median time from a fault's detection until its node can take part."""
         found = []
-        for injected in report["faults"]:
-            after = [
-                one["at_s"]
-                for one in joined
-                if injected["fault"] == do
-                and injected["node"] in one["nodes"]
-                and one["at_s"] > injected["at_s"]
-            ]
-            if after:
-                found.append(min(after) - injected["at_s"] - delay_s(injected["node"]))
+        for one in injected_faults(report, CALIBRATION):
+            after = [join["at_s"] for join in joined if one.node in join["nodes"] and join["at_s"] > one.at_s]
+            if one.do == do and after:
+                found.append(min(after) - one.at_s - delay_s)
         return statistics.median(found)
 
     settle_s = 0.1  # ``timing.join_settle_s``, which the machine adds in the replay too.
@@ -165,28 +186,28 @@ def calibrate(report: Report) -> tuple[FtdParameters, FtdParameters]:
         quiesce_s=median_s("quiesce_ms", lost),
         plan_s=median_s("plan_ms", recoveries),
         rendezvous_s=median_s("state_ms", recoveries),
-        prepare_s=prepare_s("start", lambda _: settle_s),
+        prepare_s=prepare_s("start", settle_s),
         snapshot_every=5,
         checkpoint_every=10,
-        protection="none",
+        protection="aec",  # The default of jobs.
     )
     detect_s = median_s("detected_ms", hung)
     hangs = changed(
         kills,
         detect_s=detect_s,
         quiesce_s=median_s("quiesce_ms", hung),
-        prepare_s=prepare_s("hang", lambda _: detect_s + settle_s),
+        prepare_s=prepare_s("hang", detect_s + settle_s),
     )
     return kills, hangs
 
 
-def trace_of(report: Report, window_s: float) -> Trace:
+def trace_of(report: Report, faults: list[Fault], window_s: float) -> Trace:
     """Return the faults that were injected, as a trace that begins with the first step."""
     zero_s = begin_s(report)
     events = [TraceEvent(at_s=0.0, kind="add", node=f"node-{number}") for number in range(NODES)]
-    for injected in report["faults"]:
-        at_s, node = injected["at_s"] - zero_s, injected["node"]
-        match injected["fault"]:
+    for one in injected_faults(report, faults):
+        at_s, node = one.at_s - zero_s, one.node
+        match one.do:
             case "kill":
                 events.append(TraceEvent(at_s=at_s, kind="remove", node=node))
             case "start":
@@ -258,10 +279,12 @@ def real_times(report: Report, window_s: float) -> dict[str, list[float]]:
     return found
 
 
-def compare(report: Report, job: ReplayJob, parameters: FtdParameters, window_s: float) -> Compared:
+def compare(
+    report: Report, faults: list[Fault], job: ReplayJob, parameters: FtdParameters, window_s: float
+) -> Compared:
     """Return what happened and what the replay predicts."""
     zero_s = begin_s(report)
-    outcome = replay(FtdPolicy(job, parameters), trace_of(report, window_s))
+    outcome = replay(FtdPolicy(job, parameters), trace_of(report, faults, window_s))
     committed = [step["step"] for step in report["steps"] if step["at_s"] - zero_s <= window_s]
     return Compared(
         real_steps=max(committed),
@@ -284,23 +307,15 @@ def measure(arguments: argparse.Namespace) -> Result:
     )
     with tempfile.TemporaryDirectory(prefix="ftd-validation-") as directory:
         bench = Bench(Path(directory))
-        kills, hangs = calibrate(bench.run(CALIBRATION, 150.0))
+        kills, hangs = calibrate(bench.run(CALIBRATION, 165.0))
         for name in arguments.scenario or SCENARIOS:
             report = bench.run(SCENARIOS[name], WINDOW_S)
-            found = compare(report, bench.job, hangs if name == "hangs" else kills, WINDOW_S)
+            found = compare(report, SCENARIOS[name], bench.job, hangs if name == "hangs" else kills, WINDOW_S)
             add(result, name, found)
             result.data[name] = dataclasses.asdict(found)
         result.data["parameters"] = {"kills": kills, "hangs": hangs}
-    result.data = dataclasses_to_json(result.data)
+    result.data = msgspec.to_builtins(result.data)
     return result
-
-
-def dataclasses_to_json(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data with the parameters as plain values."""
-    import msgspec
-
-    plain: dict[str, Any] = msgspec.to_builtins(data)
-    return plain
 
 
 def add(result: Result, name: str, found: Compared) -> None:
