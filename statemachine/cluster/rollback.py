@@ -102,13 +102,19 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
     ]
     if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or snapshot_holders):
         return reason
+    # Nodes that join without the state begin a generation, and must not make the wait longer.
+    since = c.checkpoints.state_missing_since
+    since = c.checkpoints.state_missing_since = c.at if since is None else since
+    left_s = since + c.timing.lost_state_s - c.at
+    if left_s <= 0:
+        return reason
     then = "the newest checkpoint is searched for" if c.job and c.job.checkpoint.url else "the job fails"
     waited = (
         f"{reason}; {join_names(live + snapshot_holders)} may still hold it: waiting for their return for "
-        f"{c.timing.lost_state_s:g} s, then {then}"
+        f"{left_s:.3g} s, then {then}"
     )
     pause(c, waited, needed=None, pause_limited=True)
-    c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)
+    c.set_timer(PAUSE_LIMIT, left_s)
     return None
 
 

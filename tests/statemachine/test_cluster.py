@@ -557,6 +557,26 @@ def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
     assert s.machine.phase is ClusterPhase.FAILED
 
 
+def test_nodes_that_join_without_the_state_do_not_make_the_wait_for_it_longer() -> None:
+    s = running(3)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s.wait(20.0)
+    s.hello("node-8", 108)
+    s.say("node-8", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-0", 3, report(1, held=(0, 1)))
+    s.quiesced("node-8", 3, report())
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers 2, 3 are lost")
+    assert s.machine.phase is ClusterPhase.PAUSED
+    [limit] = [t.delay_s for t in s.all(SetTimer) if t.name == "pause_limit"]
+    assert limit == pytest.approx(9.9)
+    s.fire("pause_limit", limit)
+    assert s.machine.phase is ClusterPhase.FAILED
+
+
 def test_losses_while_reports_come_in_are_one_generation() -> None:
     s = running(4)
     s.feed(NodeVanished, node="node-1", incarnation=101)

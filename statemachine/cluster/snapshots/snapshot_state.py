@@ -135,6 +135,8 @@ class JobCheckpoints:
     """Whether the wait for nodes with later state is over, so that the job continues from the next checkpoint
     found.
     """
+    state_missing_since: float | None = None
+    """Time at which the job first waited for absent nodes with state since a step was committed."""
     unreadable_since: float | None = None
     """Time at which the checkpoint location was first unreadable since a step was committed."""
     retry_at: float = 0.0
