@@ -21,6 +21,7 @@ from ftd.coordinator.plan_answer import answer_plan
 from ftd.coordinator.restore_check import check_restore
 from ftd.coordinator.speculative_planning import make_plan
 from ftd.replay.job import ReplayJob
+from ftd.replay.parameters import BytesPerS, Seconds
 from ftd.replay.policy import Category
 from planner.values import Device, Plan
 from statemachine.cluster.machine import ClusterEvent, ClusterMachine
@@ -83,10 +84,6 @@ _ENDLESS_STEPS = 10**12
 _VOTE = Vote(loss=1.0, gradient_norm=1.0)
 
 
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-Rate = Annotated[float, msgspec.Meta(gt=0)]
-
-
 class FtdParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [ftd] of the parameters."""
 
@@ -100,11 +97,11 @@ class FtdParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """From the Resume until the trainers have met."""
     prepare_s: Seconds
     """From the start of a node until its trainers have built the job. Training goes on meanwhile."""
-    transfer_bytes_per_s: Rate | None = None
+    transfer_bytes_per_s: BytesPerS | None = None
     """Rate at which one device receives or sends state of others; left out: that of the job's link."""
-    restore_bytes_per_s: Rate
+    restore_bytes_per_s: BytesPerS
     """Rate at which one device gets its state from snapshots in host memory."""
-    storage_bytes_per_s: Rate
+    storage_bytes_per_s: BytesPerS
     """Rate at which all devices together read a persistent checkpoint."""
     snapshot_every: Annotated[int, msgspec.Meta(ge=0)]
     """Steps between two snapshots in host memory; 0: none."""

@@ -34,7 +34,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import Parameters
+from ftd.replay.parameters import BytesPerS, Parameters, Seconds
 from ftd.replay.policies.departures import Departures, last_boundary_s
 from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses, total_s
@@ -58,17 +58,17 @@ Position = tuple[int, int]
 class RecycleParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [recycle] of the parameters."""
 
-    detect_s: float
+    detect_s: Seconds
     """Time until a failure is known everywhere."""
-    reroute_s: float
+    reroute_s: Seconds
     """Time to look the schedule up and to form process groups."""
-    start_s: float
+    start_s: Seconds
     """Time to start the processes of a job that lost a stage."""
-    store_bytes_per_s: float
+    store_bytes_per_s: BytesPerS
     """Rate at which the whole state is written to or read from a checkpoint."""
-    checkpoint_every_s: float
+    checkpoint_every_s: Seconds
     """Time between two checkpoints."""
-    checkpoint_stall_s: float
+    checkpoint_stall_s: Seconds
     """Time for which a checkpoint stops training."""
     weight_share: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Part of the time of a backward, without recomputed activations, that the gradients of the weights take."""
