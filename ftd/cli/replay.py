@@ -56,6 +56,14 @@ FormatOption = Annotated[
 SystemOption = Annotated[
     str | None, typer.Option(help="With --trace: the system of a lanl file whose failures to replay.")
 ]
+GapOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --trace: reject a file with a longer span without records, such as 6h.",
+        metavar="DURATION",
+        show_default="a long span is noted",
+    ),
+]
 FailuresOption = Annotated[
     Path | None, typer.Option(help="Generate traces from this failure model.", metavar="MODEL.toml")
 ]
@@ -163,6 +171,7 @@ def replay(
     failures: FailuresOption = None,
     trace_format: FormatOption = None,
     system: SystemOption = None,
+    max_gap: GapOption = None,
     nodes: NodesOption = None,
     until: UntilOption = None,
     policy: PolicyOption = None,
@@ -199,7 +208,7 @@ def replay(
             field="--trace",
             remedy="give --trace FILE or --failures MODEL.toml",
         )
-    of_trace = {"--format": trace_format, "--system": system}
+    of_trace = {"--format": trace_format, "--system": system, "--max-gap": max_gap}
     of_failures = {"--seed": seed, "--repeat": repeat}
     for option, value in (of_failures if failures is None else of_trace).items():
         if value is not None:
@@ -218,7 +227,8 @@ def replay(
                 "--tolerate": tolerate,
             }
         )
-    until_s = None if until is None else _parse_duration(until)
+    until_s = None if until is None else _parse_duration(until, "--until")
+    max_gap_s = None if max_gap is None else _parse_duration(max_gap, "--max-gap")
     policies = tuple(policy or POLICIES)
     require_policies(policies)
     if plot is not None:
@@ -228,7 +238,7 @@ def replay(
     known = read_parameters(parameters)
     source: Trace | FailureModel
     if trace is not None:
-        source = _read_trace(trace, trace_format, system, nodes, until_s)
+        source = _read_trace(trace, trace_format, system, nodes, max_gap_s, until_s)
         most_nodes = source.most_nodes
     else:
         assert failures is not None, "one of the two was given"
@@ -303,7 +313,7 @@ def _advise(
         print_rich(render_advice(advice))
 
 
-def _parse_duration(written: str) -> float:
+def _parse_duration(written: str, field: str) -> float:
     """Return a duration such as ``90min`` or ``1.5 h`` in seconds.
 
     :raises ConfigurationError: it is not one, or is 0.
@@ -313,18 +323,23 @@ def _parse_duration(written: str) -> float:
     if not seconds:
         raise ConfigurationError(
             f"{written!r} is not a duration",
-            field="--until",
+            field=field,
             remedy="write a number above 0 with s, min, h or d, such as 12h",
         )
     return seconds
 
 
 def _read_trace(
-    path: Path, trace_format: str | None, system: str | None, nodes: int | None, until_s: float | None
+    path: Path,
+    trace_format: str | None,
+    system: str | None,
+    nodes: int | None,
+    max_gap_s: float | None,
+    until_s: float | None,
 ) -> "Trace":
     from ftd.replay.traces.reading import read_trace
 
-    found = read_trace(path, trace_format or "auto", nodes=nodes, system=system)
+    found = read_trace(path, trace_format or "auto", nodes=nodes, system=system, max_gap_s=max_gap_s)
     return found if until_s is None else found.until(until_s)
 
 

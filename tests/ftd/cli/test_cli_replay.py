@@ -96,6 +96,8 @@ def test_names_are_listed() -> None:
         (("--trace", "missing.csv"), "the file does not exist"),
         (("--trace", TRACE, "--until", "soon"), "--until: 'soon' is not a duration"),
         (("--trace", TRACE, "--until", "0h"), "--until: '0h' is not a duration"),
+        (("--trace", TRACE, "--max-gap", "5min"), "and 300 s are accepted"),
+        (("--failures", "M", "--max-gap", "1h"), "--max-gap: it belongs to --trace"),
         (("--trace", TRACE, "--price", -1), "--price: -1.0 is not a price"),
         (("--trace", TRACE, "--price", "nan"), "--price: nan is not a price"),
         (("--trace", TRACE, "--policy", "magic"), "there is no policy 'magic'"),
