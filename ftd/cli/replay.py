@@ -189,7 +189,7 @@ def replay(
     as_json: JsonOption = False,
     show_names: ListOption = False,
 ) -> None:
-    """Estimate what failures cost: replay a trace under every recovery policy.
+    """Estimate what failures cost under each recovery policy.
 
     Nodes come and go as an availability trace says, or as a failure model generates them. The replay runs in
     virtual time: ftd with its real planner, other systems as cost models. It shows what each policy commits,
