@@ -64,8 +64,8 @@ def result_rows(report: ReplayReport) -> Rows:
     return header, [
         (
             policy.policy,
-            _number(policy.samples_per_s),
-            _number(policy.samples),
+            _number(policy.samples_per_s, 2),
+            _number(policy.samples, 0),
             "–" if policy.goodput is None else _percent(policy.goodput),
             *((_cost(policy),) if priced else ()),
         )
@@ -130,8 +130,7 @@ def _table(content: Rows) -> RenderableType:
     return table
 
 
-def _number(estimate: ReportedEstimate) -> str:
-    digits = 0 if estimate.mean >= 1000 else 2
+def _number(estimate: ReportedEstimate, digits: int) -> str:
     text = f"{estimate.mean:,.{digits}f}"
     return text if estimate.half_width is None else f"{text} ± {estimate.half_width:,.{digits}f}"
 
