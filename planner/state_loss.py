@@ -59,7 +59,7 @@ def state_loss_horizon_s(
     repair_s: float,
     common_share: float,
 ) -> float:
-    """Return the expected time until no memory holds the state, in seconds.
+    """Return the expected time until no memory holds the state, in seconds; it may be infinite.
 
     :param failure_horizon_s: expected time to the next failure of any of ``nodes`` nodes.
     :param groups: holders of all layers; every set of nodes once.
@@ -68,7 +68,8 @@ def state_loss_horizon_s(
     """
     rate = 1 / failure_horizon_s
     independent = sum(loss_rate(group.nodes, group.tolerated, rate / nodes, repair_s) for group in groups)
-    return 1 / min(rate, common_share * rate + independent)
+    lost = min(rate, common_share * rate + independent)
+    return 1 / lost if lost else math.inf
 
 
 def _at_least(least: int, trials: int, probability: float) -> float:

@@ -58,6 +58,8 @@ TIE = 1e-3
 """Difference of goodput below which two choices count as equal: a trace decides no more."""
 HORIZON_DAYS = 30.0
 THRESHOLD = 0.9
+LEVELS = 16
+"""Parts of the time, by the number of nodes, for each of which copies are counted."""
 AVAILABLE = 0.95
 """Share of the time for which the cluster is to have its size."""
 MOST_TOLERATED = 3
@@ -234,8 +236,6 @@ class _Adviser:
     ) -> None:
         self._base, self._traces, self._job = parameters, traces, job
         self._nodes = max(trace.most_nodes for trace in traces)
-        # With the fewest nodes there are the fewest copies.
-        self._fewest = max(job.fewest_nodes, min(trace.fewest_nodes for trace in traces))
         instants = sum(len([change for change in trace.changes if change.removed]) for trace in traces)
         if not instants:
             raise ConfigurationError(
@@ -300,7 +300,7 @@ class _Adviser:
                 candidates.append(_impossible(str(tolerate), str(error)))
                 continue
             days = self._loss_s(tried, common_share=0.0) / DAY_S
-            remark = f"on {self._fewest} nodes, independent failures take all copies of a layer {_once(days)}"
+            remark = f"independent failures take all copies of a layer {_once(days)}"
             survives = math.exp(-HORIZON_DAYS / days) >= THRESHOLD
             after = (0.0, tolerate) if survives else (1.0, -days)
             candidates.append(self._candidate(str(tolerate), tried, remark, after))
@@ -462,15 +462,31 @@ class _Adviser:
 
         :param common_share: of failures; ``None``: as the rollbacks of the replay suggest.
         """
-        plan = self._plan(setting.tolerate, self._fewest)
-        peers = choose_replica_peers(plan, setting.protection, {*plan.nodes, *plan.idle_nodes})
-        return state_loss_horizon_s(
-            self._failure_s(self._fewest),
-            self._fewest,
-            holder_groups(plan, peers, setting.protection, zero1=False),
-            repair_s=self._repair_s(setting),
-            common_share=self._common_share(setting) if common_share is None else common_share,
-        )
+        repair_s = self._repair_s(setting)
+        share = self._common_share(setting) if common_share is None else common_share
+        rate = 0.0
+        for nodes, part in self._typical_nodes().items():
+            plan = self._plan(setting.tolerate, nodes)
+            peers = choose_replica_peers(plan, setting.protection, {*plan.nodes, *plan.idle_nodes})
+            groups = holder_groups(plan, peers, setting.protection, zero1=False)
+            rate += part / state_loss_horizon_s(
+                self._failure_s(nodes), nodes, groups, repair_s=repair_s, common_share=share
+            )
+        return 1 / rate if rate else math.inf
+
+    def _typical_nodes(self) -> dict[int, float]:
+        """Return numbers of nodes that stand for equal parts of the time, each with its share. With fewer nodes
+        there are fewer copies; with too few the job waits and has as many as it needs at least.
+        """
+        shares = self._node_shares()
+        counts = sorted(shares)
+        ends = np.cumsum([shares[count] for count in counts])
+        chosen: dict[int, float] = {}
+        for part in range(LEVELS):
+            index = int(np.searchsorted(ends, (part + 0.5) / LEVELS))
+            nodes = max(counts[min(index, len(counts) - 1)], self._job.fewest_nodes)
+            chosen[nodes] = chosen.get(nodes, 0.0) + 1 / LEVELS
+        return chosen
 
     def _node_shares(self) -> dict[int, float]:
         """Return the share of the time for each number of nodes."""

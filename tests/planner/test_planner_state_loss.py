@@ -40,4 +40,5 @@ def test_of_protected_state_common_causes_remain() -> None:
     pair = HolderGroup(nodes=2, tolerated=1)
     assert horizon_s(pair, pair) == pytest.approx(10_000.0, rel=0.01)
     # Each of two pairs: 2 · (1 / 4000) failures a second, and the other one fails within the second.
+    assert horizon_s(share=0.0) == math.inf
     assert 1 / horizon_s(pair, pair, share=0.0) == pytest.approx(2 * 2 / 4000**2, rel=0.01)
