@@ -262,7 +262,7 @@ class _Adviser:
             tolerate=0,
             protection=self._base.protection,
             snapshot_every=self._base.snapshot_every,
-            checkpoint_every=self._base.checkpoint_every,
+            checkpoint_every=self._base.checkpoint_steps(self._job.state_bytes, self._step_s(0)),
         )
         questions = [self._ask_tolerate(setting)]
         setting = dataclasses.replace(setting, tolerate=int(questions[0].chosen.value))

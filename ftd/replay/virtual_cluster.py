@@ -23,6 +23,7 @@ from ftd.coordinator.speculative_planning import make_plan
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import BytesPerS, Seconds
 from ftd.replay.policy import Category
+from planner.intervals import WRITE_PERIODS
 from planner.values import Device, Plan
 from statemachine.cluster.machine import ClusterEvent, ClusterMachine
 from statemachine.cluster.rules import owned_layers
@@ -111,8 +112,17 @@ class FtdParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """From the step's commit until its snapshot is complete everywhere."""
     protection: str
     """Protection scheme of snapshots."""
-    checkpoint_every: Annotated[int, msgspec.Meta(ge=1)]
-    """Steps between two persistent checkpoints, which are written in the background."""
+    checkpoint_every: Annotated[int, msgspec.Meta(ge=1)] | Literal["auto"]
+    """Steps between two persistent checkpoints, which are written in the background; ``auto``: as few as the storage
+    allows (``planner.intervals.WRITE_PERIODS``).
+    """
+
+    def checkpoint_steps(self, state_bytes: int, step_s: float) -> int:
+        """Return the steps between two checkpoints of ``state_bytes``."""
+        if self.checkpoint_every != "auto":
+            return self.checkpoint_every
+        write_s = state_bytes / self.storage_bytes_per_s
+        return max(1, self.snapshot_every, math.ceil(WRITE_PERIODS * write_s / step_s))
 
 
 @dataclass(slots=True)
@@ -447,7 +457,11 @@ class VirtualCluster:
         )
 
     def _find_checkpoint(self, generation: int) -> None:
-        step = self._step // self._parameters.checkpoint_every * self._parameters.checkpoint_every
+        step = 0
+        if self._plan is not None:
+            step_s = self._plan.estimated_iteration_s
+            every = self._parameters.checkpoint_steps(self._job.state_bytes, step_s)
+            step = self._step // every * every
         record = CheckpointRecord(step=step, vote=_VOTE, layers=self._layers)
         self._feed(
             CheckpointFound(

@@ -58,12 +58,12 @@ def test_failures_that_replicas_survive_need_no_more_of_them() -> None:
 
 
 def test_the_loss_of_all_nodes_makes_checkpoints_matter() -> None:
-    """All nodes are lost at once. A checkpoint of 160 GB at 2 GB/s takes 80 s, and so many are 800 s apart."""
+    """All nodes are lost at once. A checkpoint of 160 GB takes 218 s at 735 MB/s, ten times which two are apart."""
     trace = losing((10_000.0, "n5"), *((30_000.0, f"n{index}") for index in range(6)), back_after_s=600.0)
     job = make_job(state_bytes=20_000 * MB)
     question = advise(job, [trace], read_parameters()).question("checkpoints")
     often, seldom = question.choices[0], question.choices[-1]
-    assert often.remark.startswith("every 13:") and int(seldom.value) == 16 * int(often.value)
+    assert often.remark.startswith("every 36:") and int(seldom.value) == 16 * int(often.value)
     assert often.goodput is not None and seldom.goodput is not None
     assert often.goodput > seldom.goodput + 0.01
 
