@@ -8,13 +8,13 @@ Everything here is simulated: no model is trained.
 The first table bounds what the choice could add to ftd. At each failure of a replay, ftd's plan stands for what the
 planner does today: it pauses, moves state, and then takes T seconds for an iteration. Rerouting keeps the plan
 before the failure and moves nothing: the layers of the dead nodes are computed by peers that hold them, in R seconds
-for an iteration. R is a lower bound, which favours rerouting: unaffected pipelines keep their time; the work of the
-dead nodes is divided among all holders of its layers in any proportion (a linear program), and each holder's
-work follows the first microbatch's way to it and precedes the last one's way back. The best choice reroutes while state
-moves in the background, at no cost, and then goes on with the shorter of T and R until the next change. Every other
-phase of the recovery is the same in both. ``wins`` counts the failures at which rerouting until the next change
-commits more than ftd's plan; ``choice`` is how many more samples the best choices commit than ftd, at the network of
-the model card and at slower ones.
+for an iteration. R is a lower bound, which favours rerouting: unaffected pipelines keep their time; each microbatch of
+a dead stage goes to a pipeline that has its layers, so that the last worker is done as early as possible; several
+dead stages add up only in the mean of all workers; and a worker has no idle time but the first microbatch's way to it
+and the last one's way back. The best choice reroutes while state moves in the background, at no cost, and then goes on
+with the shorter of T and R until the next change. Every other phase of the recovery is the same in both. ``wins``
+counts the failures at which rerouting until the next change commits more than ftd's plan; the last columns have how
+many more samples the best choices commit than ftd, at the network of the model card and at slower ones.
 
 The second table replays rerouting alone, with the phases of ftd's recovery in place of ReCycle's and with ftd's pace
 without failures: within the memory of 1F1B, without a limit of memory, and with decoupled backwards and staggered
@@ -27,11 +27,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from scipy.optimize import linprog
 
 from benchmarks.common import Limit, Result, command_line, main
 from ftd.replay.cards import read_card
@@ -120,15 +119,14 @@ def layer_times_s(job: ReplayJob, stage: StageTemplate) -> dict[int, float]:
 def least_rerouted_s(job: ReplayJob, plan: Plan, dead: Collection[str]) -> float:
     """Return a lower bound on the time of an iteration of ``plan`` whose dead nodes' work goes to peers.
 
-    It is infinite if only dead nodes hold some layer.
+    It is infinite if no pipeline has live nodes for all layers of a dead stage.
     """
     costs = job.planner.costs
-    unaffected_s, sync_s = 0.0, math.inf
-    busy_s: list[float] = []
-    """For each live stage its own work, and the first and last microbatch's ways to it and back."""
-    holders: dict[int, list[int]] = defaultdict(list)
-    moved_s: dict[int, float] = defaultdict(float)
-    for pipeline in plan.pipelines:
+    unaffected_s, sync_s, work_s = 0.0, math.inf, 0.0
+    workers: list[_Worker] = []
+    lost: list[tuple[StageTemplate, int]] = []
+    """Dead stages, each with its microbatches."""
+    for index, pipeline in enumerate(plan.pipelines):
         stages = stage_templates(pipeline)
         forward_ms, backward_ms, _ = costs.pipeline_ms(stages)
         makespan_s = costs.clock(stages).makespan_ms(pipeline.microbatches) / 1e3
@@ -138,46 +136,57 @@ def least_rerouted_s(job: ReplayJob, plan: Plan, dead: Collection[str]) -> float
         way_s = 0.0
         for number, (stage, placed) in enumerate(zip(stages, pipeline.stages, strict=True)):
             stage_s = (forward_ms[number] + backward_ms[number]) / 1e3
+            work_s += pipeline.microbatches * stage_s
             if placed.devices[0].node in dead:
-                for layer, layer_s in layer_times_s(job, stage).items():
-                    moved_s[layer] += pipeline.microbatches * layer_s
+                lost.append((stage, pipeline.microbatches))
             else:
-                for layer in range(stage.first_layer, stage.end_layer):
-                    holders[layer].append(len(busy_s))
-                busy_s.append(way_s + pipeline.microbatches * stage_s)
+                busy_s = way_s + pipeline.microbatches * stage_s
+                workers.append(_Worker(pipeline=index, stage=stage, busy_s=busy_s))
             way_s += stage_s
-    if any(layer not in holders for layer in moved_s):
-        return math.inf
-    return max(unaffected_s, least_maximum(busy_s, moved_s, holders)) + sync_s
-
-
-def least_maximum(
-    busy_s: Sequence[float], moved_s: Mapping[int, float], holders: Mapping[int, Sequence[int]]
-) -> float:
-    """Return the least time at which all are done if the work ``moved_s`` is divided among its holders.
-
-    :param busy_s: time for which each holder is busy before.
-    :param moved_s: work of each layer; ``holders`` are the indices into ``busy_s`` that may share it.
-    """
-    shares = [(layer, holder) for layer in moved_s for holder in holders[layer]]
-    rows = {layer: row for row, layer in enumerate(moved_s)}
-    taking = {holder: row for row, holder in enumerate(sorted({holder for _, holder in shares}))}
-    # The variables are the shares, and the time at last; it is what the program minimises.
-    whole, limits = np.zeros((len(rows), len(shares) + 1)), np.zeros((len(taking), len(shares) + 1))
-    limits[:, -1] = -1.0
-    for column, (layer, holder) in enumerate(shares):
-        whole[rows[layer], column] = limits[taking[holder], column] = 1.0
-    objective = np.zeros(len(shares) + 1)
-    objective[-1] = 1.0
-    found = linprog(
-        objective,
-        A_ub=limits,
-        b_ub=[-busy_s[holder] for holder in taking],
-        A_eq=whole,
-        b_eq=list(moved_s.values()),
-        method="highs",
+    shared_s = [_shared_s(job, workers, stage, count) for stage, count in lost]
+    return (
+        max(unaffected_s, work_s / len(workers), *(worker.busy_s for worker in workers), *shared_s) + sync_s
     )
-    return max(*busy_s, float(found.x[-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    """A live stage."""
+
+    pipeline: int
+    stage: StageTemplate
+    busy_s: float
+    """Its own work, and the ways of the first and the last microbatch to it and back."""
+
+
+def _shared_s(job: ReplayJob, workers: Sequence[_Worker], stage: StageTemplate, microbatches: int) -> float:
+    """Return the least time in which workers are done that share out the microbatches of one lost stage.
+
+    Each microbatch goes to the pipeline that is then done first, which is best for equal microbatches.
+    """
+    layers_s = layer_times_s(job, stage)
+    taken_s: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    held: dict[int, int] = defaultdict(int)
+    for worker in workers:
+        common = layers_s.keys() & range(worker.stage.first_layer, worker.stage.end_layer)
+        taken_s[worker.pipeline].append((worker.busy_s, sum(layers_s[layer] for layer in common)))
+        held[worker.pipeline] += len(common)
+
+    def done_s(pipeline: int, count: int) -> float:
+        return max((busy_s + count * each_s for busy_s, each_s in taken_s[pipeline] if each_s), default=0.0)
+
+    next_s = [
+        (done_s(pipeline, 1), pipeline, 1) for pipeline, count in held.items() if count == len(layers_s)
+    ]
+    if not next_s:
+        return math.inf
+    heapify(next_s)
+    last_s = 0.0
+    for _ in range(microbatches):
+        at_s, pipeline, count = next_s[0]
+        last_s = max(last_s, at_s)
+        heapreplace(next_s, (done_s(pipeline, count + 1), pipeline, count + 1))
+    return last_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
