@@ -4,10 +4,12 @@ Property tests use the same examples in every run, and fuzzing the same seeds; w
 are new each time. Examples have no deadline.
 """
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return half or nodeid.partition("::")[0]
 
     return OneServiceAtATime(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without the garbage collector: modules that are imported stay, and searching them for
+    garbage takes a sixth of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 NOT_QUICK = ("e2e", "gpu", "runtime", "security")
