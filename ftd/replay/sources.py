@@ -114,7 +114,7 @@ def _job_of_file(path: Path, given: Path | None, devices_per_node: int) -> Repla
 
 
 def _check(job: ReplayJob, nodes: int) -> None:
-    """Plan once, so that a job that cannot run is refused before the replay.
+    """Plan once, so that a job that cannot run is rejected before the replay.
 
     :raises JobError: it cannot.
     """

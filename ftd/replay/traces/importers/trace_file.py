@@ -32,7 +32,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportOptions:
-    """Choices of the user for the import of a file. An importer refuses those that mean nothing to it."""
+    """Choices of the user for the import of a file. An importer rejects those that mean nothing to it."""
 
     nodes: int | None = None
     """Number of all nodes, for formats that name only the nodes which failed."""
