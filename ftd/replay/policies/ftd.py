@@ -78,7 +78,7 @@ class FtdPolicy(RecoveryPolicy):
     def _follow(self, change: Change) -> list[Segment]:
         """Advance the cluster until it trains or waits, or until the next change, and return what it did."""
         cluster, segments = self._cluster, list[Segment]()
-        while (next_s := cluster.next_s) is not None and next_s <= change.at_s:
+        while (next_s := cluster.next_s) is not None and next_s <= change.at_s < change.until_s:
             cluster.advance(change.until_s)
         while cluster.now < change.until_s and not cluster.failed:
             use = cluster.use

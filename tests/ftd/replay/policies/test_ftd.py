@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+from msgspec.structs import replace as changed
 
 from ftd.replay.job import ReplayJob
 from ftd.replay.outcome import Outcome
@@ -50,10 +51,12 @@ def job() -> ReplayJob:
     )
 
 
-def run(nodes: int, *events: TraceEvent, end_s: float = 1000.0) -> Outcome:
+def run(
+    nodes: int, *events: TraceEvent, end_s: float = 1000.0, parameters: FtdParameters = PARAMETERS
+) -> Outcome:
     start = tuple(TraceEvent(at_s=0.0, kind="add", node=f"n{i}") for i in range(nodes))
     trace = Trace(name="test", source="this test", events=(*start, *events), end_s=end_s)
-    outcome = replay(FtdPolicy(job(), PARAMETERS), trace)
+    outcome = replay(FtdPolicy(job(), parameters), trace)
     assert sum(outcome.seconds.values()) == pytest.approx(end_s)
     return outcome
 
@@ -152,3 +155,11 @@ def test_the_loss_of_a_node_that_no_plan_uses_interrupts_nothing() -> None:
     outcome = run(len(nodes), *remove(500.0, cluster.plan.idle_nodes[0]))
     assert outcome.iterations == run(len(nodes)).iterations
     assert outcome.recoveries == ()
+
+
+def test_a_removal_at_the_moment_of_another_ones_announcement_is_handled_at_once() -> None:
+    at_once = changed(PARAMETERS, detect_s=0.0)
+    events = [*remove(400.0, "n2"), *remove(500.0, "n1", notice_s=100.0)]
+    outcome = run(4, *events, parameters=at_once)
+    assert outcome.seconds["detecting"] == 0.0
+    assert outcome.recoveries[0].at_s == pytest.approx(400.0)
