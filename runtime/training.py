@@ -11,7 +11,6 @@ import inspect
 import os
 import random
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from runtime.deferred import DeferredModule, ModelFactory, ModelRecorder, Record
 from runtime.import_conflicts import OUR_PACKAGES, find_import_conflict
 from runtime.precision import PRECISIONS
 from runtime.sources.errors import DataError
+from runtime.tracebacks import describe_error
 from runtime.wire.recipe import RECIPE
 from statemachine.messages.trainer import TrainingData
 
@@ -177,7 +177,7 @@ def load_training(data: TrainingData) -> Training:
     except DataError as error:
         raise TrainingError(str(error)) from error
     except (Exception, SystemExit) as error:
-        raise TrainingError(f"{data.function} raised {_describe(error)}") from error
+        raise TrainingError(f"{data.function} raised {describe_error(error)}") from error
     if not isinstance(training, Training):
         raise TrainingError(f"{data.function} must return a Training, not {type(training).__name__}")
     _check(training, data.function)
@@ -231,7 +231,7 @@ def _load_file(root: Path, place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise TrainingError(f"importing {path} raised {_describe(error)}") from error
+        raise TrainingError(f"importing {path} raised {describe_error(error)}") from error
     return module
 
 
@@ -243,7 +243,7 @@ def _load_module(root: Path, place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise TrainingError(f"importing {place} (from {root}) raised {_describe(error)}") from error
+        raise TrainingError(f"importing {place} (from {root}) raised {describe_error(error)}") from error
 
 
 def _import_from(directory: Path) -> None:
@@ -265,16 +265,6 @@ def _functions(module: ModuleType) -> str:
         name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")
     ]
     return ", ".join(names) or "no function"
-
-
-def _describe(error: BaseException) -> str:
-    """Return ``TypeError: … (gpt.py, line 12, in build)``: the innermost frame tells users where to look."""
-    frames = traceback.extract_tb(error.__traceback__)
-    message = f"{type(error).__name__}: {error}"
-    if not frames:
-        return message
-    frame = frames[-1]
-    return f"{message} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
 
 
 # --- checking ------------------------------------------------------------------------------------
@@ -343,7 +333,7 @@ def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | Deferred
     except TrainingError:
         raise
     except (Exception, SystemExit) as error:
-        raise TrainingError(f"{function}: Training.model raised {_describe(error)}") from error
+        raise TrainingError(f"{function}: Training.model raised {describe_error(error)}") from error
     if not isinstance(made, nn.Module):
         raise TrainingError(f"{function}: Training.model must make an nn.Module, not {_a(made)}")
     _checked(made, function)
@@ -490,7 +480,7 @@ def _check_dataset(dataset: Any, name: str, *, pairs: bool) -> None:
     try:
         sample = dataset[0]
     except Exception as error:
-        raise TrainingError(f"{name}[0] raised {_describe(error)}") from error
+        raise TrainingError(f"{name}[0] raised {describe_error(error)}") from error
     if not pairs:
         return
     if not isinstance(sample, tuple | list) or len(sample) != 2:
