@@ -271,7 +271,8 @@ def real_times(report: Report, window_s: float) -> dict[str, list[float]]:
             continue
         if one["tier"] == "persistent":
             lost = [f for f in report["faults"] if f["fault"] == "kill" and f["at_s"] < one["at_s"]]
-            found.setdefault("rollback", []).append(lost[-1]["total_ms"] / 1e3)
+            if lost and lost[-1]["total_ms"] is not None:
+                found.setdefault("rollback", []).append(lost[-1]["total_ms"] / 1e3)
         elif one["cause"] in ("node_lost", "trainer_lost"):
             found.setdefault("loss", []).append(one["total_ms"] / 1e3)
         elif one["cause"] in ("node_joined", "node_returned", "node_drained"):
