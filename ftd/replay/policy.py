@@ -9,7 +9,7 @@ Iterations are whole: an iteration in flight when its work is lost is computed a
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 Category = Literal[
     "computing",
@@ -31,17 +31,7 @@ processes start and groups form; ``waiting``: there are too few nodes; ``reduced
 that is lost because the policy runs slower than the present nodes allow.
 """
 
-CATEGORIES: tuple[Category, ...] = (
-    "computing",
-    "redone",
-    "stalled",
-    "detecting",
-    "planning",
-    "moving",
-    "restarting",
-    "waiting",
-    "reduced",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 Undo = Literal["nothing", "iteration", "checkpoint"]
 """Work that a reaction loses: nothing; the iteration in flight; or all iterations since the newest checkpoint."""

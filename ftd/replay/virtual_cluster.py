@@ -518,7 +518,6 @@ class VirtualCluster:
         """Stop at the end of a step, unless another generation has begun meanwhile."""
         if generation != self._machine.generation or not self._trains:
             return
-        assert self._plan is not None
         self._boundary_s = boundary_s
         self._note_state()
         self._trains = False

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import Parameters
+from ftd.replay.policies.pauses import total_s
 from ftd.replay.policy import (
     Change,
     Checkpoints,
@@ -59,9 +60,7 @@ class FtdPolicy(RecoveryPolicy):
         if cluster.failed:
             return self._submit_again(change, segments)
         after_s = segments.pop(0).seconds if segments and segments[0].use == "running" else 0.0
-        pauses = tuple(
-            Pause(category=one.use, seconds=one.seconds) for one in segments if one.use != "running"
-        )
+        pauses = _pauses(segments)
         if cluster.plan is not None and cluster.plan is before and not pauses:
             self._wake(running_since_s=change.at_s + change.boundary_s - before.estimated_iteration_s)
             # Only the share of the present nodes that the plan uses may have changed.
@@ -98,13 +97,13 @@ class FtdPolicy(RecoveryPolicy):
 
     def _submit_again(self, change: Change, segments: Sequence[Segment]) -> Reaction:
         """Start the job from its beginning, since it has lost its state and has no checkpoint yet."""
-        pauses = [Pause(category=one.use, seconds=one.seconds) for one in segments if one.use != "running"]
-        pauses.append(Pause(category="restarting", seconds=self._parameters.prepare_s))
-        begin_s = change.at_s + sum(pause.seconds for pause in pauses)
+        restart = Pause(category="restarting", seconds=self._parameters.prepare_s)
+        pauses = (*_pauses(segments), restart)
+        begin_s = change.at_s + total_s(pauses)
         self._cluster = VirtualCluster(self._job, self._parameters)
         self._cluster.start(change.nodes, begin_s)
         self._wake(running_since_s=begin_s)
-        return Reaction(pauses=tuple(pauses), running=self._running(), undo="iteration", keep_iterations=0)
+        return Reaction(pauses=pauses, running=self._running(), undo="iteration", keep_iterations=0)
 
     def _running(self) -> Running | None:
         plan, parameters = self._cluster.plan, self._parameters
@@ -133,6 +132,11 @@ class FtdPolicy(RecoveryPolicy):
         if cluster.plan is not None and cluster.awaits_commit:
             times.append(running_since_s + cluster.plan.estimated_iteration_s + COMMIT_DELAY_S)
         self.wake_at_s = min(times, default=None)
+
+
+def _pauses(segments: Sequence[Segment]) -> tuple[Pause, ...]:
+    """Return the segments in which no steps commit."""
+    return tuple(Pause(category=one.use, seconds=one.seconds) for one in segments if one.use != "running")
 
 
 def make_ftd(job: ReplayJob, parameters: Parameters) -> FtdPolicy:
