@@ -3,18 +3,21 @@
 # make quick  runs the tests that start no processes
 # make gpu-test   runs tests on this host's GPUs: NCCL, and the end-to-end suite on trainers that share one
 # make mutants   changes the rules of recovery one place at a time and reports what no test notices (an hour)
+# make peer-venv   makes the environment with torchft, which benchmarks.recovery --peer measures next to ftd
 # make docs   writes the pages and schemas that are made of the code, and builds the site with checked links into site/
 # make dist   builds the wheel and the source archive into dist/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PEER_VENV  := .peer-venv
+PEER_STAMP := $(PEER_VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 # Every process that tests start would compile all modules again if none of them stored its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test quick gpu-test mutants check docs dist setup mosquitto promtool chromium clean
+.PHONY: peer-venv demo test quick gpu-test mutants check docs dist setup mosquitto promtool chromium clean
 
 setup: $(STAMP)
 
@@ -23,6 +26,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
+
+peer-venv: $(PEER_STAMP)
+
+# torchft needs no package of ftd; its worker uses modules of ftd's runtime, which need msgspec and numpy.
+$(PEER_STAMP): constraints.txt
+	$(PYTHON) -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 msgspec numpy
+	$(PEER_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torchft-nightly==2026.10.26
+	touch $(PEER_STAMP)
 
 mosquitto:
 	@tools/install-mosquitto
@@ -46,8 +58,10 @@ docs: setup
 	$(BIN)/ftd config reference > docs/reference/keys.md
 	$(BIN)/python -m ftd.observe.view.schema profile > docs/reference/profile.schema.json
 	$(BIN)/python -m ftd.observe.view.schema report > docs/reference/report.schema.json
-	$(BIN)/python -m ftd.replay.report > docs/reference/replay.schema.json
+	$(BIN)/python -m ftd.replay.schema replay > docs/reference/replay.schema.json
+	$(BIN)/python -m ftd.replay.schema advice > docs/reference/advice.schema.json
 	$(BIN)/python -m tests.helpers.models_page
+	$(BIN)/python -m benchmarks.evaluation_page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 dist: setup

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
@@ -31,9 +33,11 @@ def run_local(
     nodes: int,
     steps: int,
     faults: list[Fault],
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
     """Run a job with ``ftd local`` to its end and return its report.
 
+    :param environment: variables that set keys of ``ftd.toml`` for the daemons.
     :raises RuntimeError: the run failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="ftd-bench-") as directory:
@@ -47,7 +51,7 @@ def run_local(
         if faults:
             command += ["--chaos", str(scenario)]
         with subprocess.Popen(
-            command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ) as process:  # fmt: skip
             try:

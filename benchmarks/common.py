@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+EVALUATION = RESULTS / "evaluation"
+"""Results that are part of the repository, because documentation pages are generated from them."""
 LOAD_BEFORE = os.getloadavg()[0]
 """Load average of the machine before the benchmark itself adds to it."""
 
@@ -147,10 +149,13 @@ class Result:
         return 0 if all(limit.met for limit in self.limits) else 1
 
 
-def command_line(what: str | None) -> argparse.ArgumentParser:
-    """Return a parser that prints ``what`` without rewrapping it and has the option ``--out``."""
+def command_line(what: str | None, out: str = "JSON file to write") -> argparse.ArgumentParser:
+    """Return a parser that prints ``what`` without rewrapping it and has the option ``--out``.
+
+    :param out: help of that option.
+    """
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help=out)
     return parser
 
 

@@ -84,7 +84,12 @@ def recovery(c: Cluster, number: int) -> Iterator[str]:
     c.nodes[lost].state, c.generation = NodeState.OFFLINE, generation
     before = c.resumption.plan.pipelines
     record = ActiveRecovery(
-        cause="node_lost", nodes=[lost], detected_how="last_will", detected_at=0.0, before=before
+        cause="node_lost",
+        nodes=[lost],
+        detected_how="last_will",
+        detected_at=0.0,
+        began_at=0.0,
+        before=before,
     )
     expected = dict.fromkeys(left)
     c.state = Quiescing(generation=generation, recovery=record, mode="abort", began_at=0.0, expected=expected)

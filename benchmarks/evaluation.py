@@ -8,8 +8,9 @@
 Everything here is simulated: no model is trained. Parts: ``table2`` and ``table4`` (Oobleck's Tables 2 and 4), ``spot``
 (Figures 10 and 12), ``breakdown`` (Figures 1 and 11), ``phases`` (what ftd's recoveries consist of), ``bars`` (ftd
 against every other policy at the same throughput without failures), ``sensitivity`` (each constant of a published
-system changed by 10%), and ``reft`` (REFT's overheads and loading times). Each part prints a table and writes
-``evaluation-PART.json``.
+system changed by 10%), ``reft`` (REFT's overheads and loading times), and ``chance`` (ftd against torchft and Oobleck
+where they are close, with failures at slightly other times). Each part prints a table and writes ``PART.json`` into
+``benchmarks/results/evaluation``, from which ``make docs`` writes the tables of ``docs/explanation/evaluation.md``.
 """
 
 import dataclasses
@@ -17,14 +18,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from benchmarks.artifact_simulator import bamboo_samples_per_s, oobleck_samples_per_s
-from benchmarks.common import RESULTS, Limit, Result, command_line
+from benchmarks.common import EVALUATION, Limit, Result, command_line
 from ftd.replay.cards import CardFit, card_job, card_names, load_card, read_card
+from ftd.replay.comparison import estimate
 from ftd.replay.job import PublishedThroughput, ReplayJob
 from ftd.replay.outcome import Outcome
 from ftd.replay.parameters import read_parameters
@@ -528,6 +531,102 @@ def reft() -> Result:
     return result
 
 
+CLOSE = 0.02
+"""Difference of shares of ``ideal`` below which failures at other times of an iteration may decide."""
+MOVED_TRACES = 8
+LEAST_GAP_S = 1.0
+"""Least time between two instants of a trace whose instants were moved."""
+
+
+def moved(trace: Trace, by_s: float, seed: int) -> Trace:
+    """Return the trace with each instant moved by up to half of ``by_s`` to either side, in the same order.
+
+    The initial nodes stay. Whoever has iterations of ``by_s`` is struck at any time of an iteration alike.
+    """
+    random = np.random.default_rng(seed)
+    at_s, last_s = {0.0: 0.0}, 0.0
+    for instant_s in sorted({event.at_s for event in trace.events} - {0.0}):
+        last_s = max(last_s + LEAST_GAP_S, instant_s + by_s * (float(random.random()) - 0.5))
+        at_s[instant_s] = last_s
+    events = tuple(dataclasses.replace(event, at_s=at_s[event.at_s]) for event in trace.events)
+    return dataclasses.replace(trace, events=events, end_s=max(trace.end_s, last_s))
+
+
+def chance(
+    models: Sequence[str] = MODELS,
+    traces: Sequence[str] | None = None,
+    most: int = MOVED_TRACES,
+) -> Result:
+    """Return by how much ftd commits more than torchft and Oobleck, if each failure comes a little sooner or later."""
+    result = Result(
+        name="evaluation-chance",
+        what=f"ftd less another policy, points of ideal, on {most} traces with moved failures (simulated)",
+        columns=("trace, model", "other", "trace as it is", "mean", "spread", "95% interval", "ahead"),
+        notes=[
+            f"Each instant of a trace moves by up to half an iteration. All pairs where ftd and the other differ by "
+            f"less than {100 * CLOSE:g} points on the trace as it is.",
+            "Spread: the standard deviation. Ahead: the policy for which the interval of the mean speaks.",
+        ],
+    )
+    for trace in traces or shared_traces():
+        for model in models:
+            ideal, ours = run("ideal", model, trace, "common"), run("ftd", model, trace, "common")
+            assert isinstance(ideal, Outcome) and isinstance(ours, Outcome)
+            close: dict[str, float] = {}
+            for policy in ("torchft", "oobleck"):
+                outcome = run(policy, model, trace, "common")
+                if isinstance(outcome, Outcome):
+                    difference = (ours.samples - outcome.samples) / ideal.samples
+                    if abs(difference) < CLOSE:
+                        close[policy] = difference
+            for policy, values in _moved_differences(model, trace, tuple(close), most).items():
+                mean = estimate(values)
+                assert mean.half_width is not None
+                low, high = mean.mean - mean.half_width, mean.mean + mean.half_width
+                ahead = "ftd" if low > 0 else policy if high < 0 else "neither"
+                result.data[f"{trace},{model},{policy}"] = {
+                    "as_it_is": close[policy],
+                    "differences": values,
+                    "mean": mean.mean,
+                    "half_width": mean.half_width,
+                    "spread": stdev(values),
+                    "ahead": ahead,
+                }
+                result.rows.append(
+                    (
+                        f"{trace}, {model}",
+                        policy,
+                        f"{100 * close[policy]:+.1f}",
+                        f"{100 * mean.mean:+.2f}",
+                        f"{100 * stdev(values):.2f}",
+                        f"{100 * low:+.2f} to {100 * high:+.2f}",
+                        ahead,
+                    )
+                )
+    return result
+
+
+def _moved_differences(model: str, trace: str, others: Sequence[str], most: int) -> dict[str, list[float]]:
+    """Return, for each of the other policies, by how much ftd is better, as a share of ``ideal``, on each trace."""
+    differences: dict[str, list[float]] = {policy: [] for policy in others}
+    if not others:
+        return differences
+    source = trace_of(trace)
+    job = job_of(model, source.most_nodes)
+    iteration_s = job.iteration_s(len(source.initial_nodes))
+    assert iteration_s is not None, "the job runs on the first nodes"
+    for seed in range(most):
+        changed = moved(source, iteration_s, seed)
+        found: dict[str, float] = {}
+        for policy in ("ideal", "ftd", *others):
+            outcome = run_job(policy, job, changed, "common")
+            assert isinstance(outcome, Outcome), "it ran on the trace as it is"
+            found[policy] = outcome.samples
+        for policy in others:
+            differences[policy].append((found["ftd"] - found[policy]) / found["ideal"])
+    return differences
+
+
 TP, PP = 4, 4
 """Devices of a tensor-parallel group, and stages, of REFT's section 7.4."""
 NFS_BYTES_PER_S = 1.25e9
@@ -553,6 +652,7 @@ PARTS: dict[str, Callable[[], Result]] = {
     "bars": bars,
     "sensitivity": sensitivity,
     "reft": reft,
+    "chance": chance,
 }
 
 
@@ -572,7 +672,7 @@ def fit(model: str) -> float:
 
 def main() -> None:
     """Run the parts that the command line names."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "directory for the JSON files")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--plot", type=Path, metavar="DIRECTORY", help="draw the figures there")
     parser.add_argument("--fit", action="store_true", help="fit the rate of computation of the cards")
@@ -586,11 +686,10 @@ def main() -> None:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
-    directory = options.out or RESULTS
+    directory = options.out or EVALUATION
     code = 0
     for name in names:
-        result = PARTS[name]()
-        code = max(code, result.finish(directory / f"{result.name}.json"))
+        code = max(code, PARTS[name]().finish(directory / f"{name}.json"))
     if options.plot is not None:
         from benchmarks.evaluation_plots import draw
 

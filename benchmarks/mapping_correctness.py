@@ -13,10 +13,8 @@ is marked as proved.
 """
 
 import argparse
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from benchmarks.common import Limit, Result, command_line, main
@@ -24,10 +22,7 @@ from planner.mapping import iteration
 from planner.mapping.mapper import Mapper
 from planner.stages.costs import StageCosts
 from planner.values import Template
-
-# The oracles are modules of the tests, which are not a package.
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
-import oracles
+from tests.helpers import oracles
 
 ROUNDING = 1e-12
 
@@ -117,5 +112,5 @@ def measure(arguments: argparse.Namespace) -> Result:
 if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("--cases", type=int, default=5000, help="models for each objective")
-    parsed = parser.parse_args(sys.argv[1:])
+    parsed = parser.parse_args()
     main(measure(parsed), parsed.out)

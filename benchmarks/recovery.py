@@ -1,7 +1,7 @@
 """Time from a failure to the next committed step, by phase, with real processes and default settings.
 
     python -m benchmarks.recovery --kind kill --times 20
-    python -m benchmarks.recovery --kind kill --times 20 --peer .peer-venv     # torchft as well
+    make peer-venv && python -m benchmarks.recovery --kind kill --times 20 --peer   # torchft as well
     python -m benchmarks.recovery --model llama --times 5 --apart 16           # 30 million parameters
 
 Kinds: ``kill`` (daemon and trainer of one node SIGKILLed together), ``trainer`` (its trainer alone),
@@ -13,6 +13,7 @@ without ``state``: the rendezvous of the new group and the bytes that it moves.
 
 import argparse
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def measure(arguments: argparse.Namespace) -> Result:
     apart_steps = arguments.apart
     steps = min(WARM_UP_STEPS, apart_steps) + arguments.times * apart_steps
     faults = faults_of(arguments.kind, arguments.times, arguments.nodes, apart_steps)
-    report = run_local(arguments.job, nodes=arguments.nodes, steps=steps, faults=faults)
+    keep_all = {"FTD_QUARANTINE_FAILURES": "0"}  # The faults are on purpose.
+    report = run_local(arguments.job, nodes=arguments.nodes, steps=steps, faults=faults, environment=keep_all)
     recoveries = measured_recoveries(report, arguments.kind)
     step_ms = statistics.median(s["step_s"] for s in report["steps"] if s["step_s"]) * 1000
     result = Result(
@@ -188,9 +190,15 @@ def add_peer(result: Result, arguments: argparse.Namespace) -> None:
             (torchft.TUNED, arguments.times),
             (torchft.AS_SHIPPED, min(5, arguments.times)),
         ):
-            values = tuple(torchft.recoveries(arguments.peer, training, arguments.nodes, times, settings))
-            result.rows.append((settings.name, str(Summary(values=values)), f"{len(values)} of {times}"))
+            measured = torchft.recoveries(arguments.peer, training, arguments.nodes, times, settings)
+            values = tuple(measured.milliseconds)
+            shown = str(Summary(values=values)) if values else "–"
+            result.rows.append((settings.name, shown, f"{len(values)} of {times}"))
             result.data[settings.name] = values
+            name = f"recoveries of {settings.name}"
+            result.limits.append(Limit(name=name, measured=len(values), limit=times, at_least=True))
+            if measured.error:
+                sys.stderr.write(f"{settings.name}: {measured.error}\n")
 
 
 def parse() -> argparse.Namespace:
@@ -201,8 +209,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="tiny", help="job of benchmarks/jobs")
     parser.add_argument("--job", type=Path, help="another job file")
     parser.add_argument("--apart", type=int, default=APART_STEPS, help="steps from one fault to the next")
-    parser.add_argument("--peer", type=Path, help="virtual environment that holds torchft: measure it too")
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        nargs="?",
+        const=REPOSITORY / ".peer-venv",
+        help="measure torchft, too; its virtual environment, by default that of make peer-venv",
+    )
     given = parser.parse_args()
+    if given.peer is not None and given.kind != "kill":
+        parser.error("--peer measures --kind kill only")
+    if given.peer is not None and (problem := torchft.find_problem(given.peer)):
+        parser.error(f"--peer {given.peer}: {problem}\nmake peer-venv makes an environment with torchft")
     given.job = given.job or REPOSITORY / f"benchmarks/jobs/{given.model}.toml"
     return given
 
@@ -210,6 +228,6 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     parsed = parse()
     outcome = measure(parsed)
-    if parsed.peer is not None and parsed.kind == "kill":
+    if parsed.peer is not None:
         add_peer(outcome, parsed)
     main(outcome, parsed.out)

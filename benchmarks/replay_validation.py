@@ -6,7 +6,7 @@
 A first run with other faults measures the durations of the phases. Then each scenario runs for real with
 ``ftd local``, and its faults, at the times at which they were injected, are replayed with these durations and the
 job's measured profile. The layers wait instead of computing (``benchmarks/jobs/paced.py``), so that four nodes on one
-machine are as quick as four hosts.
+machine are as quick as four hosts. The result is kept for the page of the evaluation (``benchmarks.evaluation_page``).
 """
 
 import argparse
@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from benchmarks.clusters import FTD, REPOSITORY, Fault, Report, run_local
-from benchmarks.common import Limit, Result, command_line, main
+from benchmarks.common import EVALUATION, Limit, Result, command_line, main
 from ftd.replay.job import ReplayJob
 from ftd.replay.outcome import Outcome, Recovery
 from ftd.replay.parameters import read_parameters
@@ -356,4 +356,4 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse()
-    main(measure(given), given.out)
+    main(measure(given), given.out or EVALUATION / "validation.json")

@@ -1,9 +1,10 @@
 """Whether a choice between a new plan and rerouted microbatches, at each failure, would commit more samples.
 
     python -m benchmarks.rerouting                                  # about ten minutes on one core
-    python -m benchmarks.rerouting --models gpt2 --traces oobleck_fail_1h
+    python -m benchmarks.rerouting --models gpt2 --traces oobleck_fail_1h --out /tmp
 
-Everything here is simulated: no model is trained.
+Everything here is simulated: no model is trained. ``rerouting.json`` and ``rerouting-alone.json`` are written into
+``benchmarks/results/evaluation``, from which ``make docs`` writes the tables of ``docs/explanation/rerouting.md``.
 
 The first table bounds what the choice could add to ftd. At each failure of a replay, ftd's plan stands for what the
 planner does today: it pauses, moves state, and then takes T seconds for an iteration. Rerouting keeps the plan
@@ -32,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.common import Limit, Result, command_line, main
+from benchmarks.common import EVALUATION, Limit, Result, command_line, main
 from ftd.replay.cards import read_card
 from ftd.replay.job import ReplayJob
 from ftd.replay.outcome import Outcome
@@ -288,7 +289,9 @@ def measure(models: Sequence[str], traces: Sequence[str]) -> tuple[Result, Resul
             alone.rows.append((row, goodput, *(f"{share:.3f}" for share in shares.values())))
             bounds.data[row] = {
                 "goodput": ftd.outcome.samples / ideal,
-                "ratios": ftd.ratios,
+                "median_ratio": ftd.median_ratio if math.isfinite(ftd.median_ratio) else None,
+                "ratios": [ratio if math.isfinite(ratio) else None for ratio in ftd.ratios],
+                "wins": ftd.wins,
                 "gains": {link: bound.gain for link, bound in found.items()},
             }
             alone.data[row] = shares
@@ -306,12 +309,13 @@ def measure(models: Sequence[str], traces: Sequence[str]) -> tuple[Result, Resul
 
 
 if __name__ == "__main__":
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "directory for the JSON files")
     parser.add_argument("--models", default=",".join(MODELS), help="model cards")
     parser.add_argument(
         "--traces", default=",".join(sorted(path.stem for path in TRACES.glob("*.csv"))), help="shared traces"
     )
     options = parser.parse_args()
     bounds, alone = measure(options.models.split(","), options.traces.split(","))
-    alone.finish()
-    main(bounds, options.out)
+    directory = options.out or EVALUATION
+    alone.finish(directory / "rerouting-alone.json")
+    main(bounds, directory / "rerouting.json")

@@ -1,8 +1,9 @@
-"""Subscriber that prints failures and recoveries of a cluster: python examples/subscriber.py [HOST [PORT]]"""
+"""Subscriber that prints failures and recoveries of the cluster whose broker FTD_BROKER names."""
 
 import json
-import sys
+import os
 from collections import deque
+from urllib.parse import urlsplit
 
 from paho.mqtt.client import CallbackAPIVersion, Client
 
@@ -19,5 +20,6 @@ def on_message(_client, _data, message):
 client = Client(CallbackAPIVersion.VERSION2)
 client.on_connect = lambda *_: client.subscribe("ftd/v2/ftd/events", qos=1)
 client.on_message = on_message
-client.connect(sys.argv[1] if len(sys.argv) > 1 else "localhost", int((sys.argv[2:] or [1883])[0]))
+broker = urlsplit(os.environ.get("FTD_BROKER", "mqtt://localhost:1883"))
+client.connect(broker.hostname, broker.port or 1883)
 client.loop_forever()

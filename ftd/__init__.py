@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from runtime.data.sampling import sample_indices as sample_indices
     from runtime.loading import load_checkpoint as load_checkpoint
+    from runtime.script.integrations.protect import protect as protect
     from runtime.script.plain_state import SnapshotError as SnapshotError
     from runtime.script.snapshotter import Snapshotter as Snapshotter
     from runtime.training import StepInfo as StepInfo
@@ -26,6 +27,7 @@ __all__ = [
     "TrainingError",
     "__version__",
     "load_checkpoint",
+    "protect",
     "sample_indices",
 ]
 
@@ -36,6 +38,7 @@ _MODULES = {
     "Training": "runtime.training",
     "TrainingError": "runtime.training",
     "load_checkpoint": "runtime.loading",
+    "protect": "runtime.script.integrations.protect",
     "sample_indices": "runtime.data.sampling",
 }
 

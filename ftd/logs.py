@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
+import stat
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,6 +36,29 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_Forwarding()], force=True)
+
+
+LOG_VARIABLE = "FTD_LOG_LOCATION"
+"""Environment variable with which whoever started this process says where its log will be."""
+
+
+def log_location() -> str:
+    """Return the command or the file with which people read this process's log on its host; empty if there is
+    none that lasts, as on a terminal.
+    """
+    if (given := os.environ.get(LOG_VARIABLE)) is not None:
+        return given
+    try:
+        target = os.fstat(sys.stderr.fileno())
+        if os.environ.get("JOURNAL_STREAM") == f"{target.st_dev}:{target.st_ino}":
+            group = Path("/proc/self/cgroup").read_text().strip()
+            user = "--user " if "/user.slice/" in group else ""
+            return f"journalctl {user}-u {group.rpartition('/')[2]}"
+        if stat.S_ISREG(target.st_mode):
+            return str(Path(f"/proc/self/fd/{sys.stderr.fileno()}").readlink())
+    except (OSError, ValueError):  # There is no such file, or stderr is none.
+        return ""
+    return ""
 
 
 def _one_line(line: structlog.typing.EventDict, **_: Any) -> str:

@@ -119,6 +119,16 @@ def choose_interval(
     return IntervalChoice(every_steps=best, lost_share=lost, reason=reason)
 
 
+def checkpoint_cost_share(step_s: float, writing_step_s: float) -> float:
+    """Return the share of the time of a write by which it delays training, from 0 to 1: in W seconds of steps of
+    s_w seconds, W·(1 − s/s_w) more pass than the same steps take without a write.
+
+    :param step_s: time of a step while no checkpoint is written, s.
+    :param writing_step_s: time of a step while one is written, s_w.
+    """
+    return max(0.0, 1 - step_s / writing_step_s)
+
+
 def choose_checkpoint_interval(
     cost: IntervalCost, *, present: int, least: int, most: int, write_s: float, settled: bool = True
 ) -> IntervalChoice:

@@ -173,6 +173,18 @@ class ComparePlan(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckDrain(Effect):
+    """Check whether there is a plan without these nodes while ``generation`` continues to train; answered by
+    DrainChecked.
+    """
+
+    generation: int
+    nodes: tuple[str, ...]
+    situation: Situation
+    """Situation of all other nodes, with the current plan as ``previous``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRestore(Effect):
     """Check whether this snapshot can be restored from these nodes' shards; answered by RestoreChecked."""
 
@@ -234,6 +246,10 @@ class AnswerRequest(Effect):
     request: str
     accepted: bool
     detail: str
+    outcome: str = ""
+    """Consequence of an accepted request to drain a node: ``leaving``, ``waiting``, ``released`` or
+    ``cancelled``; of one to take a snapshot now: ``complete`` or ``under way``.
+    """
 
 
 # --- the agent machine -------------------------------------------------------------------------

@@ -58,6 +58,19 @@ class NodeVanished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultAnnounced(Event):
+    """A fault is about to be injected into a node on purpose. It decides nothing: recoveries are measured from
+    it.
+    """
+
+    node: str
+    fault_at: float
+    """Time of the fault, in seconds on the CLOCK_MONOTONIC of the host that announced it."""
+    announced_at: float
+    """Time of the announcement on the same clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequested(Event):
     request: str
     """Id under which the driver answers the client."""
@@ -85,8 +98,20 @@ class StepsMissed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested(Event):
+    """A user requested that a node leaves, or cancelled that."""
+
     request: str
     node: str
+    when_possible: bool = False
+    """Whether the drain waits if there is no plan without the node."""
+    cancel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadmitRequested(Event):
+    request: str
+    node: str
+    """A node that was set aside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +160,16 @@ class PlanCompared(Event):
     generation: int
     current_s: float
     best_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainChecked(Event):
+    """Answer to ``CheckDrain``."""
+
+    generation: int
+    nodes: tuple[str, ...]
+    problem: str | None = None
+    """Reason why there is no plan without these nodes; ``None``: there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ are new each time. Examples have no deadline.
 import gc
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
@@ -133,3 +134,34 @@ def contract_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(problem)
 
     monkeypatch.setattr(checking, "on_mismatch", fail)
+
+
+@pytest.fixture(scope="session")
+def zygote_server(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Generator[None, None, None]:
+    """Let one process import torch for all nodes that tests of this worker start; quick tests start none."""
+    if pytestconfig.getoption("--quick"):
+        yield
+        return
+    from ftd.local.cluster import shared_environment
+    from ftd.processes import die_with_parent, module_command
+    from runtime.process.zygote_server import SERVER_VARIABLE, listen
+
+    path = tmp_path_factory.mktemp("z") / "s"
+    with listen(path) as listener:
+        descriptor = listener.fileno()
+        process = subprocess.Popen(
+            module_command(
+                "runtime.process.zygote_server", "--parent", str(os.getpid()), "--listener", str(descriptor)
+            ),
+            env={**os.environ, **shared_environment()},
+            pass_fds=[descriptor],
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),  # noqa: PLW1509  # prctl and getppid take no locks
+        )
+    os.environ[SERVER_VARIABLE] = str(path)
+    yield
+    del os.environ[SERVER_VARIABLE]
+    process.kill()
+    process.wait()

@@ -53,7 +53,8 @@ def documented_events() -> dict[str, str]:
 
 def emitted_events() -> set[str]:
     called = re.findall(
-        r'\b(?:emit|announce|_publish_event|end_job)\(\s*(?:c, \S+, \S+, )?"([A-Z]\w+)"', SOURCES
+        r'\b(?:emit|announce|_publish_event|end_job|change_interval)\(\s*(?:c,\s+\S+,\s+\S+,\s+)?"([A-Z]\w+)"',
+        SOURCES,
     )
     return {*called, *re.findall(r'\bEmitEvent\([^)]*?name="([A-Z]\w+)"', SOURCES)}
 
@@ -226,6 +227,31 @@ def test_the_hook_of_the_documentation_is_one(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "step 200: loss 1.5000\n"
 
 
+def diffs_of_scripts() -> list[tuple[str, str]]:
+    """Return (file name, diff) of each section of the page for scripts that has an example."""
+    sections = re.split(r"^## ", PAGES["scripts.md"], flags=re.MULTILINE)
+    found = [
+        (file, diff)
+        for section in sections
+        for file in re.findall(r"^\[(\w+\.py)\]\(\.\./\.\./examples/scripts/", section, re.MULTILINE)
+        for diff in re.findall(r"^```diff\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    ]
+    assert len(found) == 4
+    return found
+
+
+@pytest.mark.parametrize(("file", "diff"), diffs_of_scripts())
+def test_the_diffs_for_scripts_are_those_of_the_examples(file: str, diff: str) -> None:
+    """Without the lines that a diff adds, the example does not know ftd."""
+    script = (ROOT / "examples" / "scripts" / file).read_text().replace("given.name", '"my-run"')
+    lines = script.splitlines()
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+    kept = [line[1:] for line in diff.splitlines() if line.startswith(" ")]
+    assert [line for line in (*added, *kept) if line not in lines] == []
+    rest = "\n".join(line for line in lines if line not in added).split('"""', 2)[2]
+    assert not re.search(r"\bftd\b|\bprotect\(", rest)
+
+
 def test_the_commands_of_the_first_pages_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     used = re.findall(
@@ -240,6 +266,23 @@ def test_the_commands_of_the_first_pages_exist() -> None:
         for sub in set(rest.split()) & set(subcommands):
             known |= {option for parameter in subcommands[sub].params for option in parameter.opts}
         assert given <= known, f"ftd {name}{rest}"
+
+
+def test_commands_within_sentences_exist() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    written = [(page, text) for page in PAGES for text in re.findall(r"`ftd ([a-z][^`]*)`", PAGES[page])]
+    assert len(written) > 100
+    for page, text in written:
+        name, *rest = text.split()
+        assert name in commands, f"{page}: ftd {text}"
+        command = commands[name]
+        if rest and rest[0] in getattr(command, "commands", {}):
+            command = command.commands[rest[0]]
+        known = {
+            option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        given = {word for word in re.findall(r"--[a-z-]+", text) if word != "--help"}
+        assert given <= known, f"{page}: ftd {text}"
 
 
 def path_of(page: str) -> Path:

@@ -1,11 +1,8 @@
-"""A Hugging Face Trainer that resumes where it was killed, by one callback (``pip install 'ftd[hf]'``).
+"""A Hugging Face Trainer that resumes where it was killed, by one line (``pip install 'ftd[hf]'``).
 
     python examples/scripts/hf_trainer.py          # kill -9 it, and start it again
 
-The callback restores the model, the optimizer and the schedule, sets the Trainer's step, and makes its data
-loader skip the batches of the epoch that were already seen. In later epochs the order of samples is that of
-the first one: give the Trainer a sampler of your own if that matters. The first loss that it logs after the
-restart is a mean over all steps so far, as it counts from step 0: multiply it by the step, or ignore it.
+docs/tutorials/scripts.md says what is restored.
 """
 
 import argparse
@@ -17,43 +14,24 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ftd import Snapshotter
+from ftd import protect
 
 
-class SnapshotCallback(TrainerCallback):
-    """A callback that saves a snapshot after each step; ``on_train_begin`` restores the newest one."""
+class Printer(TrainerCallback):
+    """A callback that prints each loss."""
 
-    def __init__(self, name: str, pause_s: float) -> None:
-        self.name = name
+    def __init__(self, pause_s: float) -> None:
         self.pause_s = pause_s
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **its: Any) -> None:
-        self.snapshots = Snapshotter(
-            self.name, model=its["model"], optimizer=its["optimizer"], scheduler=its["lr_scheduler"]
-        )
-        state.global_step = self.snapshots.restore() or 0
-        loader = its["train_dataloader"]
-        loader.skip_batches = state.global_step * args.gradient_accumulation_steps % len(loader)
-        print(f"# resumes after step {state.global_step}", flush=True)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **its: Any) -> None:
-        self.snapshots.snapshot(state.global_step)
-        time.sleep(self.pause_s)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **its: Any) -> None:
-        its["train_dataloader"].skip_batches = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **its: Any) -> None:
         if "loss" in logs:
             print(f"{state.global_step} {logs['loss']:.9f}", flush=True)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **its: Any) -> None:
-        self.snapshots.remove()
+            time.sleep(self.pause_s)
 
 
 class Sines(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
-        return 1_000_000
+        return 160
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         points = torch.randn(16, generator=torch.Generator().manual_seed(index))
@@ -80,8 +58,11 @@ def main() -> None:
         output_dir="hf-trainer", max_steps=given.steps, per_device_train_batch_size=32, save_strategy="no",
         logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
     )  # fmt: skip
-    callback = SnapshotCallback(given.name, given.pause_s)
-    Trainer(model=Model(), args=arguments, train_dataset=Sines(), callbacks=[callback]).train()
+    trainer = Trainer(
+        model=Model(), args=arguments, train_dataset=Sines(), callbacks=[Printer(given.pause_s)]
+    )
+    protect(trainer, given.name)
+    trainer.train()
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    for command in (kill, term, stop, hang, raise_, slow, flip, disconnect, lossy, fill_memory, fill_disk):
+    faults = kill, term, stop, hang, raise_, slow, flip, corrupt, disconnect, lossy, fill_memory, fill_disk
+    for command in faults:
         chaos.command(command.__name__.rstrip("_").replace("_", "-"))(_fault_command(command))
     chaos.command("run")(run)
     chaos.command("soak")(soak.soak)
@@ -163,6 +164,20 @@ def flip(
     return {"device": device}
 
 
+def corrupt(
+    node: NodeArgument,
+    device: DeviceOption = None,
+) -> FaultFields:
+    """Flip one bit of a parameter in a trainer's memory.
+
+    Nothing fails at once: the effect is that of silent corruption by a bad device. The comparison of replicas
+    finds it.
+
+    Example: ftd chaos corrupt node-2
+    """
+    return {"device": device}
+
+
 def disconnect(
     node: NodeArgument,
     for_s: Annotated[
@@ -261,7 +276,7 @@ def _inject(
 ) -> None:
     """Send one fault to a node.
 
-    :raises RequestRejected: chaos is not allowed there.
+    :raises RequestRejected: there is no such node, it is offline, or chaos is not allowed there.
     :raises UnreachableError: the node does not answer.
     """
     from ftd.faults.chaos.inject import RemoteInjector
@@ -275,6 +290,7 @@ def _inject(
 
     async def ask() -> None:
         async with ClusterClient(address) as client:
+            await client.require_present(node)
             await RemoteInjector(client, layout=lambda: read_layout({}), seed=seed).inject(fault)
 
     print_cluster(address)

@@ -1,7 +1,7 @@
 """Commands for a running cluster: submit, status, events, story, drain, stop."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,8 +16,11 @@ from ftd.cli.options import (
     resolve_cluster,
     run_async,
 )
-from ftd.errors import FtdError, UnreachableError
+from ftd.errors import ConfigurationError, FtdError, RequestRejected, UnreachableError
 from ftd.transport.address import ClusterAddress
+
+if TYPE_CHECKING:
+    from ftd.transport.wire.public import Answer
 
 
 def register(app: typer.Typer) -> None:
@@ -26,6 +29,7 @@ def register(app: typer.Typer) -> None:
     app.command("events")(events)
     app.command("story")(story)
     app.command("drain")(drain)
+    app.command("readmit")(readmit)
     app.command("stop")(stop)
 
 
@@ -120,8 +124,18 @@ def events(
 def story(
     of: Annotated[
         str,
-        typer.Argument(help="Name of a node, or generation of a recovery.", metavar="NODE|GENERATION"),
+        typer.Argument(
+            help="Name of a node, generation of a recovery, or the file of a report.",
+            metavar="NODE|GENERATION|REPORT.json",
+        ),
     ],
+    within: Annotated[
+        str | None,
+        typer.Argument(
+            help="With the file of a report: the node or the generation; without it, everything.",
+            metavar="NODE|GENERATION",
+        ),
+    ] = None,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
@@ -133,11 +147,30 @@ def story(
 
     The exit code is 1 if the node or the generation is unknown. ftd status shows the current generation.
 
-    Example: ftd story node-2
+    A report's file has the events of its run, so this works after the cluster is gone.
+
+    Example: ftd story node-2, or ftd story report.json node-2
     """
+    from ftd.observe.view.files import read_report
     from ftd.observe.view.story import chapters, render_story
 
-    past = run_async(_past(resolve_cluster(broker, cluster, config)))
+    if of.endswith(".json"):
+        past: list[dict[str, Any]] = list(read_report(Path(of), "NODE|GENERATION|REPORT.json").events)
+        if within is None:
+            if as_json:
+                print_json({"chapters": chapters(past)})
+            else:
+                print_rich(render_story(past))
+            return
+        of = within
+    elif within is not None:
+        raise ConfigurationError(
+            f"{within!r} is given after {of!r}, which is not the file of a report",
+            field="NODE|GENERATION",
+            remedy="name one node or generation, or the .json file of a report before it",
+        )
+    else:
+        past = run_async(_past(resolve_cluster(broker, cluster, config)))
     found = chapters(past, of)
     if not found and of.isdigit():
         _print_recovery(past, int(of), as_json=as_json)
@@ -172,6 +205,15 @@ def _print_recovery(past: list[dict[str, Any]], generation: int, *, as_json: boo
 
 def drain(
     node: Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")],
+    when_possible: Annotated[
+        bool,
+        typer.Option(
+            "--when-possible", help="If there is no plan without the node, wait until there is one."
+        ),
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel the drain of the node, so that it stays.")
+    ] = False,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
@@ -179,14 +221,47 @@ def drain(
 ) -> None:
     """Take a node out of training; no step is lost.
 
-    The node leaves after the step in flight.
+    The planner is asked first. If the other nodes have a plan, the node leaves after the step in flight.
+    Otherwise nothing changes, and the exit code is 1.
 
-    Example: ftd drain node-2
+    Example: ftd drain node-2 --when-possible
     """
     from ftd.transport.wire.public import DrainRequest
 
+    if when_possible and cancel:
+        raise ConfigurationError("--when-possible and --cancel exclude each other", remedy="use one of both")
     address = resolve_cluster(broker, cluster, config)
-    detail = send_request(address, DrainRequest, node=node)
+    print_cluster(address)
+    report = {"node": node, "cluster": address.cluster}
+    try:
+        answer = ask(address, DrainRequest, node=node, when_possible=when_possible, cancel=cancel)
+    except RequestRejected as error:
+        if as_json:
+            print_json({**report, "outcome": "refused", "detail": str(error)})
+        raise
+    if as_json:
+        print_json({**report, "outcome": answer.outcome, "detail": answer.detail})
+    else:
+        typer.echo(answer.detail)
+
+
+def readmit(
+    node: Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")],
+    broker: BrokerOption = None,
+    cluster: ClusterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a node that was set aside take part in training again.
+
+    A node that fails repeatedly for the same reason is set aside; ftd status shows it, and the reason.
+
+    Example: ftd readmit node-2
+    """
+    from ftd.transport.wire.public import ReadmitRequest
+
+    address = resolve_cluster(broker, cluster, config)
+    detail = send_request(address, ReadmitRequest, node=node)
     if as_json:
         print_json({"node": node, "detail": detail, "cluster": address.cluster})
     else:
@@ -220,14 +295,23 @@ def send_request(address: ClusterAddress, kind: Any, **fields: Any) -> str:
     :raises RequestRejected: the cluster rejects the request.
     :raises UnreachableError: the cluster does not answer.
     """
+    print_cluster(address)
+    return ask(address, kind, **fields).detail
+
+
+def ask(address: ClusterAddress, kind: Any, **fields: Any) -> "Answer":
+    """Send a request to the cluster and return its answer.
+
+    :raises RequestRejected: the cluster rejects the request.
+    :raises UnreachableError: the cluster does not answer.
+    """
     from ftd.transport.client import ClusterClient
 
-    async def ask() -> str:
+    async def request() -> "Answer":
         async with ClusterClient(address) as client:
-            return (await client.request(kind(**client.envelope(), **fields))).detail
+            return await client.request(kind(**client.envelope(), **fields))
 
-    print_cluster(address)
-    return run_async(ask())
+    return run_async(request())
 
 
 async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def doctor(
             typer.echo(f"{_MARKS[result.verdict]}  {result.check}: {result.detail}{remedy}")
 
     loaded, collector = examine_daemon_config(config)
-    for result in check_configuration(loaded, collector):
+    for result in check_configuration(loaded, collector, given=config is not None):
         note(result)
     for result in check_host(loaded):
         note(result)

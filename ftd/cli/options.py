@@ -1,4 +1,4 @@
-"""Options that several commands share: which cluster to use, and how to print."""
+"""Options that several commands share: which cluster to use, what to plan, and how to print."""
 
 import functools
 import inspect
@@ -13,8 +13,11 @@ import typer
 from ftd.config.clusters import find_cluster
 from ftd.config.validation import field_descriptions
 from ftd.transport.address import ClusterAddress
+from planner.values import ActivationCheckpointing
 
 T = TypeVar("T")
+
+MAX_DEVICES_PER_NODE = 128
 
 BrokerOption = Annotated[
     str | None,
@@ -34,6 +37,40 @@ ClusterOption = Annotated[
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Read broker and cluster from this ftd.toml.")
+]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Measured profile of the model (ftd profile); needs neither a cluster nor the model.",
+        metavar="FILE.json",
+    ),
+]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus-per-node",
+        "--devices-per-node",
+        min=1,
+        max=MAX_DEVICES_PER_NODE,
+        help="Number of devices of each node.",
+        show_default="the model card's, or 1",
+    ),
+]
+TolerateOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Nodes that may fail at the same time while a copy of each layer remains.",
+        show_default="the job's, or 0",
+    ),
+]
+CheckpointingOption = Annotated[
+    ActivationCheckpointing | None,
+    typer.Option(
+        help="What is held for the backward pass: none: everything, selective: matrix products, full: only "
+        "inputs, auto: what fits.",
+        show_default="the job's, or none",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text.")]
 

@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import JsonOption, print_json, print_rich, with_table_options
+from ftd.cli.options import (
+    CheckpointingOption,
+    DevicesOption,
+    JsonOption,
+    ProfileOption,
+    TolerateOption,
+    print_json,
+    print_rich,
+    with_table_options,
+)
 from ftd.cli.plan_request import (
-    MAX_DEVICES_PER_NODE,
     MAX_MICROBATCHES,
     MAX_NODES,
     PlanOptions,
@@ -16,7 +24,7 @@ from ftd.cli.plan_request import (
     build_plan_request,
 )
 from ftd.errors import ConfigurationError
-from planner.values import ActivationCheckpointing, PlannerOptions
+from planner.values import PlannerOptions
 
 if TYPE_CHECKING:
     from ftd.snapshots.protection import SnapshotProtection
@@ -34,19 +42,6 @@ JobArgument = Annotated[
     typer.Argument(help="Job file; its model is measured on this machine.", metavar="[JOB.toml]"),
 ]
 NodesOption = Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Number of nodes to plan for.")]
-ProfileOption = Annotated[
-    Path | None, typer.Option(help="Measured profile to plan with; needs neither a cluster nor the model.")
-]
-DevicesOption = Annotated[
-    int,
-    typer.Option(
-        "--gpus-per-node",
-        "--devices-per-node",
-        min=1,
-        max=MAX_DEVICES_PER_NODE,
-        help="Number of devices of each node.",
-    ),
-]
 TemplateNodesOption = Annotated[
     int | None, typer.Option(min=1, help="Show only the template for this many nodes.", show_default="all")
 ]
@@ -59,25 +54,9 @@ MicrobatchesOption = Annotated[
         show_default="the job's, or 4 per device",
     ),
 ]
-TolerateOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Nodes that may fail at the same time while a copy of each layer remains.",
-        show_default="the job's, or 0",
-    ),
-]
 MemoryOption = Annotated[
     str | None,
     typer.Option(help="Memory of one device, such as 80GiB, or in bytes.", show_default="the profile's"),
-]
-CheckpointingOption = Annotated[
-    ActivationCheckpointing | None,
-    typer.Option(
-        help="What is held for the backward pass: none: everything, selective: matrix products, full: only "
-        "inputs, auto: what fits.",
-        show_default="the job's, or none",
-    ),
 ]
 CompareOption = Annotated[
     bool | None,
@@ -111,7 +90,7 @@ def plan(
     nodes: NodesOption,
     job: JobArgument = None,
     profile: ProfileOption = None,
-    gpus_per_node: DevicesOption = 1,
+    gpus_per_node: DevicesOption = None,
     template_nodes: TemplateNodesOption = None,
     microbatches: MicrobatchesOption = None,
     tolerate: TolerateOption = None,
@@ -142,7 +121,7 @@ def plan(
             job=job,
             profile=profile,
             nodes=nodes,
-            devices_per_node=gpus_per_node,
+            devices_per_node=gpus_per_node or 1,
             template_nodes=template_nodes,
             microbatches=microbatches,
             tolerate=tolerate,

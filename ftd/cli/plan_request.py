@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from statemachine.messages.values import Job
 
 MAX_NODES = 100_000
-MAX_DEVICES_PER_NODE = 128
 MAX_MICROBATCHES = 10_000_000
 MICROBATCHES_PER_DEVICE = 4
 """Default of ``--microbatches``: the paper's N_b = 4S (Oobleck §4.1.2) with one stage per device."""

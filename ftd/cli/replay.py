@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ftd.cli.options import JsonOption, print_rich
+from ftd.cli.options import (
+    CheckpointingOption,
+    DevicesOption,
+    JsonOption,
+    ProfileOption,
+    TolerateOption,
+    print_rich,
+)
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -118,26 +125,8 @@ RepeatOption = Annotated[
 PriceOption = Annotated[
     float | None, typer.Option(help="Price of a node for an hour: also show what samples cost.")
 ]
-ProfileOption = Annotated[
-    Path | None, typer.Option(help="Measured profile of the job file's model.", metavar="FILE.json")
-]
 BatchOption = Annotated[
     int | None, typer.Option(min=1, help="Samples of a step, instead of the job's; a profile needs it.")
-]
-TolerateOption = Annotated[
-    int | None,
-    typer.Option(min=0, help="Nodes that may fail at the same time.", show_default="the job's"),
-]
-DevicesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus-per-node",
-        "--devices-per-node",
-        min=1,
-        max=128,
-        help="Number of devices of each node.",
-        show_default="1",
-    ),
 ]
 PlotOption = Annotated[
     Path | None,
@@ -184,6 +173,7 @@ def replay(
     global_batch: BatchOption = None,
     tolerate: TolerateOption = None,
     gpus_per_node: DevicesOption = None,
+    activation_checkpointing: CheckpointingOption = None,
     plot: PlotOption = None,
     advise: AdviseOption = False,
     as_json: JsonOption = False,
@@ -200,6 +190,7 @@ def replay(
     from ftd.replay.parameters import read_parameters
     from ftd.replay.policies.registry import POLICIES, require_policies
     from ftd.replay.report import build_report
+    from ftd.replay.sources import load_replay_job
     from ftd.replay.tables import render_replay
 
     if (trace is None) == (failures is None):
@@ -244,7 +235,15 @@ def replay(
         assert failures is not None, "one of the two was given"
         source = _read_failures(failures, nodes, until_s)
         most_nodes = source.nodes
-    loaded = _load_job(job, most_nodes, profile, global_batch, tolerate, gpus_per_node)
+    loaded = load_replay_job(
+        job,
+        most_nodes,
+        profile=profile,
+        global_batch=global_batch,
+        tolerate=tolerate,
+        devices_per_node=gpus_per_node,
+        activation_checkpointing=activation_checkpointing,
+    )
     if advise:
         _advise(loaded, source, known, seed or 0, repeat, as_json=as_json)
         return
@@ -292,8 +291,6 @@ def _advise(
     *,
     as_json: bool,
 ) -> None:
-    import msgspec
-
     from ftd.observe.view.progress import delayed_progress
     from ftd.replay.advice import TRACES, advise
     from ftd.replay.advice_table import render_advice
@@ -308,7 +305,7 @@ def _advise(
     with delayed_progress("replaying, in minutes of the trace") as on_progress:
         advice = advise(job, traces, parameters, on_progress)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(advice)).decode())
+        typer.echo(advice.to_bytes().decode().rstrip())
     else:
         print_rich(render_advice(advice))
 
@@ -352,26 +349,6 @@ def _read_failures(path: Path, nodes: int | None, until_s: float | None) -> "Fai
     if nodes is not None:
         found = changed(found, nodes=nodes)
     return found if until_s is None else changed(found, duration_h=until_s / HOUR_S)
-
-
-def _load_job(
-    spec: str,
-    most_nodes: int,
-    profile: Path | None,
-    global_batch: int | None,
-    tolerate: int | None,
-    devices_per_node: int | None,
-) -> "ReplayJob":
-    from ftd.replay.sources import load_replay_job
-
-    return load_replay_job(
-        spec,
-        most_nodes,
-        profile=profile,
-        global_batch=global_batch,
-        tolerate=tolerate,
-        devices_per_node=devices_per_node,
-    )
 
 
 def _compare(

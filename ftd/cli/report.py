@@ -1,13 +1,11 @@
 """``ftd report``: summarises a job as text, a web page, pictures, or JSON."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, print_rich, resolve_cluster, run_async
-from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ftd.observe.view.document import Report
@@ -45,14 +43,18 @@ def report(
 
     Example: ftd report gpt --html gpt.html
     """
-    from ftd.observe.view.files import require_format, write_file
+    from ftd.observe.view.files import read_report, require_format, write_file
     from ftd.observe.view.pages.report_page import render_report_page
     from ftd.observe.view.plots.report_plot import FORMATS, plot_report
     from ftd.observe.view.summary import render_summary
 
     for path in plot or ():
         require_format(path, FORMATS, "--plot")
-    found = _from_file(Path(job)) if job.endswith(".json") else _from_cluster(job, broker, cluster, config)
+    found = (
+        read_report(Path(job), "JOB")
+        if job.endswith(".json")
+        else _from_cluster(job, broker, cluster, config)
+    )
     if html is not None:
         write_file(html, render_report_page(found).encode(), "--html")
     for path in plot or ():
@@ -61,23 +63,6 @@ def report(
         write_file(out, found.to_bytes(), "--json")
     if html is None and out is None and not plot:
         print_rich(render_summary(found))
-
-
-def _from_file(path: Path) -> "Report":
-    from ftd.observe.view.document import Report, ReportError
-
-    try:
-        return Report.from_json(json.loads(path.read_bytes()))
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read: {error.strerror}", field="JOB", remedy="check the path"
-        ) from None
-    except (ValueError, ReportError) as error:
-        raise ConfigurationError(
-            f"{path} is not a report: {error}",
-            field="JOB",
-            remedy="name a file that ftd local --report or ftd report --json wrote",
-        ) from None
 
 
 def _from_cluster(job: str, broker: str | None, cluster: str | None, config: Path | None) -> "Report":

@@ -4,9 +4,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ftd.cli.client import send_request
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, JsonOption, print_json, resolve_cluster
-from ftd.errors import ConfigurationError
+from ftd.cli.client import ask, send_request
+from ftd.cli.options import (
+    BrokerOption,
+    ClusterOption,
+    ConfigOption,
+    JsonOption,
+    print_cluster,
+    print_json,
+    resolve_cluster,
+)
+from ftd.errors import ConfigurationError, RequestRejected
 from ftd.transport.address import ClusterAddress
 
 snapshot = typer.Typer(no_args_is_help=True, help="Take and configure the running job's snapshots.")
@@ -25,11 +33,26 @@ def now(
 ) -> None:
     """Take a snapshot after the step in flight.
 
-    ftd status shows when it is complete.
+    The command ends when the snapshot is complete.
+
+    If no snapshot can be taken, nothing changes, and the exit code is 1.
 
     Example: ftd snapshot now
     """
-    _request(resolve_cluster(broker, cluster, config), as_json, now=True)
+    from ftd.transport.wire.public import SnapshotRequest
+
+    address = resolve_cluster(broker, cluster, config)
+    print_cluster(address)
+    try:
+        answer = ask(address, SnapshotRequest, now=True)
+    except RequestRejected as error:
+        if as_json:
+            print_json({"outcome": "refused", "detail": str(error), "cluster": address.cluster})
+        raise
+    if as_json:
+        print_json({"outcome": answer.outcome, "detail": answer.detail, "cluster": address.cluster})
+    else:
+        typer.echo(answer.detail)
 
 
 @snapshot.command("every")

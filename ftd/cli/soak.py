@@ -81,6 +81,7 @@ def soak(
     from ftd.local.soak.options import SoakOptions
     from ftd.local.soak.plot import plot_soak, require_picture
     from ftd.local.soak.report import render_lines
+    from ftd.observe.view.files import write_file
 
     silence_logs()
     require_picture(plot)
@@ -101,11 +102,11 @@ def soak(
         logs=logs,
     )
     found = _run(options, as_json)
+    typer.echo(found.to_bytes().decode().rstrip() if as_json else "\n".join(render_lines(found)))
     if report is not None:
-        report.write_bytes(found.to_bytes())
+        write_file(report, found.to_bytes(), "--report")
     if plot is not None:
         plot_soak(found, plot)
-    typer.echo(found.to_bytes().decode().rstrip() if as_json else "\n".join(render_lines(found)))
     raise typer.Exit(0 if found.passed else 1)
 
 

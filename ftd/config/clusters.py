@@ -5,13 +5,14 @@ A command looks, in this order, at its options, the environment (``FTD_BROKER``,
 ``--cluster`` must say which one.
 
 Each local cluster has a name and a file by which commands find it: ``local-NAME.json`` in the user's runtime
-directory. The file is valid while the process that wrote it runs; the next ``ftd local`` removes the files of
-processes that have ended.
+directory. A command waits for a cluster that starts. The file is valid while the process that wrote it
+runs; the next ``ftd local`` removes the files of processes that have ended.
 """
 
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from ftd.errors import ConfigurationError
 from ftd.transport.address import DEFAULT_CLUSTER, ClusterAddress, parse_broker, user_runtime_dir
 
 _PREFIX = "local-"
+_START_S = 20.0
+"""Longest time for which a command waits for a cluster that starts."""
+_START_PERIOD_S = 0.1
 
 
 class LocalClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +43,7 @@ class LocalClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid.
     """
     broker: str | None = None
-    """URL of the broker; ``None`` while the cluster starts or stops."""
+    """URL of the broker; ``None`` until a coordinator answers there, and while the cluster stops."""
 
     @property
     def address(self) -> ClusterAddress:
@@ -187,8 +191,17 @@ def find_cluster(
 
 
 def _local_cluster(wanted: str | None, field: str) -> ClusterAddress:
-    """Return the local cluster with the wanted name, or the only one that is running."""
-    running = reachable_clusters()
+    """Return the local cluster with the wanted name, or the only one that is running. One that starts is waited
+    for.
+    """
+    deadline = time.monotonic() + _START_S
+    while not (running := reachable_clusters()) and (starting := _running()):
+        if time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"a local cluster starts or ends, and has no broker: {', '.join(map(str, starting))}",
+                remedy="try again when ftd local shows that it runs",
+            )
+        time.sleep(_START_PERIOD_S)
     if not running:
         raise ConfigurationError(
             "no cluster was given, and no ftd local is running on this host",

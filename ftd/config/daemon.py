@@ -38,6 +38,7 @@ from ftd.config.validation import keep_valid_fields, read_toml, require_name, re
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
 from ftd.transport.tls import tls_context
+from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
 from statemachine.timing import Timing
 
 _HIDDEN = "(hidden)"
@@ -67,6 +68,16 @@ def _require_peers(peers: tuple[str, ...], field: str) -> None:
             )
 
 
+def _require_count(value: int, field: str) -> None:
+    if value < 0:
+        raise ConfigurationError(f"{value} is negative", field=field, remedy="write 0 or more")
+
+
+def _require_share(value: float, field: str) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigurationError(f"{value} is not a share", field=field, remedy="write 0 to 1, such as 0.25")
+
+
 _REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
     require_name: ("cluster", "coordinator.name", "node.name"),
     _require_host: ("node.host", "node.metrics_host", "coordinator.metrics_host"),
@@ -77,7 +88,10 @@ _REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
         "node.snapshot_rate_mib_s",
         "node.checkpoint_rate_mib_s",
         "node.scrub_rate_mib_s",
+        "quarantine.window_s",
     ),
+    _require_count: ("coordinator.expected_nodes", "quarantine.failures"),
+    _require_share: ("quarantine.max_share",),
     _require_peers: ("node.snapshot_peers",),
 }
 """Checks of single values, with the keys that they apply to."""
@@ -110,10 +124,12 @@ class DaemonConfig:
     coordinator: str
     """Name of this coordinator among those of the cluster."""
     priority: int
+    expected_nodes: int
     state_dir: Path
     coordinator_metrics: MetricsAddress | None
     dashboard: DashboardAddress | None
     secret: str | None
+    hardware: HardwareLimits = DEFAULT_LIMITS
     timing: Timing = dataclasses.field(default_factory=Timing)
 
     @property
@@ -256,12 +272,14 @@ def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -
         node_metrics=collector.value_or(lambda: _metrics("node", file.node, directory), None),
         coordinator=file.coordinator.name if file.coordinator.name is not None else host,
         priority=file.coordinator.priority,
+        expected_nodes=file.coordinator.expected_nodes,
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
         coordinator_metrics=collector.value_or(
             lambda: _metrics("coordinator", file.coordinator, directory), None
         ),
         dashboard=collector.value_or(lambda: dashboard_address(file.dashboard, directory), None),
         secret=collector.value_or(lambda: _secret(file, directory), None),
+        hardware=HardwareLimits(quarantine=file.quarantine),
         timing=_timing(file.timing, collector),
     )
 

@@ -17,6 +17,7 @@ from ftd.config.dashboard import DashboardTable
 from ftd.config.metrics import LOOPBACK
 from ftd.config.validation import field_descriptions
 from ftd.transport.address import DEFAULT_CLUSTER
+from statemachine.hardware import QuarantineLimits
 from statemachine.timing import Timing
 
 VARIABLE_PREFIX = "FTD_"
@@ -112,6 +113,10 @@ class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Name of this coordinator, unique among those of the cluster. Default: the name of the host."""
     priority: int = 0
     """Rank among coordinators that could take over: the one with the highest priority does."""
+    expected_nodes: int = 0
+    """Number of nodes that the cluster is to have. While fewer are ready and there is no job, the cluster's state
+    counts them. 0: unknown.
+    """
     state_dir: str | None = None
     """Directory of the journal; without the journal, a restarted coordinator knows no job. Default:
     ``~/.local/state/ftd`` and the cluster's name.
@@ -137,6 +142,7 @@ class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     node: NodeTable = NodeTable()
     coordinator: CoordinatorTable = CoordinatorTable()
     dashboard: DashboardTable = DashboardTable()
+    quarantine: QuarantineLimits = QuarantineLimits()
     timing: dict[str, int | float] = {}
     """Overrides of fields of ``statemachine.timing.Timing``."""
 

@@ -52,7 +52,7 @@ from runtime.wire.recipe import (
     ScheduleTable,
 )
 from statemachine.messages.trainer import TrainingData, TrainingOptions
-from statemachine.messages.values import Job
+from statemachine.messages.values import Job, UpdatePolicy
 
 DEFAULT_CLIP = 1.0
 """Gradient clipping of jobs with ``[model]``."""
@@ -338,6 +338,8 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         snapshot=snapshot,
         checkpoint=checkpoint_policy(data.checkpoint, snapshot),
         logging=logging_policy(data.logging, data.name),
+        updates=update_policy(training, snapshots=data.snapshot.every_steps != 0),
+        compare_replicas_every=training.compare_replicas_every,
     )
 
 
@@ -396,6 +398,8 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
         with collector.collect():
             _check_batch(file.training.global_batch, file.training.microbatch)
     with collector.collect():
+        update_policy(file.training, snapshots=file.snapshot.every_steps != 0)
+    with collector.collect():
         check_evaluation(file.evaluation)
     if file.model is not None:
         shard = file.planner.within_node in ("shard", "tensor")
@@ -405,6 +409,40 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
         check_snapshot(file.snapshot, zero1=file.training.zero1)
     with collector.collect():
         check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
+
+
+def update_policy(options: TrainingOptions, *, snapshots: bool) -> UpdatePolicy:
+    """Return the part of ``[training]`` that the coordinator uses.
+
+    :param snapshots: the job takes snapshots.
+    :raises ConfigurationError: one of these keys has a value that is not allowed.
+    """
+    policy = UpdatePolicy(**_values(options, UpdatePolicy))
+    if policy.max_skipped < 0:
+        raise ConfigurationError(
+            f"{policy.max_skipped} updates cannot be skipped",
+            field="training.max_skipped",
+            remedy="write a positive number, or 0 if the job must never fail for skipped updates",
+        )
+    if not policy.spike_deviations > 0:
+        raise ConfigurationError(
+            f"{policy.spike_deviations} deviations are no distance",
+            field="training.spike_deviations",
+            remedy="write a positive number",
+        )
+    if policy.spike_window < 3:
+        raise ConfigurationError(
+            f"{policy.spike_window} losses are too few to compare with",
+            field="training.spike_window",
+            remedy="write a number from 3",
+        )
+    if policy.on_spike == "skip" and not snapshots:
+        raise ConfigurationError(
+            '"skip" returns to a snapshot, and the job takes none',
+            field="training.on_spike",
+            remedy='set snapshot.every_steps, or write on_spike = "continue"',
+        )
+    return policy
 
 
 def _submitted_profile(path: Path) -> dict[str, Any]:

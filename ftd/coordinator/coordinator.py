@@ -29,6 +29,7 @@ from ftd.coordinator.restore_check import check_restore
 from ftd.driver import Driver
 from ftd.transport.wire.checking import encode_state
 from ftd.transport.wire.coordinator_messages import JournalCopy, state_compressor
+from ftd.transport.wire.public import EventMessage
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable.durability import durability_key
 from statemachine.cluster.durable.outbox import OUTBOX
@@ -39,6 +40,7 @@ from statemachine.effects import (
     BroadcastCommand,
     BuildTemplates,
     CancelTemplates,
+    CheckDrain,
     CheckRestore,
     CommitCheckpoint,
     ComparePlan,
@@ -55,7 +57,8 @@ from statemachine.effects import (
     SendCommand,
 )
 from statemachine.election.leadership import Leader, Peer
-from statemachine.events import BrokerConnected, BrokerDisconnected, Event, StepsMissed
+from statemachine.events import BrokerConnected, BrokerDisconnected, Event, FaultAnnounced, StepsMissed
+from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
 from statemachine.messages.cluster import Prepare
 from statemachine.messages.values import ClusterPhase
 from statemachine.timing import Timing
@@ -74,8 +77,8 @@ among a thousand nodes come first.
 LEAVE_TIMEOUT_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | PlanAhead | ComputePlan | ComparePlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
-    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | RemoveNode | RecordSteps
+    | CancelTemplates | PlanAhead | ComputePlan | ComparePlan | CheckDrain | CheckRestore | CommitCheckpoint
+    | ExportCheckpoint | AbandonCheckpoint | FindCheckpoint | AnswerRequest | RemoveNode | RecordSteps
 )  # fmt: skip
 
 
@@ -90,15 +93,19 @@ class Coordinator:
         cluster: str,
         directory: Path,
         timing: Timing,
+        hardware: HardwareLimits = DEFAULT_LIMITS,
         reset: bool = False,
         state_period_s: float = STATE_PERIOD_S,
+        expected_nodes: int = 0,
         watch: Callable[[Event | Effect], None] | None = None,
     ) -> None:
         """Open the journal.
 
         :param directory: directory of the journal.
+        :param hardware: limits from which on a node's hardware counts as bad.
         :param reset: discard the job, here and at the broker, once this coordinator leads.
         :param state_period_s: least time between two publications of the cluster's state.
+        :param expected_nodes: see ``startup_state``.
         :param observe: see ``Driver``.
         :raises JournalError: there is no usable journal.
         """
@@ -106,6 +113,7 @@ class Coordinator:
         self._clock, self._observer = ports.clock, ports.observer
         self._incarnation = me.incarnation
         self._state_period_s = state_period_s
+        self._expected_nodes = expected_nodes
         self.journal = Journal(directory, disk=ports.disk, clock=ports.clock)
         self._encode = state_compressor().compress
         self._stopping = False
@@ -114,8 +122,11 @@ class Coordinator:
         self._publish_timer: asyncio.TimerHandle | None = None
         self._timing = timing
         self._leading = False
-        self._takeover = Takeover(timing, self.journal, ports.clock, ports.program, reset=reset)
-        self.machine = ClusterMachine(timing)
+        self._hardware = hardware
+        self._takeover = Takeover(
+            timing, self.journal, ports.clock, ports.program, reset=reset, hardware=hardware
+        )
+        self.machine = ClusterMachine(timing, hardware)
         self.driver = Driver(
             self.machine,
             self._perform,
@@ -131,7 +142,7 @@ class Coordinator:
             self.topics,
             self.journal,
             on_own_event=self._observer.on_own_event,
-            on_node_event=self._observer.on_node_event,
+            on_node_event=self._on_node_event,
             on_published=self._observer.on_published,
         )
         self.leadership = self._new_leadership(ports, replace(me, ineligible=self._takeover.ineligible))
@@ -260,7 +271,7 @@ class Coordinator:
         self._leading = False
         if self.machine.job_id is not None:
             self.planning.cancel(CancelTemplates(cause="deposed", job_id=self.machine.job_id))
-        self.machine = ClusterMachine(self._timing)
+        self.machine = ClusterMachine(self._timing, self._hardware)
         self._observer.track_job(None, 0, None)
         self._events.outbox.clear()
         self.driver.replace_machine(self.machine)
@@ -313,7 +324,7 @@ class Coordinator:
                 self.planning.build(effect)
             case CancelTemplates():
                 self.planning.cancel(effect)
-            case PlanAhead() | ComputePlan() | ComparePlan():
+            case PlanAhead() | ComputePlan() | ComparePlan() | CheckDrain():
                 self.planning.compute(effect)
             case CheckRestore():
                 self.driver.feed(check_restore(effect, self.driver.now()))
@@ -326,7 +337,9 @@ class Coordinator:
             case FindCheckpoint():
                 self._checkpoints.find(effect)
             case AnswerRequest():
-                self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
+                self._requests.answer(
+                    effect.request, accepted=effect.accepted, detail=effect.detail, outcome=effect.outcome
+                )
             case _:
                 assert_never(effect)
 
@@ -356,11 +369,28 @@ class Coordinator:
         self._events.add_to_outbox(effects, self.driver.now())
         return effects
 
+    def _on_node_event(self, message: EventMessage) -> None:
+        """Take the event of a node, which was journaled."""
+        self._observer.on_node_event(message)
+        if message.event == "ChaosInjected" and message.node is not None:
+            self.feed(
+                FaultAnnounced(
+                    **self._stamp(),
+                    node=message.node,
+                    fault_at=float(message.details["at"]),
+                    announced_at=message.monotonic,
+                )
+            )
+
     def public_state(self) -> dict[str, Any]:
         """Return the cluster's state, as it is published."""
         coordinator = {"coordinator": self._incarnation, **self.leadership.public_state()}
         return public_state(
-            self.machine.public_state(), coordinator, self.planning.progress, self.driver.now()
+            self.machine.public_state(),
+            coordinator,
+            self.planning.progress,
+            self.driver.now(),
+            expected_nodes=self._expected_nodes,
         )
 
     def _track(self) -> None:

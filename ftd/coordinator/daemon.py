@@ -64,7 +64,9 @@ class CoordinatorDaemon:
             cluster=config.cluster,
             directory=config.state_dir,
             timing=config.timing,
+            hardware=config.hardware,
             reset=reset,
+            expected_nodes=config.expected_nodes,
         )
         coordinator = self._coordinator
         self._tracking = TrackingWriterProcess(

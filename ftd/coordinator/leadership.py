@@ -72,6 +72,7 @@ from statemachine.election.leadership import (
 )
 from statemachine.election.machine import ElectionMachine
 from statemachine.events import Event
+from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
 from statemachine.messages.values import PROTOCOL
 from statemachine.timing import Timing
 
@@ -92,7 +93,12 @@ class InitialLead:
 
 
 def restore_newest(
-    timing: Timing, journal: Journal, copy: JournalCopy | None, clock: Clock, incarnation: int
+    timing: Timing,
+    journal: Journal,
+    copy: JournalCopy | None,
+    clock: Clock,
+    incarnation: int,
+    hardware: HardwareLimits = DEFAULT_LIMITS,
 ) -> InitialLead:
     """Restore the newer one of this host's journal and the copy at the broker.
 
@@ -109,13 +115,13 @@ def restore_newest(
         ahead_s = (now - clock.wall_s()) + (copy.wall_s - copy.monotonic_s)
         shift_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
     if saved is None:
-        return InitialLead(machine=ClusterMachine(timing), effects=[])
+        return InitialLead(machine=ClusterMachine(timing, hardware), effects=[])
     try:
         state = durable.shift_clock(msgspec.msgpack.decode(decompress_state(saved)), shift_s)
         if journal.shared:
             state = durable.skip_unseen_generations(state, incarnation)
         state = raise_generation(state, journal.floor)
-        machine, effects = ClusterMachine.restore(timing, state, now, "restored")
+        machine, effects = ClusterMachine.restore(timing, state, now, "restored", hardware)
         unacknowledged = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
         return InitialLead(machine=machine, effects=effects, outbox=unacknowledged)
     except (ValueError, RecursionError, WireError) as error:  # It is not msgpack, or not a state of ftd.
@@ -129,7 +135,14 @@ class Takeover:
     """The journals from which this coordinator could begin to lead."""
 
     def __init__(
-        self, timing: Timing, journal: Journal, clock: Clock, program: Program, *, reset: bool
+        self,
+        timing: Timing,
+        journal: Journal,
+        clock: Clock,
+        program: Program,
+        *,
+        reset: bool,
+        hardware: HardwareLimits = DEFAULT_LIMITS,
     ) -> None:
         """Check this host's journal.
 
@@ -137,7 +150,7 @@ class Takeover:
         :raises JournalError: this host's journal cannot be read.
         """
         self._timing, self._journal, self._clock, self._program = timing, journal, clock, program
-        self._reset = reset
+        self._reset, self._hardware = reset, hardware
         if not reset:
             restore_newest(timing, journal, None, clock, 0)
 
@@ -185,8 +198,8 @@ class Takeover:
         """
         reset, self._reset = self._reset, False
         if reset:
-            return InitialLead(machine=ClusterMachine(self._timing), effects=[])
-        return restore_newest(self._timing, self._journal, copy, self._clock, incarnation)
+            return InitialLead(machine=ClusterMachine(self._timing, self._hardware), effects=[])
+        return restore_newest(self._timing, self._journal, copy, self._clock, incarnation, self._hardware)
 
     def _unreadable(self, schema: int, protocol: int, writer_version: str) -> str:
         """Return why this program cannot read a journal, with the remedy; empty: it can.

@@ -1,4 +1,6 @@
-"""The answer to ``ComputePlan`` as an event: the plan with its protection, or the reason why there is none."""
+"""The answers to ``ComputePlan`` and ``CheckDrain`` as events: the plan with its protection, or the reason why
+there is none.
+"""
 
 from collections.abc import Callable
 
@@ -6,8 +8,8 @@ from ftd.coordinator.plan_worker import explain
 from ftd.coordinator.protection_choice import choose_protection
 from planner.errors import PlanningError, StateLostError, TooFewNodesError
 from planner.values import LayerProfile, Plan, Situation
-from statemachine.effects import ComputePlan
-from statemachine.events import PlanImpossible, PlanReady
+from statemachine.effects import CheckDrain, ComputePlan
+from statemachine.events import DrainChecked, PlanImpossible, PlanReady
 
 
 def answer_plan(
@@ -40,4 +42,21 @@ def answer_plan(
         generation=effect.generation,
         plan=plan,
         protection=None if wish is None else choose_protection(plan, layers, wish),
+    )
+
+
+def answer_drain_check(
+    effect: CheckDrain, make: Callable[[Situation], Plan], now: Callable[[], float]
+) -> DrainChecked:
+    """Return the event that answers ``effect``. The plan is made as for a generation, and dropped.
+
+    :param make: returns a plan, or raises PlanningError.
+    """
+    problem = None
+    try:
+        make(effect.situation)
+    except PlanningError as error:
+        problem = explain(error)
+    return DrainChecked(
+        at=now(), cause=effect.cause, generation=effect.generation, nodes=effect.nodes, problem=problem
     )

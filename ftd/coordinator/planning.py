@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import structlog
 
-from ftd.coordinator.plan_answer import answer_plan
+from ftd.coordinator.plan_answer import answer_drain_check, answer_plan
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import (
@@ -40,8 +40,16 @@ from planner.errors import (
     SolverError,
 )
 from planner.values import Plan, Situation
-from statemachine.effects import BuildTemplates, CancelTemplates, ComparePlan, ComputePlan, PlanAhead
+from statemachine.effects import (
+    BuildTemplates,
+    CancelTemplates,
+    CheckDrain,
+    ComparePlan,
+    ComputePlan,
+    PlanAhead,
+)
 from statemachine.events import (
+    DrainChecked,
     Event,
     PlanCompared,
     PlanImpossible,
@@ -153,9 +161,12 @@ class PlanningService:
         if effect.job_id == self._planned_job:
             self._stop_building()
 
-    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
-        if isinstance(effect, ComparePlan):
-            self._start(self._compare(effect))
+    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan | CheckDrain) -> None:
+        if isinstance(effect, ComparePlan | CheckDrain):
+            # The group trains, so what is planned for losses stays useful.
+            self._start(
+                self._compare(effect) if isinstance(effect, ComparePlan) else self._check_drain(effect)
+            )
             return
         if self._loss_planning is not None:
             self._loss_planning.cancel()
@@ -374,6 +385,27 @@ class PlanningService:
 
     def _plan_for(self, planner: "Planner", situation: Situation) -> Plan:
         return self._speculative_plan.take(situation) or make_plan(planner, situation)
+
+    async def _check_drain(self, effect: CheckDrain) -> None:
+        self._feed(await self._in_thread(lambda: self._drain_answer(effect)))
+
+    def _drain_answer(self, effect: CheckDrain) -> Event:
+        """Return whether there is a plan without the nodes. It runs in the worker thread."""
+        problem = "no templates were built for this job; this is a bug"
+        planner = self._planner
+        try:
+            if planner is not None:
+                return answer_drain_check(effect, partial(make_plan, planner), self._driver.now)
+        except Exception as error:
+            _log.exception("drain_check_failed", generation=effect.generation, cause=effect.cause)
+            problem = f"the planner has a bug: {error!r}"
+        return DrainChecked(
+            at=self._driver.now(),
+            cause=effect.cause,
+            generation=effect.generation,
+            nodes=effect.nodes,
+            problem=problem,
+        )
 
     async def _compare(self, effect: ComparePlan) -> None:
         """Feed the step times of the current plan and of the best one. If there is no better plan, for

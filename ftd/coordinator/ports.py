@@ -18,6 +18,7 @@ from statemachine.effects import (
     AbandonCheckpoint,
     BuildTemplates,
     CancelTemplates,
+    CheckDrain,
     CommitCheckpoint,
     ComparePlan,
     ComputePlan,
@@ -119,8 +120,8 @@ class PlanningOperations(Protocol):
     def cancel(self, effect: CancelTemplates) -> None:
         """Stop precomputing: the job is over."""
 
-    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
-        """Feed PlanReady, PlanImpossible or PlanCompared; nothing for PlanAhead."""
+    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan | CheckDrain) -> None:
+        """Feed PlanReady, PlanImpossible, PlanCompared or DrainChecked; nothing for PlanAhead."""
 
     def check_solver(self, answer: Callable[[str], None]) -> None:
         """Call ``answer`` with the reason why jobs cannot use the Pyomo models here, or with ``""``."""

@@ -26,6 +26,7 @@ from ftd.transport.wire.public import (
     AnyRequest,
     DrainRequest,
     HistoryRequest,
+    ReadmitRequest,
     SnapshotRequest,
     StatusRequest,
     StopRequest,
@@ -35,7 +36,13 @@ from ftd.transport.wire.public import (
 )
 from ftd.transport.wire.topics import Topics
 from planner.values import ModelProfile
-from statemachine.events import DrainRequested, SnapshotRequested, StopRequested, SubmitRequested
+from statemachine.events import (
+    DrainRequested,
+    ReadmitRequested,
+    SnapshotRequested,
+    StopRequested,
+    SubmitRequested,
+)
 from statemachine.messages.values import CheckpointRecord, Job
 
 _log = structlog.get_logger("ftd.requests")
@@ -104,13 +111,19 @@ class RequestHandler:
             self.answer(request.request, accepted=False, detail=str(error))
 
     def answer(
-        self, request: str, *, accepted: bool, detail: str, data: dict[str, Any] | None = None
+        self,
+        request: str,
+        *,
+        accepted: bool,
+        detail: str,
+        outcome: str = "",
+        data: dict[str, Any] | None = None,
     ) -> None:
         """Answer the client that sent ``request``; unknown ids (answered before a restart) are ignored."""
         reply = self._waiting.pop(request, None)
         if reply is None:
             return
-        answer = Answer(request=request, accepted=accepted, detail=detail, data=data)
+        answer = Answer(request=request, accepted=accepted, detail=detail, outcome=outcome, data=data)
         if data is None:
             self._answered[request] = answer
             while len(self._answered) > _MAX_ANSWERS:
@@ -132,8 +145,21 @@ class RequestHandler:
                 self._submit(number, job, profile_from_data(data))
             case StopRequest(request=number, job=job_name):
                 self._driver.feed(StopRequested(at=at, cause=cause, request=number, job=job_name))
-            case DrainRequest(request=number, node=node):
-                self._driver.feed(DrainRequested(at=at, cause=cause, request=number, node=node))
+            case DrainRequest(request=number):
+                if request.when_possible and request.cancel:
+                    raise ConfigurationError("a drain cannot be cancelled when possible: ask for one of both")
+                self._driver.feed(
+                    DrainRequested(
+                        at=at,
+                        cause=cause,
+                        request=number,
+                        node=request.node,
+                        when_possible=request.when_possible,
+                        cancel=request.cancel,
+                    )
+                )
+            case ReadmitRequest(request=number, node=node):
+                self._driver.feed(ReadmitRequested(at=at, cause=cause, request=number, node=node))
             case SnapshotRequest(request=number):
                 check_interval(request.every_steps, "every")
                 self._check_protection(request.protection)

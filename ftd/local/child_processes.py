@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftd.errors import PeerError
+from ftd.logs import LOG_VARIABLE
 from ftd.processes import (
     become_subreaper,
     child_pids,
@@ -101,6 +102,8 @@ class ChildProcesses:
 
     logs: Path
     environment: dict[str, str] = field(default_factory=dict)
+    kept_logs: Path | None = None
+    """Directory in which ``logs`` will be kept; ``None``: they are deleted in the end."""
     children: dict[str, ChildProcess] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,7 @@ class ChildProcesses:
         if name in self.children and self.children[name].running:
             raise PeerError(f"{name} is running already")
         log = self.logs / f"{name}.log"
+        kept = "" if self.kept_logs is None else str(self.kept_logs.absolute() / log.name)
         with log.open("ab") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -130,7 +134,7 @@ class ChildProcesses:
                     start_new_session=True,
                     preexec_fn=die_with_parent(),
                     pass_fds=tuple(inherit),
-                    env={**_inherited_environment(), **self.environment},
+                    env={**_inherited_environment(), LOG_VARIABLE: kept, **self.environment},
                 )
             except OSError as error:
                 raise PeerError(f"cannot start {name} ({command[0]}): {error.strerror}") from error

@@ -7,23 +7,29 @@ import secrets
 import shutil
 import signal
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ftd.errors import PeerError
+from ftd.errors import PeerError, UnreachableError
 from ftd.local.child_processes import ChildProcess, ChildProcesses, shared_memory
 from ftd.local.namespaces import NamespaceNetwork
 from ftd.processes import module_command, read_tail
 from ftd.transport.address import BrokerAddress, parse_broker
 from ftd.transport.mqtt.embedded import await_ready, embedded_command
 from ftd.transport.mqtt.mosquitto import await_listening, free_port, mosquitto_command
+from runtime.process.zygote_server import SERVER_VARIABLE, listen
 from runtime.streaming_stores import streaming_environment
 
 BROKER = "broker"
 COORDINATOR = "coordinator"
 HUB = "hub"
 RELAY = "relay"
+ZYGOTES = "zygotes"
+"""The name of the process that imports torch for all nodes."""
 BROKER_START_S = 20.0
+_BROKER_PERIOD_S = 0.2
 HOST = "127.0.0.1"
 LOGGED_S = 90.0
 """Longest time that a coordinator may take to complete its logs."""
@@ -45,8 +51,12 @@ class ClusterOptions:
     """The value of ``node.preload``. It is empty by default, since the daemons start with the job; a job that
     needs modules names them.
     """
+    expected_nodes: int = 0
+    """The value of ``coordinator.expected_nodes``."""
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
+    quarantine: bool = True
+    """Whether nodes that fail repeatedly are set aside."""
     network: NamespaceNetwork | None = None
     """The network to place the processes in: broker and coordinators on its host ``hub``, each node on a host
     of its own. This requires mosquitto.
@@ -59,7 +69,7 @@ class LocalCluster:
     def __init__(self, directory: Path, options: ClusterOptions) -> None:
         self.options = options
         self.directory = directory
-        self.processes = ChildProcesses(logs=directory / "logs", environment=_environment())
+        self.processes = ChildProcesses(logs=directory / "logs", environment=shared_environment())
         self._secret = secrets.token_hex(16)
         self._address: BrokerAddress | None = None
         self._node_names: list[str] = []
@@ -130,16 +140,17 @@ class LocalCluster:
         await self._reach(port)
         self._address = BrokerAddress(host=HOST, port=port)
 
-        def wait() -> None:
+        def wait(timeout_s: float) -> None:
             if embedded:
-                await_ready(ready, BROKER_START_S)
+                await_ready(ready, timeout_s)
             else:
-                await_listening(HOST, port, BROKER_START_S)
+                await_listening(HOST, port, timeout_s)
 
-        listening = asyncio.ensure_future(asyncio.to_thread(wait))
+        listening = asyncio.ensure_future(_repeat(wait, BROKER_START_S))
         ended = asyncio.ensure_future(child.process.wait())
         await asyncio.wait([listening, ended], return_when=asyncio.FIRST_COMPLETED)
         if not listening.done():
+            listening.cancel()
             raise PeerError(f"the broker ended with {child.process.returncode}: {read_tail(child.log, 2000)}")
         ended.cancel()
         await listening
@@ -174,6 +185,7 @@ class LocalCluster:
         page = self._pages.get(name, "")
         tables = (
             f'[coordinator]\nname = "{name}"\nstate_dir = "{self.directory / f"state-{name}"}"\n'
+            f"expected_nodes = {self.options.expected_nodes}\n"
             f'[dashboard]\nlisten = "{page}"\n'
         )
         config = self._write(name, tables)
@@ -186,12 +198,33 @@ class LocalCluster:
         :param devices: the number of devices, if it differs from the other nodes'.
         :raises PeerError: the daemon is running already.
         """
-        if name in (BROKER, *self.coordinators, RELAY, HUB):
+        if name in (BROKER, *self.coordinators, RELAY, HUB, ZYGOTES):
             raise PeerError(f"{name!r} is not free as a node's name here")
+        await self._start_zygote_server()
         child = await self.processes.start(name, self.node_command(name, devices))
         if name not in self._node_names:
             self._node_names.append(name)
         return child
+
+    async def _start_zygote_server(self) -> None:
+        """Start the process that imports torch for all nodes, unless it runs or this process has been given one.
+
+        Nodes with networks of their own import torch themselves: no process can be forked into the network of
+        another.
+        """
+        if (
+            self.options.network is not None
+            or self.processes.running(ZYGOTES)
+            or SERVER_VARIABLE in os.environ
+        ):
+            return
+        path = self.directory / f"{ZYGOTES}.sock"
+        with listen(path) as listener:
+            descriptor = listener.fileno()
+            arguments = ("--parent", str(os.getpid()), "--listener", str(descriptor))
+            command = module_command("runtime.process.zygote_server", *arguments)
+            await self.processes.start(ZYGOTES, command, inherit=[descriptor])
+        self.processes.environment[SERVER_VARIABLE] = str(path)
 
     def node_command(self, name: str, devices: int | None = None) -> list[str]:
         """Return the command that runs the daemon of ``name``."""
@@ -265,14 +298,30 @@ class LocalCluster:
 
     def _write(self, name: str, tables: str) -> Path:
         timing = "".join(f"{key} = {value}\n" for key, value in self.options.timing.items())
+        quarantine = "" if self.options.quarantine else "[quarantine]\nfailures = 0\n"
         path = self.directory / f"{name}.toml"
         path.write_text(
             f'cluster = "{self.options.cluster}"\nsecret = "{self._secret}"\n'
             f'[broker]\nurl = "{self._broker_url}"\n{_credentials(self.broker)}'
-            f"[timing]\n{timing}{tables}"
+            f"{quarantine}[timing]\n{timing}{tables}"
         )
         path.chmod(0o600)
         return path
+
+
+async def _repeat(wait: Callable[[float], None], limit_s: float) -> None:
+    """Call a function that waits for at most its argument, in seconds, until it succeeds. Nobody can cancel a thread,
+    so Ctrl-C takes effect between the calls.
+
+    :raises UnreachableError: it did not succeed within ``limit_s``.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return await asyncio.to_thread(wait, _BROKER_PERIOD_S)
+        except UnreachableError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def _credentials(broker: BrokerAddress) -> str:
@@ -281,7 +330,7 @@ def _credentials(broker: BrokerAddress) -> str:
     return f'username = "{broker.username}"\npassword = "{broker.password or ""}"\n'
 
 
-def _environment() -> dict[str, str]:
+def shared_environment() -> dict[str, str]:
     """Return one thread per process, since all share this machine's cores, and the settings with which nodes
     copy under systemd.
     """

@@ -5,12 +5,14 @@ theirs.
 import asyncio
 import contextlib
 import dataclasses
+import os
 import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from ftd.errors import PeerError
+from ftd.errors import ConfigurationError, PeerError
 from ftd.local.child_processes import private_directory, shared_memory
 from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
 from ftd.local.mounts import mount_tmpfs
@@ -19,11 +21,13 @@ from ftd.observe.run_model import Fact, RunModel
 from ftd.processes import read_tail
 from ftd.transport.address import ClusterAddress
 from ftd.transport.client import ClusterClient
-from ftd.transport.wire.public import JobData, StopRequest, SubmitRequest
+from ftd.transport.wire.public import JobData, ReadmitRequest, StopRequest, SubmitRequest
 
 REQUEST_S = 10.0
 NODES_START_S = 60.0
 _LOG_BYTES = 2000
+_PROCESS_PERIOD_S = 0.1
+"""Period in which the daemons that are waited for are checked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,12 @@ class LocalDriver:
         """
         try:
             await self._start()
+        except OSError as error:  # The disk is full, or its limits are reached.
+            await self._undo.aclose()
+            raise PeerError(
+                f"the cluster cannot start: {error.strerror or error}: {error.filename or tempfile.gettempdir()} "
+                "(make room there, or set TMPDIR to another directory)"
+            ) from None
         except BaseException:
             await self._undo.aclose()
             raise
@@ -96,6 +106,8 @@ class LocalDriver:
 
     async def _start(self) -> None:
         undo, resources, options = self._undo, self._resources, self._options
+        if self.logs is not None:
+            _require_directory(self.logs)
         directory = undo.enter_context(private_directory())
         self.disk = directory / "disk"
         self.disk.mkdir()
@@ -110,6 +122,7 @@ class LocalDriver:
                 options, network=undo.enter_context(NamespaceNetwork([HUB, *self.nodes]))
             )
         self.cluster = LocalCluster(directory, options)
+        self.cluster.processes.kept_logs = self.logs
         undo.push_async_callback(self._end)
         await self.cluster.start_broker()
         await self.cluster.start_coordinators()
@@ -117,7 +130,12 @@ class LocalDriver:
     async def _end(self) -> None:
         await asyncio.shield(self.cluster.end())
         if self.logs is not None:
-            shutil.copytree(self.cluster.processes.logs, self.logs, dirs_exist_ok=True)
+            try:
+                shutil.copytree(self.cluster.processes.logs, self.logs, dirs_exist_ok=True)
+            except OSError as error:
+                # shutil.Error has a list of (source, destination, reason).
+                why = error.strerror or error.args[0][0][2]
+                raise PeerError(f"the logs cannot be written to {self.logs}: {why}") from None
 
     @contextlib.asynccontextmanager
     async def connected(
@@ -185,6 +203,15 @@ class LocalDriver:
         """
         await self.client.request(StopRequest(**self._envelope(), job=job), timeout_s=REQUEST_S)
 
+    async def readmit(self, node: str) -> None:
+        """Readmit a node that was set aside.
+
+        :raises RequestRejected: the node is not set aside.
+        :raises Unreachable: no coordinator answers.
+        """
+        request = ReadmitRequest(**self._envelope(), node=node)
+        await self.client.request(request, timeout_s=REQUEST_S)
+
     def _envelope(self) -> dict[str, Any]:
         envelope = self.client.envelope()
         return {"request": envelope["request"], "reply": envelope["reply"]}
@@ -208,15 +235,35 @@ class LocalDriver:
         :raises PeerError: they are not in time; the error carries the end of the log of the first node
             that is not.
         """
-        try:
-            async with asyncio.timeout(limit_s):
-                while self.run.list_unready_nodes(self.nodes, self._devices):
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            # The message may have arrived together with the timeout.
-            if late := self.run.list_unready_nodes(self.nodes, self._devices):
-                raise self.exit_error(late[0], f"{late[0]} was not ready within {limit_s:g} s") from None
+        for name, why in (await self.await_nodes(limit_s, stop_at_first=True)).items():
+            raise self.exit_error(name, why)
+
+    async def await_nodes(
+        self, limit_s: float = NODES_START_S, *, stop_at_first: bool = False
+    ) -> dict[str, str]:
+        """Wait until the first nodes are healthy and have all their trainers, except for those whose daemons
+        have ended.
+
+        :param stop_at_first: return as soon as a daemon has ended.
+        :returns: the nodes that are not ready, each with the reason as a sentence.
+        """
+        processes = self.cluster.processes
+        deadline = asyncio.get_running_loop().time() + limit_s
+        while True:
+            late = self.run.list_unready_nodes(self.nodes, self._devices)
+            ended = {
+                name: f"{name} has ended before it was ready"
+                for name in late
+                if name in processes.children and not processes.running(name)
+            }
+            left_s = deadline - asyncio.get_running_loop().time()
+            if len(ended) == len(late) or (ended and stop_at_first):
+                return ended
+            if left_s <= 0:
+                return {name: f"{name} was not ready within {limit_s:g} s" for name in late} | ended
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left_s, _PROCESS_PERIOD_S))
 
     @property
     def healthy(self) -> bool:
@@ -252,3 +299,23 @@ class LocalDriver:
             await task
         finally:
             task.cancel()
+
+
+def _require_directory(logs: Path) -> None:
+    """Create the directory for the logs, before an hour of training and not after it.
+
+    :raises ConfigurationError: it cannot be created or written.
+    """
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigurationError(
+            f"the directory {logs} cannot be created: {why}",
+            field="--logs",
+            remedy="choose another directory",
+        ) from None
+    if not os.access(logs, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"{logs} cannot be written", field="--logs", remedy="choose another directory"
+        )

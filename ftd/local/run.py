@@ -25,9 +25,12 @@ from ftd.local.cluster import COORDINATOR, ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.local.inject import LocalInjector
 from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
+from ftd.observe.view.document import Report
+from ftd.observe.view.files import write_file
 from ftd.observe.view.live.view import LiveView
 from ftd.observe.view.report import build_report
 from ftd.observe.view.summary import render_summary
+from ftd.observe.view.text import plural
 from ftd.transport.address import DEFAULT_CLUSTER
 from ftd.transport.wire.public import JobData
 from runtime.wire.recipe import RECIPE
@@ -83,6 +86,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
             coordinators=options.coordinators,
             cluster=announcement.cluster,
             preload=imported_modules(job),
+            expected_nodes=options.nodes,
         )
         async with LocalDriver(cluster_options, names, logs=options.logs) as driver:
             try:
@@ -112,7 +116,12 @@ class LocalRun:
         self._console = console
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
+        self._missing: list[str] = []
+        """Sentences about nodes without which the job started."""
         self._started = False
+        self._announced = False
+        self._published = contextlib.ExitStack()
+        """The file by which commands find the cluster, as long as its broker and coordinators run."""
         self._scheduler: FaultScheduler | None = None
         self._paused_at: float | None = None
         self._stuck = ""
@@ -131,12 +140,11 @@ class LocalRun:
         for name, page in self._cluster.dashboards.items():
             whose = "dashboard" if name == COORDINATOR else f"dashboard of {name}"
             self._console.print(f"{whose}: {page}", markup=False, highlight=False)
+        broker = self._driver.address.broker
+        self._console.print(f"broker: {broker.url}", markup=False, highlight=False)
         view = self._view
         try:
-            with (
-                self._announcement.publish_broker(self._driver.address.broker.url),
-                view or contextlib.nullcontext(),
-            ):
+            with self._published, view or contextlib.nullcontext():
                 async with self._driver.connected(
                     on_event=self._on_event,
                     on_state=self._on_state,
@@ -178,12 +186,20 @@ class LocalRun:
 
     async def _submit(self) -> None:
         """Submit the job once all nodes have joined and have their trainers, so that the first plan uses all
-        of them.
+        of them. A node that has ended, or does not get ready in time, is not waited for.
 
-        :raises PeerError: the nodes do not appear.
+        :raises PeerError: no node gets ready.
         :raises RequestRejected: the job cannot run.
         """
-        await self._driver.ready()
+        missing = await self._driver.await_nodes()
+        left = len(self._driver.nodes) - len(missing)
+        if not left:
+            raise self._driver.exit_error(*next(iter(missing.items())))
+        self._missing = [
+            f"{why}: the job started with the other {plural(left, 'node')}" for why in missing.values()
+        ]
+        for why in self._missing:
+            self._warn(why)
         await self._driver.submit(self._job)
 
     def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
@@ -210,9 +226,11 @@ class LocalRun:
                 others = set(self._cluster.coordinators) - ended
                 if name not in self._cluster.coordinators or not others:
                     raise self._driver.exit_error(name, f"{name} has ended")
-                message = f"{name} has ended; {', '.join(sorted(others))} still running"
-                self._console.print(message, style="yellow", markup=False, highlight=False)
+                self._warn(f"{name} has ended; {', '.join(sorted(others))} still running")
             self._abandon_when_stuck(scheduler)
+
+    def _warn(self, message: str) -> None:
+        self._console.print(message, style="yellow", markup=False, highlight=False)
 
     def _abandon_when_stuck(self, scheduler: FaultScheduler) -> None:
         """End a job that waits for nodes if all running ones are healthy and the scenario starts no more.
@@ -246,6 +264,9 @@ class LocalRun:
             self._scheduler.on_node(node, state)
 
     def _on_state(self, state: dict[str, Any]) -> None:
+        if not self._announced:  # Before, commands would find a cluster without a coordinator.
+            self._announced = True
+            self._published.enter_context(self._announcement.publish_broker(self._driver.address.broker.url))
         if self._view is not None:
             self._view.on_state(state)
         outcome = _END_EVENT_OF_PHASE.get(str(state.get("phase")))
@@ -265,12 +286,26 @@ class LocalRun:
         self._console.print(render_summary(report))
         if self._stuck:
             self._console.print(f"abandoned: {self._stuck}", style="red", markup=False, highlight=False)
+        for why in self._missing:
+            self._warn(why)
         for note in self._notes:
             self._console.print(f"chaos: {note}", style="yellow", markup=False)
-        if self._options.report is not None:
-            self._options.report.write_bytes(report.to_bytes())
-            self._console.print(f"report: {self._options.report}", markup=False, highlight=False)
-        return 0 if report.outcome == "finished" else 1
+        written = self._write_report(report)
+        return 0 if report.outcome == "finished" and written else 1
+
+    def _write_report(self, report: Report) -> bool:
+        """Write the report if one was asked for, and return whether that succeeded. A full disk must not hide how the
+        run ended.
+        """
+        if self._options.report is None:
+            return True
+        try:
+            write_file(self._options.report, report.to_bytes(), "--report")
+        except ConfigurationError as error:
+            self._console.print(str(error), style="red", markup=False, highlight=False)
+            return False
+        self._console.print(f"report: {self._options.report}", markup=False, highlight=False)
+        return True
 
 
 async def _wait(future: asyncio.Future[str]) -> None:

@@ -219,8 +219,8 @@ class ScenarioCluster:
     # --- cleaning up ---------------------------------------------------------------------------------
 
     async def _clean_up(self) -> None:
-        """Remove what the last scenario left: its job, files on the disk, nodes that it started; and start
-        nodes that are missing.
+        """Remove what the last scenario left: its job, files on the disk, nodes that it started; start nodes that
+        are missing, and readmit those that were set aside.
         """
         driver, state = self._driver, self._driver.state
         if state.get("job") and state.get("phase") not in ("FINISHED", "FAILED"):
@@ -239,6 +239,9 @@ class ScenarioCluster:
             if not driver.cluster.processes.running(name):
                 await driver.start_node(name)
         await driver.ready()
+        for name, node in driver.state.get("nodes", {}).items():
+            if node["quarantine"] is not None:
+                await driver.readmit(name)
 
     # --- events and states ---------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import LinkFaults, MessageFaultInjector
 from ftd.processes import die_with_parent, signal_group
 from ftd.transport.wire.public import Answer, ChaosRequest, decode_json
-from statemachine.messages.trainer import RaiseError, Sleep, Slow
+from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
 
 log = structlog.get_logger()
 
@@ -44,7 +44,7 @@ class FaultActions(Protocol):
 
     def zygote_pid(self) -> int | None: ...
 
-    def send(self, device: int, frame: Sleep | Slow | RaiseError) -> bool:
+    def send(self, device: int, frame: Sleep | Slow | RaiseError | FlipBit) -> bool:
         """Send a frame to the trainer of this device and return whether there is one."""
 
     def leave(self, reason: str) -> None:
@@ -159,7 +159,7 @@ class NodeFaultInjector:
 
     def _present_problem(self, request: ChaosRequest) -> str | None:
         if (
-            request.do in ("kill", "stop", "hang", "raise", "slow")
+            request.do in ("kill", "stop", "hang", "raise", "slow", "corrupt")
             and not _whole_node(request)
             and not self._pids(request)
         ):
@@ -217,6 +217,9 @@ class NodeFaultInjector:
                 self._actions.leave("ftd chaos term")
             case "flip":
                 self._memory.flip_bit(request.device)
+            case "corrupt":
+                for device in self._target_devices(request):
+                    self._actions.send(device, FlipBit())
             case "disconnect":
                 self._actions.disconnect(for_s)
             case "raise":
@@ -310,7 +313,7 @@ def _whole_node(request: ChaosRequest) -> bool:
     match request.do:
         case "kill" | "stop":
             return request.target == "node"
-        case "hang" | "raise" | "slow" | "flip":
+        case "hang" | "raise" | "slow" | "flip" | "corrupt":
             return False
         case "term" | "disconnect" | "lossy" | "fill_memory" | "fill_disk":
             return True

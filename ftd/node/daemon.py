@@ -18,6 +18,7 @@ from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError
+from ftd.logs import log_location
 from ftd.node.chaos import NodeFaultInjector
 from ftd.node.instructions import make_prepare_instruction, make_resume_instruction
 from ftd.node.message_router import NodeMessageRouter
@@ -248,6 +249,7 @@ class NodeDaemon:
             snapshot_port=self._snapshots.port,
             snapshot_bytes=self._snapshots.size_bytes,
             secret_fingerprint=secret_fingerprint(self._secret),
+            log=log_location(),
         )
         log.info("incarnation_began", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))

@@ -90,6 +90,7 @@ def make_resume_instruction(
         protection=resume.protection,
         restore=restore,
         lineage=resume.lineage,
+        skipped_batches=resume.skipped_batches,
         evaluated=resume.evaluated,
         parked=() if released is None else released.parked,
         dropped=() if released is None else released.dropped,

@@ -353,6 +353,7 @@ class TrainerSupervisor:
             del self._current[trainer.device]
         output = trainer.output.decode("utf-8", errors="replace").strip()
         detail = f"{what}\n{output}" if output and cause == "exited" else what
+        log.error("trainer_failed", device=trainer.device, pid=trainer.pid, failure=cause, detail=detail)
         self._end(trainer, grace_s=0.0)
         self._feed(
             TrainerFailed(

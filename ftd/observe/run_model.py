@@ -15,18 +15,40 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from ftd.observe.goodput import GoodputMeter
+from statemachine.messages.values import RECOVERY_PHASES, MeasuredFrom
 
 Json = Mapping[str, Any]
 
-FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
-FAULT_ATTRIBUTION_S = 60.0
-"""Longest time between an injected fault and a loss that is attributed to it."""
+START = "start"
+"""Cause of the first plan of a job."""
+PROBLEMS = frozenset(
+    {
+        "TrainerLost",
+        "NodeFenced",
+        "NodeRejected",
+        "NodeQuarantined",
+        "RestoreFailed",
+        "ReplicasDiverged",
+        "OptimizerReplicaDiverged",
+        "ShardCorrupted",
+        "SnapshotsUnavailable",
+        "CheckpointAbandoned",
+        "CheckpointExportFailed",
+        "CheckpointSkipped",
+        "LoggingFailed",
+        "MessageRejected",
+        "StandbyIneligible",
+        "TakeoverRejected",
+    }
+)
+"""Events whose reason is listed among the failures of a run. Losses of nodes, pauses, rollbacks and the end of
+the job are listed by themselves.
+"""
+FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost", "corruption"})
 MAX_IDENTITIES = 20_000
 """Number of events that a bounded model remembers in order to recognise a second delivery."""
 MAX_LOSSES = 32
-"""Largest number of losses kept for one recovery, and of nodes whose fault no loss has followed yet; the
-newest ones stay.
-"""
+"""Largest number of losses kept for one recovery; the newest ones stay."""
 
 
 def is_failure(cause: str, rolled_back_steps: int) -> bool:
@@ -37,6 +59,14 @@ def is_failure(cause: str, rolled_back_steps: int) -> bool:
 def mark_unreachable(state: Json, reason: str) -> dict[str, Any]:
     """Return the last published state of a cluster, marked as having no coordinator."""
     return {**state, "phase": "UNREACHABLE", "reason": reason, "leader": "", "standbys": [], "ineligible": {}}
+
+
+def phases_ms(recovery: object) -> dict[str, float]:
+    """Return the duration of each phase of a recovery by its name; they add up to ``total_ms``.
+
+    :param recovery: ``RecoveryDetails``, or the same recovery in a report.
+    """
+    return {phase: getattr(recovery, field) or 0.0 for phase, field in RECOVERY_PHASES.items()}
 
 
 # --- facts -------------------------------------------------------------------------------------------
@@ -98,6 +128,15 @@ class EvaluatedFact(Fact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineFact(Fact):
+    """A node was set aside or readmitted: ``NodeQuarantined`` or ``NodeReadmitted``."""
+
+    cause: str = ""
+    readmit: str = ""
+    """Command that readmits the node; empty if it was readmitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBackFact(Fact):
     """A rollback that undid all steps after ``to_step``."""
 
@@ -116,8 +155,15 @@ class DetectionFact(Fact):
     """
     detected_at: float
     """Monotonic time at which the coordinator knew, which may be shortly before it published the event."""
+    error: str = ""
+    """The failure of a trainer in a line: the exception, or how the process ended."""
+    detail: str = ""
+    """Its traceback, or the end of its output."""
+    host: str = ""
+    log: str = ""
+    """Command or file on the host with the full traceback; empty: there is none that lasts."""
     fault_at: float | None = None
-    """Time of the injected fault that caused it, if one is known."""
+    """Time of the fault that caused it, or of the last sign of life, as the event has it; ``None`` if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +208,8 @@ class TrainerStartedFact(Fact):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationStartedFact(Fact):
     mode: str | None = None
+    recovery_cause: str = ""
+    """Cause of the recovery that it belongs to; ``start`` for the first plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +229,11 @@ class RecoveryDetails:
     nodes: list[str] = field(default_factory=list)
     detected_how: str | None = None
     detected_at: float = 0.0
-    fault_at: float | None = None
+    began_at: float | None = None
+    """Time of the fault or its best estimate; ``None`` if an older program measured it from the detection."""
+    measured_from: MeasuredFrom = "detection"
+    detected_ms: float | None = None
+    waited_ms: float = 0.0
     quiesce_ms: float = 0.0
     plan_ms: float = 0.0
     state_ms: float = 0.0
@@ -206,7 +258,17 @@ class RecoveryDetails:
     @property
     def completed_at(self) -> float:
         """Monotonic time at which the next step was committed."""
-        return self.detected_at + self.total_ms / 1000
+        return (self.detected_at if self.began_at is None else self.began_at) + self.total_ms / 1000
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """Duration of each phase by its name; they add up to ``total_ms``."""
+        return phases_ms(self)
+
+    @property
+    def is_start(self) -> bool:
+        """Whether this is the first plan of a job, which takes the same path and is no recovery."""
+        return self.cause == START
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +277,8 @@ class RecoveryTimeline:
 
     Each phase ends with the event that begins the next one::
 
-        detect    the fault … NodeLost, TrainerLost; known only for injected faults
+        detect    the fault … NodeLost, TrainerLost; known if these events say when the fault was
+        wait      … GenerationStarted; only after a pause
         quiesce   … Quiesced: every survivor has stopped and reported
         plan      … PlanChosen
         state     … TrainingResumed: all ranks have met and hold their layers
@@ -227,6 +290,8 @@ class RecoveryTimeline:
     """Number of generations so far; each further failure before the first commit adds one."""
     step: int | None
     mode: str | None
+    cause: str
+    """Cause of the recovery, as ``RecoveryCompleted`` will have it; ``start`` for the first plan."""
     reason: str
     losses: tuple[DetectionFact, ...]
     phases: tuple[tuple[str, float, float | None], ...]
@@ -250,6 +315,7 @@ _FACTS: dict[str, type[Fact]] = {
     "Evaluated": EvaluatedFact,
     "RolledBack": RolledBackFact,
     **dict.fromkeys(("NodeLost", "TrainerLost", "NodeDraining"), DetectionFact),
+    **dict.fromkeys(("NodeQuarantined", "NodeReadmitted"), QuarantineFact),
     "ChaosInjected": FaultInjectedFact,
     "ClusterPaused": ClusterPausedFact,
     **dict.fromkeys(
@@ -281,6 +347,10 @@ def _fact_of(event: Json, at: float) -> Fact:
     if kind is DetectionFact:
         content["how"] = str(details.get("how") or details.get("cause") or "drain")
         content["detected_at"] = float(details.get("detected_at") or event.get("monotonic") or at)
+        fault_at, published_at = details.get("fault_at"), event.get("monotonic")
+        content["fault_at"] = None
+        if fault_at is not None and published_at is not None:  # On the reader's clock.
+            content["fault_at"] = at - max(0.0, published_at - fault_at)
     elif kind is FaultInjectedFact:
         content["effective_at"] = float(details.get("at", at))
     elif kind is SaveEndedFact:
@@ -339,6 +409,8 @@ class RunModel:
         self._seen: dict[object, None] = {}
         self.state: Json = {}
         """The cluster's newest public state."""
+        self.events: list[Json] = []
+        """All events but ``StepCommitted``; empty in a bounded model."""
         self.first_at: float | None = None
         """Time of the first event; ``first_event_time`` is its timestamp as the event has it."""
         self.first_event_time: str | None = None
@@ -347,6 +419,8 @@ class RunModel:
         self.detections: deque[DetectionFact] = deque(maxlen=most)
         self.faults: dict[tuple[str | None, float], FaultInjectedFact] = {}
         """Injected faults by node and by the time at which they took effect."""
+        self.quarantined: dict[str | None, QuarantineFact] = {}
+        """Nodes that are set aside, with the fact that says why."""
         self.processes: dict[str, NodeProcesses] = {}
         self.trainers: dict[str, set[int]] = {}
         """Devices of each node whose trainer has been up since the last ``on_daemon``."""
@@ -359,8 +433,6 @@ class RunModel:
         self.completed_generation = 0
         self._losses: tuple[DetectionFact, ...] = ()
         """Losses after which no generation has started yet."""
-        self._unmatched_faults: dict[str, float] = {}
-        """Time of each node's newest fault that no loss has followed."""
         self.begin_job()
 
     def begin_job(self) -> None:
@@ -376,11 +448,15 @@ class RunModel:
         """The last committed step, or the step that the last rollback returned to."""
         self.commits = 0
         """Number of commits seen, including those of repeated steps."""
+        self.start: RecoveryCompletedFact | None = None
+        """The first plan of the job. It takes the path of a recovery and is none."""
         self.recoveries: dict[int, RecoveryCompletedFact] = {}
-        """Completed recoveries by generation."""
+        """Completed recoveries by generation, without ``start``."""
         self.decisions: dict[int, str] = {}
         """Decision about the step in flight (``roll_forward``, ``redo``, …) by generation."""
         self.pauses: deque[ClusterPausedFact] = deque(maxlen=self._most)
+        self.problems: deque[Fact] = deque(maxlen=self._most)
+        """Events that report a failure with its reason, other than losses of nodes and pauses."""
         self.saves: deque[SaveEndedFact] = deque(maxlen=self._most)
         self.checkpoint_url: str | None = None
         self.ended: JobEndedFact | None = None
@@ -437,6 +513,8 @@ class RunModel:
             self.first_at, self.first_event_time = fact.at, event.get("at")
         if self.ended is None:
             self.last_at = max(self.last_at, fact.at)
+        if self._most is None and fact.event != "StepCommitted":
+            self.events.append(event)
         match fact:
             case StepCommittedFact():
                 return self._commit(fact)
@@ -452,10 +530,13 @@ class RunModel:
             case RecoveryCompletedFact():
                 return self._complete(fact)
             case DetectionFact():
-                return self._detect(fact)
+                fact = self._detect(fact)
             case FaultInjectedFact():
                 self._put(self.faults, (fact.node, fact.effective_at), fact)
-                self._put(self._unmatched_faults, fact.node or "", fact.at, MAX_LOSSES)
+            case QuarantineFact():
+                self.quarantined.pop(fact.node, None)
+                if fact.readmit:
+                    self._put(self.quarantined, fact.node, fact)
             case ClusterPausedFact():
                 self.pauses.append(fact)
                 if self.current_recovery is not None:
@@ -470,6 +551,8 @@ class RunModel:
                 self._begin_generation(fact)
             case PhaseEndedFact():
                 self._end_phase(fact)
+        if fact.event in PROBLEMS:
+            self.problems.append(fact)
         return fact
 
     def exclude_undone(self, by_step: Mapping[int, Numbered]) -> list[Numbered]:
@@ -531,9 +614,6 @@ class RunModel:
 
     def _detect(self, fact: DetectionFact) -> DetectionFact:
         if fact.event != "NodeDraining":
-            fault_at = self._unmatched_faults.pop(fact.node or "", None)
-            if fault_at is not None and 0 <= fact.at - fault_at <= FAULT_ATTRIBUTION_S:
-                fact = replace(fact, fault_at=fault_at)
             self._losses = (*self._losses, fact)[-MAX_LOSSES:]
         self.detections.append(fact)
         return fact
@@ -546,14 +626,24 @@ class RunModel:
         self._losses = ()
         detected = min((loss.at for loss in losses), default=fact.at)
         faults = [loss.fault_at for loss in losses if loss.fault_at is not None]
+        if before is not None and before.pause_reason is not None:
+            waited_until: float | None = fact.at
+        else:
+            ends = {name: end for name, _, end in before.phases} if before is not None else {}
+            waited_until = ends.get("wait")
         self.current_recovery = RecoveryTimeline(
             generation=fact.generation,
             attempts=before.attempts + 1 if before is not None else 1,
             step=fact.step,
             mode=fact.mode,
+            cause=fact.recovery_cause,
             reason=fact.reason,
             losses=losses,
-            phases=(*((("detect", min(faults), detected),) if faults else ()), ("quiesce", detected, None)),
+            phases=(
+                *((("detect", min(faults), detected),) if faults else ()),
+                *((("wait", detected, waited_until),) if waited_until is not None else ()),
+                ("quiesce", detected if waited_until is None else waited_until, None),
+            ),
         )
 
     def _end_phase(self, fact: PhaseEndedFact) -> None:
@@ -575,13 +665,17 @@ class RunModel:
     def _complete(self, fact: RecoveryCompletedFact) -> RecoveryCompletedFact | None:
         generation = fact.recovery.generation
         self.completed_generation = max(self.completed_generation, generation)
-        if generation in self.recoveries:
+        start = self.start.recovery.generation if self.start is not None else None
+        if generation in self.recoveries or generation == start:
             return None
         fact = replace(fact, timeline=self.current_recovery)
         self.current_recovery = None
         if self._most is not None:
             fact = replace(fact, recovery=replace(fact.recovery, pipelines_before=[], pipelines_after=[]))
-        self._put(self.recoveries, generation, fact)
+        if fact.recovery.is_start:
+            self.start = fact
+        else:
+            self._put(self.recoveries, generation, fact)
         return fact
 
     def _start_trainer(self, fact: TrainerStartedFact) -> None:

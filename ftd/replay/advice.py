@@ -1,17 +1,22 @@
 """Advice (``ftd replay --advise``): the settings of ``ftd`` that suit a job on a cluster with given failures.
 
+The last section of ``docs/reference/replay-report.md`` explains every field of the document (``--json``);
+``docs/reference/advice.schema.json`` is generated from its classes (``python -m ftd.replay.schema advice``).
+
 Each question is answered by replaying the policy ``ftd`` with one setting varied on the same traces, in this
 order: how many failures to tolerate, which protection, how often to take snapshots, and how often to write
 checkpoints; each replay has the answers to the questions before. Choices whose goodput differs by less than
 ``TIE`` are decided by what a trace of some hours or days cannot show, computed from the trace's failure rate by
 the models of ``planner.reliability`` and ``planner.state_loss``: state is to survive ``HORIZON_DAYS`` with the
 probability ``THRESHOLD``, both the defaults of ``ftd reliability``, at the least cost. Intervals come from
-``planner.intervals``, as in a running job; longer ones are replayed, too.
+``planner.intervals``, as in a running job; longer ones are replayed, too. That of checkpoints is the computed one
+whatever the replays give: checkpoints are for losses that are rarer than a trace is long.
 
 Assumptions: every removal of a node counts as a failure, also an announced one; nodes fail independently of each
 other and equally often, apart from common causes, whose share begins with a prior and follows the rollbacks in
 the replay; a lost copy is made again within the longest recovery of the replay; snapshots are needed when a common
-cause stops the trainers of all owners; checkpoints take no training time, so that storage sets the bound.
+cause stops the trainers of all owners; the training time that a checkpoint takes is the parameter's share of its write,
+as a running job measures it.
 
 Spare nodes: ``ftd`` trains on all nodes that are there, so a spare is a node beyond the size of the cluster that
 is asked for, and the answer is the fewest with which that size is there for ``AVAILABLE`` of the time. A spare is
@@ -44,7 +49,7 @@ from ftd.replay.traces.trace import Trace
 from ftd.replay.virtual_cluster import FtdParameters
 from ftd.snapshots.protection import make_bounded_code, stated_guarantee
 from planner.errors import PlanningError
-from planner.intervals import IntervalCost, choose_checkpoint_interval, choose_interval
+from planner.intervals import IntervalCost, choose_checkpoint_interval, choose_interval, lost_share
 from planner.state_loss import common_cause_share, loss_rate, state_loss_horizon_s
 from planner.values import Plan
 from statemachine.cluster.snapshots.checkpoint_intervals import holder_groups
@@ -128,6 +133,10 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The advice as tables of a job file."""
     notes: tuple[str, ...]
 
+    def to_bytes(self) -> bytes:
+        """Return an indented JSON document with a newline at its end."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
     def question(self, subject: Subject) -> Question:
         """Return the question about a subject."""
         return next(question for question in self.questions if question.subject == subject)
@@ -209,7 +218,11 @@ class _Replays:
         """Return outcomes under a setting that differs only in what a rollback would use, if there was none."""
         for other, outcomes in self._done.items():
             equal_snapshots = other.snapshot_every == setting.snapshot_every or not base.snapshot_stall_s
-            if other.tolerate == setting.tolerate and equal_snapshots and not rollbacks(outcomes):
+            equal_checkpoints = (
+                other.checkpoint_every == setting.checkpoint_every or not base.checkpoint_cost_share
+            )
+            equal_stalls = equal_snapshots and equal_checkpoints
+            if other.tolerate == setting.tolerate and equal_stalls and not rollbacks(outcomes):
                 return outcomes
         return None
 
@@ -378,9 +391,11 @@ class _Adviser:
 
     def _ask_checkpoints(self, setting: _Setting) -> Question:
         step_s = self._step_s(setting.tolerate)
-        write_s = self._job.state_bytes / self._base.storage_bytes_per_s
+        write_s = self._base.checkpoint_write_s(self._job.state_bytes)
+        cost_s = self._base.checkpoint_cost_s(self._job.state_bytes)
+        cost = IntervalCost(step_s=step_s, cost_s=cost_s, horizon_s=self._loss_s(setting))
         best = choose_checkpoint_interval(
-            IntervalCost(step_s=step_s, cost_s=0.0, horizon_s=self._loss_s(setting)),
+            cost,
             present=1,
             least=max(1, setting.snapshot_every),
             most=math.ceil(HORIZON_DAYS * DAY_S / step_s),
@@ -391,11 +406,18 @@ class _Adviser:
         for position, factor in enumerate(LONGER):
             every = best.every_steps * factor
             tried = dataclasses.replace(setting, checkpoint_every=every)
-            busy = write_s / (every * step_s)
-            remark = f"every {format_duration(every * step_s)}; storage is busy for {busy:.2%} of the time"
+            busy, lost = write_s / (every * step_s), lost_share(every, cost)
+            remark = (
+                f"every {format_duration(every * step_s)}; storage is busy for {busy:.2%} of the time, and "
+                f"{lost:.2%} is expected to be lost"
+            )
             candidates.append(self._candidate(str(every), tried, remark, (position,)))
         return _question(
-            "checkpoints", "After how many steps should a checkpoint be written?", candidates, best.reason
+            "checkpoints",
+            "After how many steps should a checkpoint be written?",
+            candidates,
+            best.reason,
+            decided=True,
         )
 
     def _ask_spares(self, setting: _Setting) -> Question:
@@ -528,9 +550,18 @@ def _impossible(value: str, why: str) -> _Candidate:
     return _Candidate(choice=AdvisedChoice(value=value, goodput=None, samples_per_s=None, remark=why))
 
 
-def _question(subject: Subject, question: str, candidates: Sequence[_Candidate], reason: str) -> Question:
+def _question(
+    subject: Subject,
+    question: str,
+    candidates: Sequence[_Candidate],
+    reason: str,
+    *,
+    decided: bool = False,
+) -> Question:
     """Order the choices: by goodput, then by what the models say, and last those that cannot run.
 
+    :param decided: whether the first candidate is the best one whatever the replays give, because a trace is too
+        short to show what it is for.
     :raises ConfigurationError: no choice can run.
     """
     possible = [candidate for candidate in candidates if candidate.choice.goodput is not None]
@@ -539,6 +570,8 @@ def _question(subject: Subject, question: str, candidates: Sequence[_Candidate],
             f"the job cannot run under ftd: {candidates[0].choice.remark}", field="--advise"
         )
     ordered: list[_Candidate] = []
+    if decided:
+        ordered.append(possible.pop(0))
     while possible:
         best = max(candidate.choice.goodput or 0.0 for candidate in possible)
         equal = [candidate for candidate in possible if (candidate.choice.goodput or 0.0) >= best - TIE]

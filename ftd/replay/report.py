@@ -1,18 +1,16 @@
 """The document of a replay (``ftd replay --json``): what each policy committed, and where its time went.
 
 ``docs/reference/replay-report.md`` explains every field. ``docs/reference/replay.schema.json`` is generated from these
-classes (``python -m ftd.replay.report``), and a test keeps the two equal. Times end in ``_s`` and are seconds of
+classes (``python -m ftd.replay.schema replay``), and a test keeps the two equal. Times end in ``_s`` and are seconds of
 virtual time from the start of the trace.
 """
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
 
-from ftd.observe.view.schema import schema_of
 from ftd.replay.comparison import Comparison, Estimate, PolicyResult
 from ftd.replay.outcome import RecoveryKind
 from ftd.replay.policies.registry import ThroughputSource
@@ -238,12 +236,3 @@ def _known(estimate: Estimate) -> ReportedEstimate:
 
 def _estimate(estimate: Estimate | None) -> ReportedEstimate | None:
     return None if estimate is None else _known(estimate)
-
-
-def main() -> None:
-    """Print the JSON Schema of the document."""
-    sys.stdout.buffer.write(schema_of(ReplayReport))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,6 @@ def load_replay_job(
     *,
     profile: Path | None = None,
     global_batch: int | None = None,
-    microbatch_rows: int | None = None,
     tolerate: int | None = None,
     devices_per_node: int | None = None,
     activation_checkpointing: ActivationCheckpointing | None = None,
@@ -50,7 +49,6 @@ def load_replay_job(
         )
     given = {
         "global_batch": global_batch,
-        "microbatch_rows": microbatch_rows,
         "tolerate": tolerate,
         "devices_per_node": devices_per_node,
         "activation_checkpointing": activation_checkpointing,

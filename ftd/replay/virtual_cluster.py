@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ftd.coordinator.plan_answer import answer_plan
+from ftd.coordinator.plan_answer import answer_drain_check, answer_plan
 from ftd.coordinator.restore_check import check_restore
 from ftd.coordinator.speculative_planning import make_plan
 from ftd.replay.job import ReplayJob
@@ -32,6 +32,7 @@ from statemachine.effects import (
     BroadcastCommand,
     BuildTemplates,
     CancelTimer,
+    CheckDrain,
     CheckRestore,
     ComputePlan,
     Effect,
@@ -103,7 +104,7 @@ class FtdParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     restore_bytes_per_s: BytesPerS
     """Rate at which one device gets its state from snapshots in host memory."""
     storage_bytes_per_s: BytesPerS
-    """Rate at which all devices together read a persistent checkpoint."""
+    """Rate at which all devices together read and write a persistent checkpoint."""
     snapshot_every: Annotated[int, msgspec.Meta(ge=0)]
     """Steps between two snapshots in host memory; 0: none."""
     snapshot_stall_s: Seconds
@@ -116,12 +117,22 @@ class FtdParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Steps between two persistent checkpoints, which are written in the background; ``auto``: as few as the storage
     allows (``planner.intervals.WRITE_PERIODS``).
     """
+    checkpoint_cost_share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """Share of the time of a write by which it delays training (``planner.intervals.checkpoint_cost_share``)."""
+
+    def checkpoint_write_s(self, state_bytes: int) -> float:
+        """Return the time of a checkpoint of ``state_bytes``, from its order until it is complete."""
+        return state_bytes / self.storage_bytes_per_s
+
+    def checkpoint_cost_s(self, state_bytes: int) -> float:
+        """Return the training time that a checkpoint of ``state_bytes`` takes."""
+        return self.checkpoint_cost_share * self.checkpoint_write_s(state_bytes)
 
     def checkpoint_steps(self, state_bytes: int, step_s: float) -> int:
         """Return the steps between two checkpoints of ``state_bytes``."""
         if self.checkpoint_every != "auto":
             return self.checkpoint_every
-        write_s = state_bytes / self.storage_bytes_per_s
+        write_s = self.checkpoint_write_s(state_bytes)
         return max(1, self.snapshot_every, math.ceil(WRITE_PERIODS * write_s / step_s))
 
 
@@ -428,6 +439,8 @@ class VirtualCluster:
                 self._later(0.0, partial(self._templates_ready, profiled.job.job_id))
             case ComputePlan() as request:
                 self._later(self._parameters.plan_s, partial(self._plan_now, request))
+            case CheckDrain() as request:
+                self._later(self._parameters.plan_s, partial(self._check_drain, request))
             case CheckRestore() as request:
                 self._later(0.0, partial(self._check_restore, request))
             case FindCheckpoint(generation=generation):
@@ -454,6 +467,12 @@ class VirtualCluster:
                 self._job.profile.layers,
                 lambda: self.now,
             )
+        )
+
+    def _check_drain(self, effect: CheckDrain) -> None:
+        planner = self._job.planner
+        self._feed(
+            answer_drain_check(effect, lambda situation: make_plan(planner, situation), lambda: self.now)
         )
 
     def _find_checkpoint(self, generation: int) -> None:

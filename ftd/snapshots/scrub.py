@@ -47,6 +47,7 @@ class CorruptBlocks:
 class Scrubber:
     """A reader that verifies one snapshot regularly.
 
+    :param on_repaired: called with the step of a snapshot of which bytes had changed, and all were repaired.
     :param on_unrepairable: called with the step of a snapshot that cannot be repaired here.
     """
 
@@ -61,15 +62,13 @@ class Scrubber:
         period_s: float,
         write_block: WriteBlock,
         publish_event: PublishEvent,
+        on_repaired: Callable[[int], None],
         on_unrepairable: Callable[[int], None],
     ) -> None:
         self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
         self._rate_bytes_s, self._period_s = rate_bytes_s, period_s
-        self._write_block, self._publish_event, self._on_unrepairable = (
-            write_block,
-            publish_event,
-            on_unrepairable,
-        )
+        self._write_block, self._publish_event = write_block, publish_event
+        self._on_repaired, self._on_unrepairable = on_repaired, on_unrepairable
         self._snapshot: Restore | None = None
         self._flow = RateLimiter()
         self._task: asyncio.Task[None] | None = None
@@ -159,8 +158,7 @@ class Scrubber:
                     )
                 else:
                     self._report_repaired(snapshot, one, sorted(sources))
-        if unrepairable:
-            self._on_unrepairable(snapshot.step)
+        (self._on_unrepairable if unrepairable else self._on_repaired)(snapshot.step)
 
     def _details(self, snapshot: Restore, one: CorruptBlocks) -> dict[str, Any]:
         owner = one.held.owner or self._node

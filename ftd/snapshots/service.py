@@ -33,6 +33,7 @@ from statemachine.agent.events import (
     SnapshotCopyCommitted,
     SnapshotCopyFailed,
     SnapshotCorrupted,
+    SnapshotRepaired,
     SnapshotsFound,
 )
 from statemachine.effects import SendSnapshotCopy
@@ -100,6 +101,7 @@ class SnapshotService:
             period_s=config.timing.scrub_s,
             write_block=self._repair_writer.write_block,
             publish_event=publish_event,
+            on_repaired=lambda step: feed(SnapshotRepaired(**stamp(), step=step)),
             on_unrepairable=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
         )
         self.stager = self._make_staging()

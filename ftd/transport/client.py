@@ -19,10 +19,12 @@ from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import (
     Answer,
     ChaosRequest,
+    DrainRequest,
     EventMessage,
     HistoryRequest,
     NodeStateMessage,
     Request,
+    SnapshotRequest,
     SubmitRequest,
     TraceRequest,
     decode_json,
@@ -34,6 +36,11 @@ CONNECT_S = 3.0
 ANSWER_S = 5.0
 SOLVER_ANSWER_S = 60.0
 """Timeout for a job that needs a solver, which the coordinator imports and tries before it answers."""
+DECISION_ANSWER_S = 30.0
+"""Timeout for a drain, which the planner answers, and for a snapshot now, which is answered when it is complete;
+both wait for a recovery that is under way. The coordinator answers earlier in any case (``ANSWER_LIMIT_S`` in
+``statemachine.cluster.drains`` and ``statemachine.cluster.snapshots.requests``).
+"""
 
 
 class ClusterClient:
@@ -116,7 +123,10 @@ class ClusterClient:
         """
         if timeout_s is None:
             solver = isinstance(request, SubmitRequest) and request.job.policy.batch_solver != "exact"
-            timeout_s = SOLVER_ANSWER_S if solver else ANSWER_S
+            decided = isinstance(request, DrainRequest) or (
+                isinstance(request, SnapshotRequest) and request.now
+            )
+            timeout_s = SOLVER_ANSWER_S if solver else DECISION_ANSWER_S if decided else ANSWER_S
         payload = encode_json(request)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.request] = answer
@@ -144,6 +154,26 @@ class ClusterClient:
             return await asyncio.wait_for(asyncio.shield(self._state), timeout_s)
         except TimeoutError:
             raise UnreachableError(self._no_answer(None)) from None
+
+    async def require_present(self, node: str) -> None:
+        """Check that a node is there before a request is sent to it, which nobody else would answer.
+
+        Nothing is checked while no coordinator publishes which nodes there are: nodes answer without one.
+
+        :raises RequestRejected: there is no such node, or it is offline.
+        """
+        try:
+            state = await self.state()
+        except UnreachableError:
+            return
+        if state.get("phase") == "UNREACHABLE":
+            return
+        nodes: dict[str, Any] = state.get("nodes") or {}
+        if node not in nodes:
+            raise RequestRejected(f"there is no node {node!r}; nodes: {', '.join(sorted(nodes)) or 'none'}")
+        if nodes[node].get("state") == "OFFLINE":
+            present = sorted(name for name, one in nodes.items() if one.get("state") != "OFFLINE")
+            raise RequestRejected(f"{node} is offline; nodes that are not: {', '.join(present) or 'none'}")
 
     async def history(self, *, what: str = "events", newest: int | None = None) -> list[dict[str, Any]]:
         """Return events or steps of the journal, oldest first: all of them, or only the ``newest`` ones.

@@ -1,9 +1,10 @@
 """The samples on which a step trains: a pure function of (seed, step), which survives every reconfiguration.
 
-The epochs, each a permutation of the data set, form one endless stream of indices; step t (from 1) uses
-positions ``[(t - 1) * B, t * B)`` of it. So every sample is used exactly once per epoch, and nothing is
+The epochs, each a permutation of the data set, form one endless stream of indices; batch b (from 1) is
+positions ``[(b - 1) * B, b * B)`` of it. So every sample is used exactly once per epoch, and nothing is
 dropped if an epoch ends in the middle of a batch: such a batch contains the end of one epoch and the
-beginning of the next.
+beginning of the next. Step t uses batch t, unless batches are left out because the loss spiked
+(``statemachine.messages.values.batch_of``).
 
 A permutation is a Feistel network over the next power of four, applied repeatedly until the result is in
 the data set (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs neither memory nor
@@ -11,11 +12,14 @@ preparation, so a trainer that joins at step 10^6 of a data set of 10^9 samples 
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
+
+from statemachine.messages.values import batch_of
 
 _Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
@@ -84,7 +88,9 @@ class Sampler:
         return (left << self._shift) | right
 
 
-def sample_indices(dataset_length: int, global_batch: int, seed: int, step: int) -> list[int]:
+def sample_indices(
+    dataset_length: int, global_batch: int, seed: int, step: int, skipped_batches: Sequence[int] = ()
+) -> list[int]:
     """Return the data set indices on which a job trains in step ``step``.
 
     Use it to feed the same samples to a training loop of your own and compare the losses. Row r of the
@@ -99,11 +105,14 @@ def sample_indices(dataset_length: int, global_batch: int, seed: int, step: int)
         global_batch: ``[training] global_batch`` of the job file.
         seed: ``[training] seed`` of the job file.
         step: Number of the step; the first is 1.
+        skipped_batches: Batches that the job left out after spikes of its loss, in any order: the field
+            ``batch`` of the events ``LossSpiked`` with ``skipped``.
 
     Returns:
         One index for each row of the global batch.
     """
-    return Sampler(dataset_length, global_batch, seed).indices(step)
+    batch = batch_of(step, tuple(sorted(skipped_batches)))
+    return Sampler(dataset_length, global_batch, seed).indices(batch)
 
 
 def stream_seed(*key: int) -> int:

@@ -15,7 +15,7 @@ are not complete: parameters are gathered after the commit.
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -38,6 +38,8 @@ from runtime.engine.model_agreement import check_model_agreement
 from runtime.engine.staged_state import StagedStateLoader, StagingCorruptedError
 from runtime.engine.step_hook import StepHook
 from runtime.groups.communicator import CommunicationEdge, Communicator, Members
+from runtime.layers.digests import StateDigest, flip_bit, read_sums
+from runtime.layers.finite_values import FiniteValues
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
 from runtime.layers.parked import ParkedLayers
@@ -51,6 +53,7 @@ from runtime.layers.world import (
     is_sharded,
     owners_of_layer,
     rank_assignment,
+    replicated_layers,
     stage_of,
 )
 from runtime.monitoring.progress import ProgressMonitor
@@ -63,7 +66,7 @@ from runtime.zero.cells import common_cells
 from runtime.zero.sharded_optimizer import NotElementwiseError, ShardedOptimization
 from runtime.zero.sharding import Divergence, ShardedState
 from statemachine.messages.trainer import ResumeRank, TrainingData, WorldData
-from statemachine.messages.values import Evaluation, Vote
+from statemachine.messages.values import BuildStage, Evaluation, NotFinite, Vote, batch_of
 from storage.buckets import Bucket, derive_buckets
 
 
@@ -92,6 +95,8 @@ class StepResult:
     microbatch_ms: float
     """Time for computing one microbatch, without waits; 0 if this rank has none."""
     diverged: tuple[Divergence, ...] = ()
+    digests: dict[int, int] = field(default_factory=dict)
+    """Digests of the state *before* this step's update, by layer; empty if replicas were not compared."""
 
 
 class Engine:
@@ -112,13 +117,11 @@ class Engine:
         verified: bool = False,
         runtime: DeviceRuntime | None = None,
     ) -> None:
-        monitor.set_build_progress("running the training function")
+        monitor.set_build_progress(BuildStage.FUNCTION)
         training = load_training(data)
         self.data = data
         self.monitor = monitor
-        monitor.set_build_progress(
-            "cutting the model into layers" if verified else "cutting the model into layers and verifying it"
-        )
+        monitor.set_build_progress(BuildStage.CUTTING if verified else BuildStage.CHECKING)
         self.model = Model(training, data, device, verified=verified, runtime=runtime)
         monitor.runtime = self.model.runtime
         monitor.tick()
@@ -181,12 +184,21 @@ class Engine:
         self.snapshots: SnapshotWriter | None = None
         self.owned_layers: frozenset[int] = frozenset()
         """Layers of this rank's stage in the newest generation; only these are kept up to date."""
+        self._compared_layers: tuple[int, ...] = ()
+        """Owned layers of which other ranks have copies."""
+        self._compare = False
+        """Whether the committed state is to be compared with that of other owners."""
         self._sharded = False
         """Whether this rank's stage shards, so that the rank has no whole layer."""
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._communicator: Communicator | None = None
         self._gradients: GradientBuffers | None = None
         self._executor: StageExecutor | None = None
+        self._values = FiniteValues(self.model.layer_count)
+        self._skipped_batches: tuple[int, ...] = ()
+        """Batches that the sample order leaves out in the current generation."""
+        self._rank_names: tuple[str, ...] = ()
+        """Name of the node of each rank of the current generation."""
         self._evaluator: EvaluationExecutor | None = None
         self._hook: StepHook | None = None
         if training.on_step is not None:
@@ -327,6 +339,8 @@ class Engine:
                 f"the plan assigns layers {sorted(missing)} to this rank, but no rank sent them"
             )
         self.owned_layers = frozenset(assignment.layers)
+        self._compared_layers = self._layers_to_compare(world)
+        self._compare = False
         if resume.step == 0:
             layers, sharding = self.model.layer_count, self.sharding
             digests = self.compute_digests() if sharding is None else sharding.first_digests
@@ -363,7 +377,10 @@ class Engine:
             links=links,
             gradients=self._gradients,
             monitor=self.monitor,
+            values=self._values,
         )
+        self._skipped_batches = resume.skipped_batches
+        self._rank_names = resume.nodes or tuple(f"rank {rank}" for rank in range(communicator.size))
         self.evaluation, self._evaluated = None, resume.evaluated
         if self._held_out is not None:
             self._evaluator = EvaluationExecutor(
@@ -382,6 +399,13 @@ class Engine:
             rendezvous_s=formed - started,
             state_s=time.monotonic() - formed,
         )
+
+    def _layers_to_compare(self, world: WorldData) -> tuple[int, ...]:
+        """Return the layers of which this rank and others have copies, under ZeRO-1 whole ones."""
+        zero1 = self.data.zero1
+        if self.data.compare_replicas_every < 1 or (zero1 and self._sharded):
+            return ()
+        return tuple(sorted(self.owned_layers & replicated_layers(world, whole=zero1)))
 
     def _make_room(self, resume: ResumeRank, assignment: RankAssignment) -> None:
         """Drop layers that are not complete, and park and drop layers as the plan says, before new state
@@ -449,7 +473,8 @@ class Engine:
         evaluated = self._evaluated
         for step in count(self.committed_step):
             if step > self.committed_step:
-                yield from (MicrobatchKey(step, 0, number) for number in numbers)
+                batch = batch_of(step, self._skipped_batches)
+                yield from (MicrobatchKey(batch, 0, number) for number in numbers)
             if evaluator is not None and held_out is not None and step > evaluated and held_out.is_due(step):
                 for batch in range(held_out.batches):
                     yield from (
@@ -566,12 +591,19 @@ class Engine:
             raise EngineError("no generation was entered")
         started, began_s = time.monotonic(), time.time()
         self.monitor.begin_step()
+        if self.monitor.flip_requested:
+            self.monitor.flip_requested = False
+            self._flip_bit()
         self._save_buffers()
         if self.sharding is not None:
             self.sharding.begin_step()
         scale = self.optimization.loss_scale
         loss_scale = 1.0 if scale is None else scale.value
-        totals = executor.run(self.committed_step + 1, loss_scale / self._nominal_weight)
+        totals = executor.run(
+            self.committed_step + 1,
+            batch_of(self.committed_step + 1, self._skipped_batches),
+            loss_scale / self._nominal_weight,
+        )
         gradients.finish(self.monitor)
         self.ready_step = self.committed_step + 1
         vote, stop, snap = self._hold_vote(totals, loss_scale, stop_requested(), snapshot_requested())
@@ -580,8 +612,11 @@ class Engine:
         if self.snapshots is not None:
             self.snapshots.finish()
         with self.monitor.trace.span("apply"):
+            digests = self._digest_replicas() if self._compare else {}
             self._apply(vote)
             diverged = self.sharding.check_replicas(self.committed_step) if self.sharding is not None else ()
+        every = self.data.compare_replicas_every
+        self._compare = bool(self._compared_layers) and (snap or self.committed_step % every == 0)
         step_s = time.monotonic() - started
         self.monitor.trace.add("step", began_s, began_s + step_s, self.committed_step)
         if self.snapshots is not None:
@@ -594,6 +629,7 @@ class Engine:
             bubble_s=bubble_s,
             microbatch_ms=executor.microbatch_ms(),
             diverged=diverged,
+            digests=digests,
         )
 
     def begin_snapshot(self, generation: int) -> None:
@@ -603,6 +639,43 @@ class Engine:
         self.monitor.begin_step()
         with self.monitor.trace.span("snapshot"):
             self.snapshots.begin(generation, self.committed_step, self.vote)
+
+    def _digest_replicas(self) -> dict[int, int]:
+        """Return digests of the committed state of layers of which other ranks have copies, just before it is
+        updated.
+
+        A snapshot of that state has been copied by then, so a bit that flipped before it was copied is found.
+        Under ZeRO-1 only the parameters are the same elsewhere.
+        """
+        found = {}
+        for layer in self._compared_layers:
+            self.monitor.tick()
+            found[layer] = digest = StateDigest()
+            parameters = (
+                one.value.detach() for one in self.model.tensors_of(layer) if one.kind == "parameter"
+            )
+            for tensor in parameters if self.data.zero1 else self._changing_tensors(layer):
+                digest.update(tensor)
+        read_sums(list(found.values()), self.monitor.read_values)
+        return {layer: int(digest) for layer, digest in found.items()}
+
+    def _changing_tensors(self, layer: int) -> Iterator[Tensor]:
+        """Yield the memory of this rank's parameters and optimizer state of a layer."""
+        if self.sharding is None:
+            yield from self.states.changing_tensors(layer)
+            return
+        tensors = [tensor for tensor in self.model.tensors_of(layer) if tensor.kind == "parameter"]
+        own = self.sharding.own_tensors({tensor.name for tensor in tensors if tensor.trainable})
+        for tensor in tensors:
+            yield from own[tensor.name] if tensor.trainable else [tensor.value.detach()]
+
+    def _flip_bit(self) -> None:
+        """Flip a bit of the first parameter here, as an injected fault."""
+        for layer in sorted(self.owned_layers):
+            for tensor in self._changing_tensors(layer):
+                if tensor.is_floating_point() and tensor.numel():
+                    flip_bit(tensor)
+                    return
 
     def compute_digests(self) -> dict[int, str]:
         """Return digests of the parameters of each owned layer."""
@@ -626,17 +699,41 @@ class Engine:
         names = self.model.metric_names
         sums = self._summed([squared, broken, stop, snap, *totals.to_list(names)])
         total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
+        overflowed = total_broken > 0 or not math.isfinite(total_squared)
         vote = Vote(
             loss=loss / weight if weight else 0.0,
             gradient_norm=math.sqrt(total_squared) / self._divisor(weight, scale),
-            skipped=total_broken > 0 or not math.isfinite(total_squared) or weight == 0,
+            skipped=overflowed or weight == 0,
             weight=weight,
             loss_scale=scale,
             learning_rate=self.optimization.learning_rate(),
             metrics=_means(names, metrics),
             evaluation=self.evaluation,
+            skipped_batches=self._skipped_batches,
+            not_finite=self._find_not_finite() if overflowed else None,
         )
         return vote, stops > 0, snaps > 0
+
+    def _find_not_finite(self) -> NotFinite | None:
+        """Return the first value of the step that was not finite on any rank.
+
+        This is a second round of a VOTE that skips the update: a rank passes the VOTE with it, so all votes of
+        the step are equal.
+        """
+        assert self._gradients is not None and self._communicator is not None
+        layers = {max(self.model.layers_of(name)) for name in self._gradients.names_not_finite(self.monitor)}
+        own = self._values.find_first(self.monitor, layers)
+        said: list[float | Tensor] = [0.0] * self._communicator.size
+        said[self._communicator.rank] = float(own)
+        codes = self._summed(said)
+        first = min((code for code in codes if code), default=0)
+        if not first:
+            return None
+        value, layer = self._values.meaning(int(first))
+        nodes = {name for name, code in zip(self._rank_names, codes, strict=True) if code == first}
+        return NotFinite(
+            layer=layer, name=self.model.layer_name(layer), value=value, nodes=tuple(sorted(nodes))
+        )
 
     def _divisor(self, weight: float, scale: float) -> float:
         """Return the number to divide the summed gradients by; exactly 1 for a mean over rows."""

@@ -23,6 +23,7 @@ from runtime.engine.schedule import (
     one_f_one_b,
 )
 from runtime.groups.communicator import Communicator
+from runtime.layers.finite_values import FiniteValues
 from runtime.layers.model import Model
 from runtime.layers.world import RankAssignment
 from runtime.monitoring.progress import ProgressMonitor
@@ -42,8 +43,10 @@ class StageExecutor:
         links: StageLinks,
         gradients: GradientBuffers,
         monitor: ProgressMonitor,
+        values: FiniteValues,
     ) -> None:
         self._model = model
+        self._values = values
         self._loader = loader
         self._assignment = assignment
         self._communicator = communicator
@@ -59,9 +62,10 @@ class StageExecutor:
         )
         self._last = max((o.microbatch for o in self._operations if isinstance(o, Backward)), default=-1)
 
-    def run(self, step: int, scale: float) -> StageTotals:
+    def run(self, step: int, batch: int, scale: float) -> StageTotals:
         """Run COMPUTE of step ``step``; all-reduces of buckets are still running when it returns.
 
+        :param batch: batch on which the step trains; random numbers of the layers follow from the step.
         :param scale: constant factor on the sums of losses whose gradients are computed.
         :raises CommunicationError: the group was aborted, or a peer is lost.
         :raises TrainingError: the data set, the collate function or the loss failed.
@@ -76,7 +80,7 @@ class StageExecutor:
         self._microbatches = StageMicrobatches(
             self._model,
             self._monitor,
-            read=lambda microbatch: load(step, assignment.first_microbatch + microbatch, check),
+            read=lambda microbatch: load(batch, assignment.first_microbatch + microbatch, check),
             assignment=lambda _: assignment,
             step=step,
             rows=assignment.microbatch_rows,
@@ -85,9 +89,9 @@ class StageExecutor:
         self._stopwatch.begin_step()
         receives = (o for o in self._operations if isinstance(o, ReceiveActivation | ReceiveGradient))
         self._links.begin(receives, self._microbatches)
-        with self._model.interruptible(
-            check
-        ):  # A stage may take long: an abort does not wait for all of its layers.
+        self._values.begin_step(assignment.first_layer, assignment.end_layer)
+        # A stage may take long: an abort does not wait for all of its layers.
+        with self._model.observed(check, self._values):
             for operation in self._operations:
                 check()
                 self._monitor.tick()
@@ -123,7 +127,12 @@ class StageExecutor:
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point())
         outputs = self._microbatches.forward(microbatch, received, self._totals, self._stopwatch)
-        self._outputs[microbatch] = (outputs[0] * self._scale,) if self._assignment.is_last else outputs
+        if self._assignment.is_last:
+            self._values.add("loss", self._assignment.end_layer - 1, outputs[0])
+            outputs = (outputs[0] * self._scale,)
+        elif outputs and outputs[0].is_floating_point():
+            self._values.add("output", self._assignment.end_layer - 1, outputs[0])
+        self._outputs[microbatch] = outputs
 
     def _backward(self, microbatch: int) -> None:
         if microbatch == self._last:
@@ -148,4 +157,6 @@ class StageExecutor:
     def _send_gradient(self, microbatch: int) -> None:
         inputs = [x for x in self._inputs.pop(microbatch) if x.is_floating_point()]
         gradients = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+        for gradient in gradients:
+            self._values.add("gradient", self._assignment.first_layer, gradient)
         self._links.send_gradient(microbatch, gradients)

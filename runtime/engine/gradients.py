@@ -57,7 +57,8 @@ class GradientBuffers:
         self._is_async = model.runtime.is_async
         self._flats: list[tuple[Tensor, Members]] = []
         """Slices of buffers with the ranks that sum them; each element is in exactly one."""
-        self._views: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._views: list[tuple[str, torch.nn.Parameter, Tensor]] = []
+        """Name, parameter and the part of a buffer that holds its gradient, unless stages shard."""
         self._queues: dict[Members, list[_BucketSlice]] = {}
         self._handles: list[RemovableHandle] = []
         self._shards: StageShards | None = None
@@ -86,7 +87,7 @@ class GradientBuffers:
             gradients._flats.append((flat, bucket.owners))
             for name, offset, numel in zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True):
                 view = flat[offset : offset + numel].view_as(parameters[name])
-                gradients._views.append((parameters[name], view))
+                gradients._views.append((name, parameters[name], view))
             for bucket_slice in _slices(bucket, flat):
                 gradients._add(bucket_slice, parameters)
         return gradients
@@ -116,7 +117,8 @@ class GradientBuffers:
                 begin = 0
                 flat = torch.zeros(vector.numel, dtype=getattr(torch, vector.dtype), device=model.device)
                 for name, (start, end) in zip(vector.names, pairwise(vector.offsets), strict=True):
-                    gradients._views.append((parameters[name], flat[start:end].view_as(parameters[name])))
+                    view = flat[start:end].view_as(parameters[name])
+                    gradients._views.append((name, parameters[name], view))
             else:
                 begin, flat = shards.ranges[number][0], shards.gradients[number]
             for cell in reversed(cells):
@@ -144,7 +146,7 @@ class GradientBuffers:
         """Begin a step: set all gradients to zero."""
         for flat, _ in self._flats:
             flat.zero_()
-        for parameter, view in self._views:
+        for _, parameter, view in self._views:
             parameter.grad = view
         self._armed = False
         if self._shards is not None:
@@ -223,6 +225,18 @@ class GradientBuffers:
                 broken += 1
         return total, broken
 
+    def names_not_finite(self, monitor: ProgressMonitor) -> set[str]:
+        """Return the parameters of which an element of the summed gradient is not finite; if stages shard, all
+        parameters that share a slice with one.
+        """
+        slices = [one for queue in self._queues.values() for one in queue]
+        named = [(frozenset({name}), view) for name, _, view in self._views]
+        values = named or [(one.names, one.flat) for one in slices]
+        if not values:
+            return set()
+        finite = monitor.read_values(torch.stack([value.isfinite().all() for _, value in values]))
+        return {name for (names, _), here in zip(values, finite, strict=True) if not here for name in names}
+
     def scale(self, factor: float) -> None:
         for flat, _ in self._flats:
             flat.mul_(factor)
@@ -231,7 +245,7 @@ class GradientBuffers:
         """Detach the parameters' gradients from these buffers."""
         for handle in self._handles:
             handle.remove()
-        for parameter, _ in self._views:
+        for _, parameter, _ in self._views:
             parameter.grad = None
         self._views, self._flats, self._queues, self._pending = [], [], {}, []
 

@@ -34,6 +34,7 @@ from runtime.layers import recompute
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
 from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
+from runtime.layers.finite_values import FiniteValues
 from runtime.layers.loss import Loss
 from runtime.layers.randomness import DropoutProbe, LayerRandomStream, SampleDropout, seed_generators
 from runtime.layers.tensor_plan import (
@@ -163,6 +164,7 @@ class Model:
         """Layers whose trainable parameters are in shards; their other tensors are whole here."""
         self._version = 0
         self._check: Callable[[], None] = _no_check
+        self._values: FiniteValues | None = None
         self._dropout = [False] * count
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
@@ -501,15 +503,15 @@ class Model:
                     pass
 
     @contextmanager
-    def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
+    def observed(self, check: Callable[[], None], values: FiniteValues) -> Iterator[None]:
         """Call ``check`` between layers within this context, forward and backward; it may raise to end the
-        pass.
+        pass. Record the layers' values in ``values``.
         """
-        self._check = check
+        self._check, self._values = check, values
         try:
             yield
         finally:
-            self._check = _no_check
+            self._check, self._values = _no_check, None
 
     def compute_loss(
         self, output: Any, batch: Batch, rows: int, host_batch: Batch | None = None
@@ -791,6 +793,9 @@ class _RunScopes(LayerScopes):
             with self._seeded(layer, layer):
                 return function(*given, **given_by_name)
 
+        values = self._model._values
+        if values is not None and arguments and isinstance(arguments[0], Tensor):
+            values.add_input(layer, arguments[0])
         mode = self._model._recompute
         if mode == "selective" and isinstance(function, CompiledLayer):
             mode = "full"  # Compiled code reuses the memory of its results, so single results cannot be kept.
@@ -805,11 +810,22 @@ class _RunScopes(LayerScopes):
                 second_run_context=lambda: self._again(layer),
                 on_saved=self._model._on_kept,
             )
-        for tensor in output if isinstance(output, tuple) else (output,):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                # Before the layer's backward pass.
-                tensor.register_hook(lambda _: check())  # type: ignore[no-untyped-call]
-                break
+        outputs = output if isinstance(output, tuple) else (output,)
+        numbers = [one for one in outputs if isinstance(one, Tensor) and one.is_floating_point()]
+        # The first one that depends on parameters; others may be masks, which contain infinities.
+        result = next((one for one in numbers if one.requires_grad), numbers[0] if numbers else None)
+        if result is None:
+            return output
+        if values is not None:
+            values.add("output", layer, result)
+        if result.requires_grad:
+
+            def before_backward_pass(gradient: Tensor) -> None:
+                check()
+                if values is not None:
+                    values.add_output_gradient(layer, gradient)
+
+            result.register_hook(before_backward_pass)  # type: ignore[no-untyped-call]
         return output
 
 

@@ -53,6 +53,11 @@ class LossScale:
             self.value, self.good_steps = min(self.value * 2, 2.0**24), 0
 
 
+def state_tensors(state: ParameterState) -> list[Tensor]:
+    """Return the tensors of a parameter's state, in the order of their keys."""
+    return [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+
+
 class Optimization:
     """The user's optimizer, learning-rate schedule and loss scale.
 
@@ -240,7 +245,11 @@ def _make_scheduler(factory: Any, optimizer: Optimizer) -> LRScheduler:
 
 
 def _group_names(optimizer: Optimizer | None, named: list[tuple[str, nn.Parameter]]) -> list[list[str]]:
-    """Return the names of the parameters in each parameter group."""
+    """Return the names of the parameters in each parameter group.
+
+    :raises TrainingError: a group has a parameter that the factory was not given, or no group has one that
+        it was given. Such a parameter would keep its initial value although its gradient is computed.
+    """
     if optimizer is None:
         return []
     names = {id(parameter): name for name, parameter in named}
@@ -253,6 +262,14 @@ def _group_names(optimizer: Optimizer | None, named: list[tuple[str, nn.Paramete
                 "not given; use the (name, parameter) pairs of its argument"
             )
         groups.append([names[id(p)] for p in group["params"]])
+    grouped = {name for group_names in groups for name in group_names}
+    left_out = [name for name, _ in named if name not in grouped]
+    if left_out:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        raise TrainingError(
+            f"Training.optimizer put parameter {left_out[0]}{more} into no parameter group, so training would not "
+            "change it: add it to a group, or freeze it in the model with requires_grad_(False)"
+        )
     return groups
 
 

@@ -7,7 +7,7 @@ buffers, the optimizer's state of each parameter, group options and the schedule
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.device import DeviceRuntime, flat_bytes
 from runtime.layers.model import Model, ModelTensor
-from runtime.layers.optimizer import Optimization, ParameterState, Scalar
+from runtime.layers.optimizer import Optimization, ParameterState, Scalar, state_tensors
 from runtime.precision import dtype_name
 from storage.errors import CorruptDataError
 from storage.layerstate import (
@@ -204,6 +204,18 @@ class LayerStates:
                 digest.update(f"{tensor.name}:{value.dtype}:{tuple(value.shape)};".encode())
                 digest.update(flat_bytes(self.runtime.to_host(value)).numpy().data)
         return digest.hexdigest()
+
+    def changing_tensors(self, layer: int) -> Iterator[Tensor]:
+        """Yield the memory of the layer's parameters and of the optimizer's state, which owners share bit for bit.
+
+        Buffers are left out, as in ``digest``.
+        """
+        self._check_held(layer)
+        for tensor in self._model.tensors_of(layer):
+            if tensor.kind == "parameter":
+                yield tensor.value.detach()
+                if tensor.trainable:
+                    yield from state_tensors(self._optimization.parameter_state(tensor.name))
 
     def _collect(
         self, layer: int

@@ -4,6 +4,7 @@ All functions are pure functions of the plan (``WorldData``), so every rank deri
 same order.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -216,6 +217,20 @@ def stages_of_layer(world: WorldData, layer: int) -> tuple[WorldStage, ...]:
     return tuple(
         stage for p in world.pipelines for stage in p.stages if stage.first_layer <= layer < stage.end_layer
     )
+
+
+def replicated_layers(world: WorldData, *, whole: bool = False) -> frozenset[int]:
+    """Return the layers of which the world has several copies: one in each pipeline, and one on each device of
+    a stage that does not shard.
+
+    :param whole: leave out the copies that a stage shards.
+    """
+    copies: Counter[int] = Counter()
+    for pipeline in world.pipelines:
+        for stage in pipeline.stages:
+            count = int(not whole) if is_sharded(stage) else len(stage.ranks)
+            copies.update(dict.fromkeys(range(stage.first_layer, stage.end_layer), count))
+    return frozenset(layer for layer, count in copies.items() if count > 1)
 
 
 def check_world(world: WorldData, layers: int, microbatches: int) -> None:

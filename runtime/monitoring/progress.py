@@ -22,6 +22,7 @@ from torch import Tensor
 from runtime.device import DeviceEvent, DeviceRuntime, HostRuntime
 from runtime.groups.communicator import Communicator, PendingOperation
 from runtime.monitoring.tracing import TraceRecorder
+from statemachine.messages.values import BuildProgress, BuildStage
 
 StepWait = Literal["bubble", "gather", "sync", "vote"]
 """Reason for a wait in a step: a neighbour's activations or gradients, parameters on the stage's other
@@ -48,8 +49,8 @@ class ProgressMonitor:
         """Whether samples are being read: user code that may wait much longer for a disk before it counts as
         hung.
         """
-        self.build_progress = ""
-        """Description of the current preparation, for people who wait for it; empty when the trainer is
+        self.build_progress: BuildProgress | None = None
+        """Progress of the current preparation, for people who wait for it; ``None`` when the trainer is
         prepared.
         """
         self.bubble_s = 0.0
@@ -61,6 +62,8 @@ class ProgressMonitor:
         """Factor by which computing takes longer while the fault ``slow`` is injected."""
         self.injected_error = ""
         """Message of the injected error that computing raises once."""
+        self.flip_requested = False
+        """Whether the fault ``corrupt`` is injected: the engine flips a bit before its next step."""
         self.peer_wait: threading.Event | None = None
         """Event that is set while the main thread waits for peers, for threads that work only during such
         waits.
@@ -72,9 +75,12 @@ class ProgressMonitor:
         """Waits whose ends the device has not reached."""
         self._sleep_s = 0.0
 
-    def set_build_progress(self, build_progress: str) -> None:
-        """Describe the part of the preparation that begins; an empty description means that it is over."""
-        self.build_progress = build_progress
+    def set_build_progress(self, stage: BuildStage | None, done: int = 0, total: int = 0) -> None:
+        """Record the part of the preparation that begins, and how much of it is done.
+
+        :param stage: ``None``: the preparation is over.
+        """
+        self.build_progress = None if stage is None else BuildProgress(stage=stage, done=done, total=total)
         self.tick()
 
     def begin_step(self) -> None:

@@ -20,6 +20,7 @@ from statemachine.messages.trace import Trace
 from statemachine.messages.trainer import (
     Attached,
     Exit,
+    FlipBit,
     Instruction,
     PrepareJob,
     RaiseError,
@@ -77,6 +78,8 @@ class Mailbox:
                     self._monitor.slowness = factor
                 case RaiseError(detail=detail):
                     self._monitor.injected_error = detail
+                case FlipBit():
+                    self._monitor.flip_requested = True
                 case ResumeRank(generation=generation):
                     if generation >= self._generation:
                         self._generation = generation

@@ -28,6 +28,7 @@ from runtime.groups.communicator import (
     group_timeout_s,
 )
 from runtime.groups.store import Rendezvous
+from runtime.layers.digests import device_kind
 from runtime.layers.state import StateError
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.process.node_connection import Mailbox, NodeConnection
@@ -41,6 +42,7 @@ from statemachine.messages.common import (
     PeerSuspected,
     Prepared,
     Quiesce,
+    ReplicaDigests,
     Resumed,
     SnapshotFailed,
     SnapshotStarted,
@@ -55,6 +57,7 @@ from statemachine.messages.trainer import (
     TrainerQuiesced,
     TrainerStepped,
 )
+from statemachine.messages.values import BuildStage
 from storage.description import encode_description
 
 
@@ -132,7 +135,7 @@ class Trainer:
         gc.freeze()
         # Memory that checking and measuring the model used would otherwise stay with this process.
         give_back_memory()
-        self._monitor.set_build_progress("")
+        self._monitor.set_build_progress(None)
         if prepare.describe:
             self._describe(engine, prepare.job_id)
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
@@ -174,15 +177,13 @@ class Trainer:
         )
 
     def _profile(self, engine: Engine, prepare: PrepareJob) -> ModelProfile:
-        self._monitor.set_build_progress("measuring its layers")
+        self._monitor.set_build_progress(BuildStage.MEASURING)
         measured = profile_model(
             engine.model,
             prepare.training,
             devices_per_node=prepare.devices_per_node,
             # A large model takes longer than the timeout of a hang, so each layer counts as progress.
-            progress=lambda done, total: self._monitor.set_build_progress(
-                f"measuring layer {min(done + 1, total)} of {total}"
-            ),
+            progress=lambda done, total: self._monitor.set_build_progress(BuildStage.MEASURING, done, total),
         )
         return measured.profile
 
@@ -286,6 +287,7 @@ class Trainer:
                 self._monitor.trace.begin_step(engine.committed_step + 1)
                 result = engine.step(lambda: self._mailbox.stop_requested, self._mailbox.take_snapshot_order)
                 self._progress_at = time.monotonic()
+                self._report_digests(generation, engine, result)
                 self._link.send(
                     TrainerStepped(
                         generation=generation,
@@ -313,6 +315,18 @@ class Trainer:
                 evaluation=engine.evaluation,
             )
         )
+
+    def _report_digests(self, generation: int, engine: Engine, result: StepResult) -> None:
+        if result.digests:
+            self._link.send(
+                ReplicaDigests(
+                    generation=generation,
+                    step=engine.committed_step - 1,
+                    device=self._device,
+                    kind=device_kind(engine.model.device),
+                    digests=result.digests,
+                )
+            )
 
     def _report_divergence(self, generation: int, engine: Engine, result: StepResult) -> None:
         for one in result.diverged:

@@ -6,7 +6,8 @@ calling thread, so a lock held by any other thread would stay locked forever in 
 therefore never starts a thread, and checks that there is only one.
 
 The node daemon starts ``python -m runtime.process.zygote --parent PID``, writes ``Spawn`` to its stdin and
-reads ``ZygoteReady | Spawned | Exited`` from its stdout (``runtime.wire.zygote_protocol``).
+reads ``ZygoteReady | Spawned | Exited`` from its stdout (``runtime.wire.zygote_protocol``). Where the nodes of
+a cluster share a machine, one process imports torch for all of their zygotes (``runtime.process.zygote_server``).
 
 Nothing outlives its parent: the kernel kills the zygote when the daemon ends, and each trainer when the
 zygote ends (PR_SET_PDEATHSIG), so SIGKILL of the daemon leaves no orphan process.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from runtime.parent import die_with_parent
+from runtime.process.zygote_server import zygote_from_server
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from runtime.wire.zygote_protocol import Exited, Spawn, Spawned, ZygoteNotice, ZygoteReady
 from statemachine.messages.trainer import Output
@@ -53,25 +55,37 @@ def main() -> int:
         prog="python -m runtime.process.zygote", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--parent", type=int, required=True, help="process id of the node daemon")
+    parser.add_argument("--lifeline", type=int, help="file descriptor whose end ends the zygote")
     parser.add_argument("modules", nargs="*", help="modules to load besides torch")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The daemon handles Ctrl-C in a terminal.
+    zygote_from_server(os.environ, arguments.modules)
+    run(arguments.modules, parent=arguments.parent, lifeline=arguments.lifeline)
+    return 0
+
+
+def run(modules: list[str], *, parent: int, lifeline: int | None) -> None:
+    """Load the modules and fork trainers on request, until stdin or the lifeline ends.
+
+    :param parent: process id of the parent.
+    :param lifeline: a file descriptor that ends with the process for which this one is the zygote, if that is
+        not the parent.
+    """
     notices = os.dup(1)
     os.dup2(2, 1)  # Output during the import of torch must not get between the frames.
     started = time.monotonic()
     gc.disable()  # Everything that imports create stays: collecting meanwhile takes a sixth of the time.
     import runtime.process.trainer  # noqa: F401  # the point of a zygote: everything heavy is loaded before a fork
 
-    preload(arguments.parent, arguments.modules, notices)
+    preload(parent, modules, notices, lifeline)
     gc.collect()
     gc.freeze()  # Children never visit these objects, which would copy their pages.
     notify(notices, ZygoteReady(pid=os.getpid(), import_s=time.monotonic() - started))
-    serve(requests=0, notices=notices)
-    return 0
+    serve(requests=0, notices=notices, lifeline=lifeline)
 
 
-def preload(parent: int, modules: list[str], notices: int) -> None:
+def preload(parent: int, modules: list[str], notices: int, lifeline: int | None) -> None:
     """Load the modules, except those that are not installed, fail, or start threads; log the latter two.
 
     A module that starts threads cannot be unloaded, so this process then starts again without it.
@@ -88,10 +102,11 @@ def preload(parent: int, modules: list[str], notices: int) -> None:
             sys.stderr.flush()
             os.dup2(notices, 1)
             others = [other for other in modules if other != module]
-            os.execv(
-                sys.executable,
-                [sys.executable, "-P", "-m", "runtime.process.zygote", "--parent", str(parent), *others],
-            )
+            command = [sys.executable, "-P", "-m", "runtime.process.zygote", "--parent", str(parent)]
+            if lifeline is not None:
+                os.set_inheritable(lifeline, True)
+                command += ["--lifeline", str(lifeline)]
+            os.execv(sys.executable, [*command, *others])
 
 
 def thread_count() -> int:
@@ -104,15 +119,18 @@ def notify(descriptor: int, notice: ZygoteNotice) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def serve(requests: int, notices: int) -> None:
-    """Fork on request, and report exits, until ``requests`` ends."""
+def serve(requests: int, notices: int, lifeline: int | None) -> None:
+    """Fork on request, and report exits, until ``requests`` or ``lifeline`` ends."""
     wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    private = (notices, wakeup_read, wakeup_write)
+    lifelines = () if lifeline is None else (lifeline,)
+    private = (notices, wakeup_read, wakeup_write, *lifelines)
     decoder: Decoder[Spawn] = Decoder(Spawn)
     while True:
-        readable, _, _ = select.select([requests, wakeup_read], [], [])
+        readable, _, _ = select.select([requests, wakeup_read, *lifelines], [], [])
+        if lifeline in readable:
+            return
         if wakeup_read in readable:
             os.read(wakeup_read, 4096)
             reap(notices)

@@ -50,6 +50,9 @@ class _SlotLayout:
     """Number of the units that belong to this host's shard of the shared image; they come first."""
     base: int
     """Offset in the slot at which this rank's own image begins."""
+    resizable: bool
+    """See ``RankSnapshotLayout``, also for ``replicas``."""
+    replicas: int
 
     @cached_property
     def encoded(self) -> msgspec.Raw:
@@ -135,7 +138,14 @@ class SnapshotContents:
         sources = self._sources(image)
         ranks = Ranks.current()
         layout = self._layout = self._make_layout(image)
-        rank_layout = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
+        rank_layout = self.protection.layout(
+            ranks.rank,
+            ranks.count,
+            image.own_bytes,
+            image.shared_bytes,
+            resizable=layout.resizable,
+            replicas=layout.replicas,
+        )
         return ScriptCapture(
             step=step,
             rank=ranks.rank,
@@ -166,6 +176,8 @@ class SnapshotContents:
             base = align(shards.shard_bytes(owner))
             units = cut_units(shared, shards.xor_ranges(owner))
         own = cut_units(ranges, whole_image(image.own_bytes), base)
+        sharded = [entry for entry in image.entries if entry.sharded]
+        steady = [r for r in self.objects.values() if r.has_stable_tensors]
         return _SlotLayout(
             entries=image.entries,
             owner=owner,
@@ -173,6 +185,10 @@ class SnapshotContents:
             units=[*units, *own],
             shared_units=len(units),
             base=base,
+            resizable=any(r.kind == "module" for r in steady)
+            and all(r.is_resizable for r in steady)
+            and all(entry.offsets is not None for entry in sharded),
+            replicas=min((entry.replicas for entry in sharded), default=0),
         )
 
     def shared_digest(self) -> str:

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,13 +26,16 @@ import msgspec
 
 from runtime.script.plain_state import SnapshotError
 from runtime.script.ranks import Ranks, directory_id
-from runtime.script.saved import EMPTY, map_bytes
+from runtime.script.saved import map_bytes
 from runtime.script.tensor_image import Bytes
 from runtime.wire.snapshot_agent_protocol import (
     SOCKET,
+    DecodeSources,
     FetchRequest,
     FetchResult,
+    HeldParity,
     HeldRankSnapshot,
+    HeldSnapshots,
     ProtectedRun,
     RankSnapshotLayout,
     SnapshotAgentInfo,
@@ -67,6 +71,15 @@ def tolerated_losses(scheme: str) -> int:
     return sum({"none": 0, "arc": count, "aec": 1, "aec2": 2}[name] for name, count in parts)
 
 
+def parity_scheme(scheme: str, hosts: int) -> str:
+    """Return the code of the parity that ``hosts`` hosts hold of each other's own images; empty if they hold
+    copies: the scheme asks for them, or there are so few hosts that parity needs as much memory.
+    """
+    parts = parse_scheme(scheme, ("none", "aec", "aec2"))
+    is_parity = len(parts) == 1 and parts[0][0] in ("aec", "aec2")
+    return scheme if is_parity and hosts >= tolerated_losses(scheme) + 2 else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorableSnapshot:
     """A snapshot that all ranks can restore."""
@@ -76,66 +89,133 @@ class RestorableSnapshot:
     """Layout of any rank; only the fields that all ranks have in common are used."""
     own: dict[int, tuple[str, ...]]
     """Addresses that hold a rank's own image, by the rank when it was saved."""
+    own_bytes: dict[int, int]
+    """Size of the own image of each rank whose image is there or can be decoded; its header follows it."""
     shards: dict[int, str]
     """Address of the agent that holds a shard, by the shard's owner."""
+    missing: tuple[int, ...] = ()
+    """Ranks whose own state is not there, although replicas of their shards may be."""
+    decode: dict[int, DecodeSources] = field(default_factory=dict)
+    """Sources from which a rank's own image can be decoded if it is lost or corrupt."""
 
     def source_of(self, rank: int) -> int:
-        """Return the rank whose own image a rank restores: its own, unless there were fewer ranks then."""
-        return rank % self.layout.ranks
+        """Return the rank whose own state a rank restores: its own, unless there were fewer ranks then or that
+        state is missing.
+        """
+        source = rank % self.layout.ranks
+        return source if source in self.own_bytes else min(self.own_bytes)
+
+    def sources_near(self, rank: int, ranks: int) -> list[int]:
+        """Return the former ranks, those first whose shards a rank of ``ranks`` most likely has a part of."""
+        middle = (rank + 0.5) / ranks * self.layout.ranks - 0.5
+        return sorted(self.own_bytes, key=lambda source: abs(source - middle))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedSnapshot:
+    """A snapshot that cannot be restored from what is left."""
+
+    key: SnapshotKey
+    why: str
+    missing: tuple[int, ...] = ()
+    """Ranks whose own state is not there."""
 
 
 def find_restorable(
-    held: Sequence[HeldRankSnapshot], ranks: int
-) -> tuple[list[RestorableSnapshot], list[tuple[SnapshotKey, str]]]:
-    """Return what ``ranks`` ranks can restore, newest first, and what they cannot, with the reason."""
+    held: Sequence[HeldRankSnapshot], ranks: int, parity: Sequence[HeldParity] = ()
+) -> tuple[list[RestorableSnapshot], list[RejectedSnapshot]]:
+    """Return what ``ranks`` ranks can restore, and what they cannot: newest first, but snapshots of which all
+    ranks' state is there before others.
+    """
     by_key: dict[SnapshotKey, list[HeldRankSnapshot]] = {}
     for one in held:
         by_key.setdefault(one.key, []).append(one)
     found: list[RestorableSnapshot] = []
-    rejected: list[tuple[SnapshotKey, str]] = []
+    rejected: list[RejectedSnapshot] = []
     for key in sorted(by_key, reverse=True):
-        made = _examine(key, by_key[key], ranks)
+        made = _examine(key, by_key[key], ranks, [one for one in parity if one.key == key])
         if isinstance(made, RestorableSnapshot):
             found.append(made)
         else:
-            rejected.append((key, made))
-    return found, rejected
+            rejected.append(made)
+    return sorted(found, key=lambda one: bool(one.missing)), rejected
 
 
 def rank_count_mismatch(written: int, ranks: int) -> str:
     """Return why a snapshot of ``written`` ranks cannot be restored on ``ranks`` ranks."""
     return (
         f"it was saved by {written} ranks, and there are {ranks}: the ranks' own state cannot be resharded; "
-        f"start {written} ranks again. Another number of ranks can resume where DDP's ranks of several hosts were "
-        "protected (protection=), and from a checkpoint that can be resharded (torch.distributed.checkpoint)"
+        f"start {written} ranks again. Another number of ranks can resume where all modules are under DDP or sharded "
+        "by FSDP2 (fully_shard), and from a checkpoint that can be resharded (torch.distributed.checkpoint)"
     )
 
 
-def _examine(key: SnapshotKey, held: Sequence[HeldRankSnapshot], ranks: int) -> RestorableSnapshot | str:
+def _examine(
+    key: SnapshotKey, held: Sequence[HeldRankSnapshot], ranks: int, parity: Sequence[HeldParity]
+) -> RestorableSnapshot | RejectedSnapshot:
     layout = held[0].layout
     common = _common(layout)
     if any(_common(one.layout) != common for one in held):
-        return "its parts do not belong together"
-    if layout.ranks != ranks and not layout.shared_bytes:
-        return rank_count_mismatch(layout.ranks, ranks)
+        return RejectedSnapshot(key=key, why="its parts do not belong together")
+    if layout.ranks != ranks and not (layout.shared_bytes or layout.resizable):
+        return RejectedSnapshot(key=key, why=rank_count_mismatch(layout.ranks, ranks))
     own: dict[int, tuple[str, ...]] = {}
     for one in held:
         own[one.layout.rank] = (*own.get(one.layout.rank, ()), one.address)
     shards = {one.layout.owner: one.address for one in held if one.layout.owner >= 0 and not one.is_copy}
-    missing = sorted({rank % layout.ranks for rank in range(ranks)} - set(own))
-    if missing:
-        return f"the own state of rank {', '.join(map(str, missing[:5]))} is lost"
+    # Each rank may need parts of all shards. Of all else, each rank takes one former rank's.
+    sharded = layout.resizable and layout.replicas > 0
+    needed = set(range(layout.ranks)) if sharded else {rank % layout.ranks for rank in range(ranks)}
+    own_bytes = {one.layout.rank: one.layout.own_bytes for one in held}
+    decode: dict[int, DecodeSources] = {}
+    for rank in sorted(needed):
+        if (found := _decode_sources(rank, own, parity)) is not None:
+            decode[rank], own_bytes[rank] = found
+    missing = tuple(sorted(needed - set(own_bytes)))
+    if missing and not (sharded and layout.replicas > 1):
+        why = f"the own state of rank {', '.join(map(str, missing[:5]))} is lost"
+        return RejectedSnapshot(key=key, why=why, missing=missing)
     if layout.shared_bytes:
         lost = frozenset(range(layout.owners)) - set(shards)
         if solve_lost_cells(make_code(layout.scheme, layout.owners), lost) is None:
-            return (
-                f"the shards of {len(lost)} of {layout.owners} hosts are lost: too many for {layout.scheme}"
-            )
-    return RestorableSnapshot(key=key, layout=layout, own=own, shards=shards)
+            why = f"the shards of {len(lost)} of {layout.owners} hosts are lost: too many for {layout.scheme}"
+            return RejectedSnapshot(key=key, why=why)
+    return RestorableSnapshot(
+        key=key,
+        layout=layout,
+        own=own,
+        own_bytes=own_bytes,
+        shards=shards,
+        missing=missing,
+        decode=decode,
+    )
 
 
-def _common(layout: RankSnapshotLayout) -> tuple[int, int, str, int]:
-    return layout.ranks, layout.shared_bytes, layout.scheme, layout.owners
+def _decode_sources(
+    rank: int, own: Mapping[int, Sequence[str]], parity: Sequence[HeldParity]
+) -> tuple[DecodeSources, int] | None:
+    """Return the sources from which a rank's image can be decoded, and its size in bytes; ``None`` if too much
+    is lost.
+    """
+    group = [one for one in parity if any(rank in ranks for ranks in one.ranks)]
+    if not group:
+        return None
+    first = group[0]
+    sources = DecodeSources(
+        scheme=first.scheme,
+        ranks=first.ranks,
+        images={other: own[other][0] for ranks in first.ranks for other in ranks if other in own},
+        parity={one.position: one.address for one in group if one.ranks == first.ranks},
+    )
+    lost = frozenset(range(len(first.ranks))) - sources.present
+    if solve_lost_cells(make_code(first.scheme, len(first.ranks)), lost) is None:
+        return None
+    sizes = dict(zip(chain(*first.ranks), chain(*first.own_bytes), strict=True))
+    return sources, sizes[rank]
+
+
+def _common(layout: RankSnapshotLayout) -> tuple[int, int, str, int, bool, int]:
+    return layout.ranks, layout.shared_bytes, layout.scheme, layout.owners, layout.resizable, layout.replicas
 
 
 class SnapshotAgentError(SnapshotError):
@@ -167,9 +247,9 @@ class SnapshotAgentClient:
         """Return who the agent is, and where to write snapshots."""
         return self._request("GET", "/v1/info", None, SnapshotAgentInfo)
 
-    def held(self, job: str) -> tuple[HeldRankSnapshot, ...]:
-        """Return the snapshots of a job that the agent or its peers hold."""
-        return self._request("GET", f"/v1/held/{job}", None, tuple[HeldRankSnapshot, ...])
+    def held(self, job: str) -> HeldSnapshots:
+        """Return what the agent or its peers hold of a job's snapshots."""
+        return self._request("GET", f"/v1/held/{job}", None, HeldSnapshots)
 
     def protect(self, run: ProtectedRun) -> None:
         """Have the agent protect a run's snapshots from now on."""
@@ -219,7 +299,11 @@ class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the state that this rank shares with all others; empty if there is none."""
     facts: SnapshotAgentInfo | None
     alone: tuple[HeldRankSnapshot, ...]
-    held: tuple[HeldRankSnapshot, ...]
+    held: HeldSnapshots
+    started: bool
+    """Whether a run of this rank has begun on its host before."""
+    unfit: tuple[str, ...]
+    """Reasons why snapshots in this rank's memory cannot be restored."""
 
 
 @dataclass(slots=True)
@@ -279,7 +363,16 @@ class ScriptProtection:
         """Whether the script asked for protection."""
         return tolerated_losses(self.scheme) > 0
 
-    def layout(self, rank: int, ranks: int, own_bytes: int, shared_bytes: int) -> RankSnapshotLayout:
+    def layout(
+        self,
+        rank: int,
+        ranks: int,
+        own_bytes: int,
+        shared_bytes: int,
+        *,
+        resizable: bool = False,
+        replicas: int = 0,
+    ) -> RankSnapshotLayout:
         """Return the layout of a snapshot of this rank."""
         shared = bool(shared_bytes)
         return RankSnapshotLayout(
@@ -290,6 +383,8 @@ class ScriptProtection:
             scheme=self.scheme if shared else "none",
             owners=self.owners if shared else 1,
             owner=self.owner if shared else -1,
+            resizable=resizable,
+            replicas=replicas,
         )
 
     def shards(self, shared_bytes: int) -> ShardLayout:
@@ -302,35 +397,39 @@ class ScriptProtection:
         self,
         ranks: Ranks,
         directory: Path,
-        own: Mapping[SnapshotKey, RankSnapshotLayout],
+        own: Sequence[tuple[SnapshotKey, RankSnapshotLayout]],
         newest: int,
         shared: str,
-    ) -> list[RestorableSnapshot]:
-        """Agree on the snapshots that all ranks can restore, newest first, and on this run's generation.
+        *,
+        started: bool = True,
+        unfit: Sequence[str] = (),
+    ) -> tuple[list[RestorableSnapshot], list[str]]:
+        """Agree on the snapshots that all ranks can restore, newest first, on why there are no others, and on
+        this run's generation.
 
         :param directory: directory of the job on this host.
-        :param own: layouts of the snapshots in this rank's arena.
+        :param own: layouts of the snapshots in this rank's arena, and in those of former ranks on this host.
         :param newest: newest generation in this rank's arena.
-        :param shared: see ``_RankReport``.
+        :param shared: see ``_RankReport``, also for the two others.
         """
-        held: tuple[HeldRankSnapshot, ...] = ()
+        held = HeldSnapshots()
         if self.agent is not None:
             try:
                 held = self.agent.held(self.job)
             except SnapshotAgentError as error:
                 log.warning("%s: not protected: %s", self.job, error)
                 self.agent = self.agent_facts = None
-        alone = tuple(
-            HeldRankSnapshot(address="", generation=g, step=s, layout=one) for (g, s), one in own.items()
-        )
+        alone = tuple(HeldRankSnapshot(address="", generation=g, step=s, layout=one) for (g, s), one in own)
         mine = _RankReport(
             here=directory_id(directory),
             # The time distinguishes this run from those of a job of the same name that was removed.
-            newest=max([newest, time.time_ns() // 1_000_000, *(one.generation for one in held)]),
+            newest=max([newest, time.time_ns() // 1_000_000, *(one.generation for one in held.ranks)]),
             shared=shared,
             facts=self.agent_facts,
             alone=alone,
             held=held,
+            started=started,
+            unfit=tuple(unfit),
         )
         rows = [
             msgspec.msgpack.decode(row, type=_RankReport)
@@ -339,17 +438,40 @@ class ScriptProtection:
         self.generation = max(row.newest for row in rows) + 1
         self.same_host = [r for r, row in enumerate(rows) if row.here == mine.here and r != ranks.rank]
         self._assign(rows, ranks)
-        available = [one for row in rows for one in (row.held if self.active else row.alone)]
+        available = [one for row in rows for one in (row.held.ranks if self.active else row.alone)]
+        parity = [one for row in rows for one in row.held.parity]
         if self.active:
             available = list(
                 {(one.key, one.address, one.layout.rank, one.is_copy): one for one in available}.values()
             )
-        found, rejected = find_restorable(available, ranks.count)
-        for key, why in rejected:
+        found, rejected = find_restorable(available, ranks.count, parity)
+        if not self.active and len({row.here for row in rows}) > 1:
+            apart = [one for one in found if one.missing or one.layout.ranks != ranks.count]
+            found = [one for one in found if one not in apart]
+            why = "its ranks are on several hosts, and resharding among hosts needs snapshot agents (protection=)"
+            rejected += [RejectedSnapshot(key=one.key, why=why) for one in apart]
+        # A rank never releases its only snapshot. One that has begun a run and holds none had not completed
+        # its first one, so the other ranks' first snapshot was never a snapshot of all ranks.
+        holders = {one.layout.rank for one in available}
+        never = {r for r, row in enumerate(rows) if row.started and not row.unfit and r not in holders}
+        why_not = [why for row in rows for why in row.unfit]
+        unborn = [one for one in found if one.missing and never.issuperset(one.missing)]
+        found = [one for one in found if one not in unborn]
+        rejected += [RejectedSnapshot(key=one.key, why="", missing=one.missing) for one in unborn]
+        for one in rejected:
             # Ranks release older snapshots one after the other, so remains of them are no loss.
-            if not found or key > found[0].key:
-                log.warning("%s: the snapshot of step %d cannot be restored: %s", self.job, key[1], why)
-        return found
+            if not found or one.key > found[0].key:
+                if one.missing and never.issuperset(one.missing):
+                    log.warning(
+                        "%s: the first snapshot (step %d) was not yet complete on all ranks",
+                        self.job, one.key[1],
+                    )  # fmt: skip
+                else:
+                    log.warning(
+                        "%s: the snapshot of step %d cannot be restored: %s", self.job, one.key[1], one.why
+                    )
+                    why_not.append(f"step {one.key[1]}: {one.why}")
+        return found, list(dict.fromkeys(why_not))
 
     def _assign(self, rows: list[_RankReport], ranks: Ranks) -> None:
         """Decide which host saves what from now on; all ranks come to the same result."""
@@ -374,6 +496,7 @@ class ScriptProtection:
                 "withstands only %d: start ranks on more hosts, or set node.snapshot_peers",
                 self.job, self.scheme, losses, len(hosts), len(spare), copies,
             )  # fmt: skip
+        parity = "" if spare else parity_scheme(self.scheme, len(hosts))
         digests = {row.shared for row in rows}
         self.shares = len(hosts) > 1 and len(digests) == 1 and digests != {""}
         if len(hosts) > 1 and len(digests) > 1:
@@ -388,7 +511,8 @@ class ScriptProtection:
             hosts=hosts,
             host_of_rank=tuple(places),
             spare_hosts=spare,
-            copies=copies,
+            copies=0 if parity else copies,
+            parity=parity,
         )
 
     def start(self, restored: SnapshotKey | None) -> None:
@@ -401,21 +525,17 @@ class ScriptProtection:
 
     # --- fetching from other hosts ------------------------------------------------------------------
 
-    def fetch(self, found: RestorableSnapshot, rank: int, *, own: bool) -> tuple[Bytes, Bytes]:
-        """Return the rank's own image followed by its header, and the shared image; each is empty if it is not
-        needed.
+    def fetch(
+        self, found: RestorableSnapshot, source: int, *, own: bool = False, shared: bool = False
+    ) -> Bytes:
+        """Return the own image of rank ``source`` followed by its header, or the shared image.
 
-        :param own: whether the rank's own image is needed.
-        :raises SnapshotAgentError: they cannot be fetched.
+        :raises SnapshotAgentError: it cannot be fetched.
         """
         if self.agent is None or not self.active:
             raise SnapshotAgentError(
                 "parts of it are on other hosts, and there is no snapshot agent to fetch them"
             )
-        source = found.source_of(rank)
-        shared = bool(found.layout.shared_bytes)
-        if not own and not shared:
-            return EMPTY, EMPTY
         generation, step = found.key
         fetched = self.agent.fetch(
             FetchRequest(
@@ -423,16 +543,14 @@ class ScriptProtection:
                 generation=generation,
                 step=step,
                 rank=source,
-                own=found.own[source] if own else (),
+                own=found.own.get(source, ()) if own else (),
+                decode=found.decode.get(source) if own else None,
                 shards=found.shards if shared else {},
                 layout=found.layout,
             )
         )
         try:
-            return (
-                map_bytes(fetched.own) if fetched.own else EMPTY,
-                map_bytes(fetched.shared) if fetched.shared else EMPTY,
-            )
+            return map_bytes(fetched.own if own else fetched.shared)
         except OSError as error:
             raise SnapshotAgentError(f"the files that the snapshot agent fetched are gone: {error}") from None
 

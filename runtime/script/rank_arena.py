@@ -24,6 +24,10 @@ from storage.manifest import SnapshotManifest, SnapshotPart, read_record
 
 SHARED_MEMORY = Path("/dev/shm")
 RETAINED_SLOTS = 2
+STARTED_FILE = "started"
+"""Name of a file that is in a rank's directory once a run of the rank has begun there."""
+PROBLEMS_FILE = "problems.txt"
+"""Name of a file with what was corrupt and had to be removed; it stays until a run replaces the snapshots."""
 _COUNTS = {2: "two", 3: "three"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LOCK_S = 20.0
@@ -74,6 +78,8 @@ class RankArena:
     newer snapshot.
     """
     restored: SnapshotKey | None = None
+    ranks: int | None = None
+    """Number of ranks if this is the first one of its host, which removes what former ranks left."""
     closed: bool = False
 
     @classmethod
@@ -98,7 +104,11 @@ class RankArena:
                 "system that this user may write to"
             ) from None
         try:
-            return cls(name, job, Arena.open(path, limit_bytes=limit_bytes), lock)
+            arena = Arena.open(path, limit_bytes=limit_bytes)
+            if arena.problems:
+                with (path / PROBLEMS_FILE).open("a") as file:
+                    file.writelines(f"{problem}\n" for problem in arena.problems)
+            return cls(name, job, arena, lock)
         except BaseException:
             _unlock(path.resolve(), lock)
             raise
@@ -159,8 +169,41 @@ class RankArena:
         )
         self._release_old()
 
+    @property
+    def problems(self) -> list[str]:
+        """Descriptions of what was corrupt when this process or an earlier one opened the arena."""
+        path = self.arena.directory / PROBLEMS_FILE
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def started(self) -> bool:
+        """Whether a run of this rank has begun on this host, so that its snapshots would be here."""
+        return (self.arena.directory / STARTED_FILE).exists()
+
+    def mark_started(self) -> None:
+        """Record that a run of this rank begins on this host."""
+        (self.arena.directory / STARTED_FILE).touch(mode=0o600)
+
+    def former_snapshots(self, ranks: int) -> list[SnapshotManifest]:
+        """Return the snapshots on this host of former ranks that do not exist now.
+
+        :param ranks: present number of ranks.
+        """
+        return [manifest for path in former_ranks(self.job, ranks) for manifest in manifests_in(path)]
+
+    def remove_former(self, ranks: int, *, empty: bool = False) -> None:
+        """Remove what former ranks left on this host and no process uses.
+
+        :param ranks: present number of ranks.
+        :param empty: only what a failed attempt left without any snapshot.
+        """
+        for path in former_ranks(self.job, ranks):
+            if not (empty and any(path.glob("step-*.json"))) and not _is_locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+
     def retain_only(self, keys: set[SnapshotKey]) -> None:
-        """Release all other snapshots."""
+        """Release all other snapshots, and forget what was corrupt."""
+        (self.arena.directory / PROBLEMS_FILE).unlink(missing_ok=True)
         self.arena.release([m.step for m in self.arena.snapshots if snapshot_key(m) not in keys])
 
     def close(self) -> None:
@@ -181,7 +224,7 @@ class RankArena:
         """Remove the directory if it holds no snapshot, so that a failed start leaves no trace; an earlier
         run's snapshots stay.
         """
-        if not self.arena.snapshots and not self.arena.problems:
+        if not self.arena.snapshots and not self.problems:
             self.remove()
 
     def _release_old(self) -> None:
@@ -195,6 +238,8 @@ class RankArena:
         for manifest in held:
             if all(_has_snapshot(neighbour, snapshot_key(manifest)) for neighbour in self.neighbours):
                 self.arena.release([m.step for m in held if snapshot_key(m) < snapshot_key(manifest)])
+                if self.ranks is not None and snapshot_key(manifest) > (self.restored or (0, 0)):
+                    self.remove_former(self.ranks)
                 return
 
     def _make_room(self) -> None:
@@ -208,6 +253,36 @@ class RankArena:
         ]
         if len(held) == SLOTS:
             self.arena.release(spare[:1])
+
+
+def former_ranks(job: Path, ranks: int) -> list[Path]:
+    """Return the directories of ranks of a job that do not exist if there are ``ranks`` ranks."""
+    return [
+        path
+        for path in sorted(job.glob("rank-*"))
+        if path.name[5:].isdecimal() and int(path.name[5:]) >= ranks
+    ]
+
+
+def manifests_in(directory: Path) -> list[SnapshotManifest]:
+    """Return the complete snapshots in an arena that another process may have open."""
+    found = []
+    for path in directory.glob("step-*.json"):
+        with contextlib.suppress(CorruptDataError, OSError):
+            found.append(read_record(path, SnapshotManifest))
+    return found
+
+
+def _is_locked(directory: Path) -> bool:
+    """Return whether another process has the arena open."""
+    try:
+        with (directory / "lock").open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _has_snapshot(directory: Path, key: SnapshotKey) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -65,9 +66,13 @@ class Ranks:
         whole = [b"".join(n.to_bytes(8, "little", signed=True) for n in row) for row in rows]
         return [some[:length] for some, length in zip(whole, lengths, strict=True)]
 
-    def all_true(self, flag: bool) -> bool:
-        """Return whether ``flag`` is true on every rank. All ranks call it."""
-        return all(row[0] for row in self.gather([int(flag)]))
+    def first_problem(self, problem: str) -> str:
+        """Return the problem of the first rank that has one; empty if none has. All ranks call it."""
+        rows = self.gather_bytes(msgspec.msgpack.encode(problem))
+        problems = [msgspec.msgpack.decode(row, type=str) for row in rows]
+        return next(
+            (f"rank {rank}: {one}" if self.count > 1 else one for rank, one in enumerate(problems) if one), ""
+        )
 
 
 def directory_id(directory: Path) -> int:

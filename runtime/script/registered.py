@@ -119,6 +119,34 @@ class RegisteredObject:
             return {id(t) for t in _tensors(alike)}
         return set()
 
+    @property
+    def is_resizable(self) -> bool:
+        """Whether another number of ranks can take its state over: modules that DDP replicates, or whose
+        parameters are DTensors; optimizers that are not sharded by themselves; and all else.
+        """
+        match self.kind:
+            case "module":
+                return self.replicated or any(hasattr(p, "to_local") for p in self.value.parameters())
+            case "optimizer":
+                return not hasattr(self.value, "consolidate_state_dict")
+            case _:
+                return True
+
+    def tensor_like(self, path: tuple[Any, ...]) -> Tensor | None:
+        """Return the registered tensor at this place of the state, or the parameter that an optimizer keeps the
+        state for; ``None`` if there is neither, or for objects of other kinds.
+        """
+        if self.kind == "module":
+            found = self.value.state_dict(keep_vars=True).get(path[0])
+            return found if isinstance(found, Tensor) else None
+        if self.kind != "optimizer" or path[0] != "state":
+            return None
+        parameters = [p for group in self.value.param_groups for p in group["params"]]
+        found = self.value.state.get(parameters[path[1]], {})
+        for key in path[2:]:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found if isinstance(found, Tensor) else parameters[path[1]]
+
     def mismatch(self, saved: Any, entries: list[ImageEntry]) -> str:
         """Return why a saved state cannot be loaded; empty if it can."""
         if self.kind == "module":
@@ -175,9 +203,12 @@ def _module_mismatch(module: nn.Module, saved: dict[str, Any], entries: list[Ima
             return f"{name} is of another kind"
         if isinstance(value, Tensor):
             entry, inner = entries[ref.index], local_tensor(value)
-            dtype, shape = dtype_name(inner.dtype), tuple(inner.shape)
-            if (entry.dtype, entry.shape) != (dtype, shape):
-                there = f"{entry.dtype} {list(entry.shape)}"
+            # Whole shapes where they are known: ranks may hold other shards than before.
+            whole = not entry.sharded or entry.global_shape is not None
+            dtype, shape = dtype_name(inner.dtype), tuple(value.shape if whole else inner.shape)
+            before = entry.global_shape or entry.shape
+            if (entry.dtype, before) != (dtype, shape):
+                there = f"{entry.dtype} {list(before)}"
                 return f"{name} is {there} in the snapshot and {dtype} {list(shape)} here"
     return ""
 
@@ -215,7 +246,8 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
-    return [[list(local_tensor(p).shape) for p in group["params"]] for group in optimizer.param_groups]
+    """Return the whole shapes of the parameters, by group."""
+    return [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _optimizer_mismatch(optimizer: Optimizer, saved: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from runtime.script.registered import RegisteredObject
 from runtime.script.tensor_filler import TensorFiller
 from runtime.script.tensor_image import Bytes, ImageEntry
 
-FORMAT = 3
+FORMAT = 4
 EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
 

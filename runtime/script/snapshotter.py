@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from runtime.script.contents import SnapshotContents
 from runtime.script.copier import HEADER, SnapshotCopier, part_name
@@ -33,17 +33,20 @@ from runtime.script.protection import (
     rank_count_mismatch,
     rank_layout_of,
 )
-from runtime.script.rank_arena import RankArena, default_root, snapshot_key
+from runtime.script.rank_arena import RankArena, default_root, manifests_in, snapshot_key
 from runtime.script.ranks import Ranks
 from runtime.script.registered import RegisteredObject
-from runtime.script.saved import EMPTY, PreparedRestore, SavedSnapshot
-from runtime.script.tensor_filler import ImageSpan, verified_spans
+from runtime.script.resharding import ShardAssembler, changed_boxes
+from runtime.script.saved import EMPTY, PreparedRestore, SavedSnapshot, map_bytes
+from runtime.script.tensor_filler import ImageSpan, corrupt_parts, verified_spans
 from runtime.script.tensor_image import Bytes
 from runtime.wire.snapshot_agent_protocol import SnapshotKey, read_retained
 from storage.arena import Slot
 from storage.manifest import SnapshotManifest, SnapshotPart
 
 log = logging.getLogger("ftd.snapshotter")
+
+Missing = Literal["raise", "fresh"]
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ class Snapshotter:
         facts = self._protection.agent_facts
         where = Path(facts.directory) if facts else Path(directory) if directory else None
         self._arena = RankArena.open(name, ranks.rank, where, limit_bytes)
+        self._arena.remove_former(ranks.count, empty=True)
         self._copier = SnapshotCopier(self._arena.acquire_slot, self._complete, self._failed)
         self._process = os.getpid()
         atexit.register(self.close)
@@ -284,7 +288,7 @@ class Snapshotter:
 
     # --- restoring -----------------------------------------------------------------------
 
-    def restore(self) -> int | None:
+    def restore(self, *, missing: Missing = "raise") -> int | None:
         """Load the newest snapshot that every rank can restore.
 
         Call it once before training, on every rank, and under ``torch.distributed`` after
@@ -292,61 +296,119 @@ class Snapshotter:
         is corrupt or belongs to another job, model or number of ranks is named in the log
         (``ftd.snapshotter``) and skipped, and the next older one is tried.
 
+        Examples:
+            >>> start = snapshots.restore() or 0
+
+        Args:
+            missing: What to do if snapshots exist and none of them can be restored. ``raise`` raises an
+                error, on all ranks. ``fresh`` logs the reason and returns ``None``; the first ``snapshot()``
+                then replaces what is there.
+
         Returns:
-            The step of the snapshot that was loaded, or ``None`` if there is none.
+            The step of the snapshot that was loaded, or ``None`` if no rank has any: the job's first start.
 
         Raises:
-            SnapshotError: There are several ranks and ``torch.distributed`` is not initialised, or this
-                ``Snapshotter`` is closed.
+            SnapshotError: Snapshots exist and none of them can be restored; the message says why. Or: there
+                are several ranks and ``torch.distributed`` is not initialised, ``missing`` is something else,
+                or this ``Snapshotter`` is closed.
         """
         self._check_usable()
+        if missing not in get_args(Missing):
+            raise SnapshotError(f"restore: missing must be 'raise' or 'fresh', not {missing!r}")
         self.wait()
         self._blocked_by = ""
-        own = self._own_snapshots()
+        own, unfit = self._own_snapshots()
         ranks = Ranks.current()
+        candidates, why_not = self._agree(ranks, own, unfit)
         restored = None
-        for found in self._agree(ranks, own):
-            prepared = self._find_bytes(found, own.get(found.key), ranks.rank)
-            if ranks.all_true(prepared is not None):
-                assert prepared is not None
-                prepared.load()
+        for found in candidates:
+            found_bytes = self._find_bytes(found, own.get(found.key), ranks.rank)
+            problem = ranks.first_problem(found_bytes if isinstance(found_bytes, str) else "")
+            if not problem:
+                assert not isinstance(found_bytes, str)
+                found_bytes.load()
                 restored = found.key
                 break
-        if restored is None and own and self._protection.is_requested and not self._protection.active:
-            self._blocked_by = "parts of it may be on other hosts, and no snapshot agent answers"
+            why_not.append(f"step {found.key[1]}: {problem}")
+        if restored is None and why_not:
+            self._reject(why_not, missing)
         self._restored, self._last_step, self._run_started = restored, None, False
         self._start()
+        if restored is not None and ranks.rank == 0:
+            # It may be what is left of another day's run: nobody must take its steps for those of a new one.
+            log.warning("%s: training continues after step %d, whose snapshot was in memory",
+                        self._name, restored[1])  # fmt: skip
         return restored[1] if restored else None
 
-    def _own_snapshots(self) -> dict[SnapshotKey, SnapshotManifest]:
-        """Return this rank's snapshots on this host that fit the registered objects, by key."""
+    def _reject(self, why_not: list[str], missing: Missing) -> None:
+        """Report that snapshots are there and none of them can be restored.
+
+        :raises SnapshotError: training must not start over.
+        """
+        if self._protection.is_requested and not self._protection.active:
+            why_not = [*why_not, "parts may be on other hosts, and not every rank has a snapshot agent"]
+        why = "; ".join(why_not[:4]) + (f"; and {len(why_not) - 4} more" if len(why_not) > 4 else "")
+        if missing == "fresh":
+            log.warning("%s: training starts over, and its first snapshot replaces what is there: %s",
+                        self._name, why)  # fmt: skip
+            self._blocked_by = ""
+            return
+        self._blocked_by = why
+        raise SnapshotError(
+            f"{self._name}: there are snapshots, and none of them can be restored: {why}. Solve that, or start "
+            "over: call restore(missing='fresh'), choose another name, or remove() them"
+        )
+
+    def _own_snapshots(self) -> tuple[dict[SnapshotKey, SnapshotManifest], list[str]]:
+        """Return this rank's snapshots on this host that fit the registered objects, by key, and why others
+        do not.
+        """
         own: dict[SnapshotKey, SnapshotManifest] = {}
-        for problem in self._arena.arena.problems:
+        unfit = self._arena.problems
+        for problem in unfit:
             log.warning("%s: skipped: %s", self._name, problem)
         for manifest in self._arena.arena.snapshots:
             foreign, why = self._mismatch(manifest)
             if foreign:
                 self._blocked_by = why
             if why:
-                self._skip(manifest.step, why)
+                unfit.append(f"step {manifest.step}: {self._skip(manifest.step, why)}")
             else:
                 own[snapshot_key(manifest)] = manifest
-        return own
+        return own, unfit
 
-    def _agree(self, ranks: Ranks, own: dict[SnapshotKey, SnapshotManifest]) -> list[RestorableSnapshot]:
-        """Agree with all ranks on the snapshots that every rank can restore, newest first, and on what each
-        rank saves from now on.
+    def _agree(
+        self, ranks: Ranks, own: dict[SnapshotKey, SnapshotManifest], unfit: list[str]
+    ) -> tuple[list[RestorableSnapshot], list[str]]:
+        """Agree with all ranks on the snapshots that every rank can restore, newest first, on why there are no
+        others, and on what each rank saves from now on.
         """
-        newest = max((m.generation for m in self._arena.arena.snapshots), default=0)
-        layouts = {key: layout for key, m in own.items() if (layout := rank_layout_of(m)) is not None}
+        former = [m for m in self._arena.former_snapshots(ranks.count) if m.job_id == self._name]
+        newest = max((m.generation for m in (*self._arena.arena.snapshots, *former)), default=0)
+        layouts = [
+            (snapshot_key(m), layout)
+            for m in (*own.values(), *former)
+            if (layout := rank_layout_of(m)) is not None
+        ]
         job = self._arena.job
-        found = self._protection.agree(ranks, job, layouts, newest, self._contents.shared_digest())
-        self._arena.neighbours = [job / f"rank-{rank}" for rank in self._protection.same_host]
-        return found
+        agreed = self._protection.agree(
+            ranks,
+            job,
+            layouts,
+            newest,
+            self._contents.shared_digest(),
+            started=self._arena.started,
+            unfit=unfit,
+        )
+        same_host = self._protection.same_host
+        self._arena.neighbours = [job / f"rank-{rank}" for rank in same_host]
+        self._arena.ranks = ranks.count if ranks.rank < min(same_host, default=ranks.count) else None
+        return agreed
 
     def _start(self) -> None:
         """Reserve the memory for what this rank saves, and have the snapshot agents protect it."""
         self._arena.protected, self._arena.restored = self._protection.active, self._restored
+        self._arena.mark_started()
         self._reserve()
         self._copier.start()
         self._protection.start(self._restored)
@@ -361,7 +423,7 @@ class Snapshotter:
                     f"{self._arena.arena.directory} holds a snapshot of step "
                     f"{self._arena.arena.snapshots[0].step}: call restore() first, or remove() to start over"
                 )
-            self._agree(Ranks.current(), {})
+            self._agree(Ranks.current(), {}, [])
             self._start()
         if self._blocked_by:
             raise SnapshotError(
@@ -382,7 +444,7 @@ class Snapshotter:
         if layout is None:
             return True, "it was not written by a Snapshotter of this version"
         count = Ranks.current().count
-        if layout.ranks != count and not layout.shared_bytes:
+        if layout.ranks != count and not (layout.shared_bytes or layout.resizable):
             return True, rank_count_mismatch(layout.ranks, count)
         header = manifest.part(part_name(layout.rank, HEADER))
         data = self._arena.arena.view(manifest, header)
@@ -393,61 +455,138 @@ class Snapshotter:
 
     def _find_bytes(
         self, found: RestorableSnapshot, manifest: SnapshotManifest | None, rank: int
-    ) -> PreparedRestore | None:
-        """Read a snapshot from this host's memory, and fetch from other hosts what is missing; ``None`` if
+    ) -> PreparedRestore | str:
+        """Read a snapshot from this host's memory, and fetch from other hosts what is missing; or return why
         that is impossible.
         """
-        step = found.key[1]
-        here = manifest is not None and found.source_of(rank) == rank
+        step, source = found.key[1], found.source_of(rank)
+        if source != rank:
+            log.warning(
+                "%s: rank %d continues with the random states and plain data of rank %d of step %d",
+                self._name, rank, source, step,
+            )  # fmt: skip
         try:
-            own_image, shared = EMPTY, EMPTY
-            if found.layout.shared_bytes or not here:
-                own_image, shared = self._protection.fetch(found, rank, own=not here)
-        except SnapshotAgentError as error:
+            shared = (
+                self._protection.fetch(found, source, shared=True) if found.layout.shared_bytes else EMPTY
+            )
+            if manifest is not None and source == rank:
+                saved, spans = self._read(manifest, shared)
+            else:
+                saved, spans = self._read_rank(found, source, shared)
+            why = saved.mismatch(self._contents.objects)
+            if why:
+                self._blocked_by = why
+                return self._skip(step, why)
+            same_ranks = found.layout.ranks == Ranks.current().count
+            boxes = changed_boxes(self._contents.objects, saved, same_ranks=same_ranks)
+            if boxes:
+                assembler = ShardAssembler(saved, boxes)
+                self._assemble(assembler, found, rank, (source, saved, spans))
+                saved = assembler.assembled()
+                spans = verified_spans(saved.own, shared=False)
+        except SnapshotError as error:
             # The missing parts may be available later, so a run that starts over must not release this
             # snapshot.
             self._blocked_by = str(error)
-            self._skip(step, str(error))
-            return None
-        if not here:
-            size = found.layout.own_bytes
-            saved = SavedSnapshot.of(own_image[size:], own_image[:size], shared)
-            spans = verified_spans(saved.own, shared=False)
-        else:
-            assert manifest is not None
-            saved, spans = self._read(manifest, shared)
-        why = saved.mismatch(self._contents.objects)
-        if why:
-            self._blocked_by = why
-            self._skip(step, why)
-            return None
+            return self._skip(step, str(error))
         prepared = saved.prepare(self._contents.objects, random=self._contents.random)
         corrupt = prepared.filler.verify([*spans, *verified_spans(shared, shared=True)])
         if corrupt:
-            self._skip(step, f"corrupt parts: {', '.join(corrupt[:3])}")
-            return None
+            return self._skip(step, f"corrupt parts: {', '.join(corrupt[:3])}")
         return prepared
 
-    def _read(self, manifest: SnapshotManifest, shared: Bytes) -> tuple[SavedSnapshot, list[ImageSpan]]:
-        """Return the snapshot in this host's memory, and all of its byte ranges that must be verified."""
+    def _assemble(
+        self,
+        assembler: ShardAssembler,
+        found: RestorableSnapshot,
+        rank: int,
+        base: tuple[int, SavedSnapshot, list[ImageSpan]],
+    ) -> None:
+        """Read the images of former ranks until this rank's shards are complete.
+
+        :param base: the former rank that all else is taken from, with its image.
+        :raises SnapshotError: a part of them is lost or corrupt.
+        """
+        problems = []
+        if corrupt := corrupt_parts(base[2]):
+            raise SnapshotError(f"corrupt parts: {', '.join(corrupt[:3])}")
+        assembler.add(base[1])
+        for source in found.sources_near(rank, Ranks.current().count):
+            if not assembler.missing:
+                return
+            if source == base[0]:
+                continue
+            try:
+                saved, spans = self._read_rank(found, source, EMPTY)
+            except SnapshotAgentError as error:
+                problems.append(f"rank {source}: {error}")  # Another rank may have a replica.
+                continue
+            if corrupt := corrupt_parts(spans):
+                problems.append(f"corrupt parts: {', '.join(corrupt[:3])}")
+            else:
+                assembler.add(saved)
+        if missing := assembler.missing:
+            lost = [f"the state of rank {one} is lost" for one in found.missing]
+            raise SnapshotError(
+                f"{missing[0]} is incomplete: {'; '.join((*problems, *lost)) or 'parts are lost'}"
+            )
+
+    def _read_rank(
+        self, found: RestorableSnapshot, source: int, shared: Bytes
+    ) -> tuple[SavedSnapshot, list[ImageSpan]]:
+        """Return a former rank's snapshot from this host's memory, or else from another host's, and all of its
+        byte ranges that must be verified.
+
+        :raises SnapshotAgentError: it cannot be fetched.
+        """
+        directory = self._arena.job / f"rank-{source}"
+        for manifest in manifests_in(directory):
+            layout = rank_layout_of(manifest)
+            if snapshot_key(manifest) == found.key and layout is not None and layout.rank == source:
+                with contextlib.suppress(OSError):
+                    return self._read(
+                        manifest, shared, map_bytes(str(directory / f"slot-{int(manifest.slot)}"))
+                    )
+        image = self._protection.fetch(found, source, own=True)
+        size = found.own_bytes[source]
+        saved = SavedSnapshot.of(image[size:], image[:size], shared)
+        return saved, verified_spans(saved.own, shared=False)
+
+    def _read(
+        self, manifest: SnapshotManifest, shared: Bytes, slot: Bytes | None = None
+    ) -> tuple[SavedSnapshot, list[ImageSpan]]:
+        """Return the snapshot in this host's memory, and all of its byte ranges that must be verified.
+
+        :param slot: memory of its slot; ``None`` for this rank's arena.
+        """
         arena, layout = self._arena.arena, rank_layout_of(manifest)
         assert layout is not None
+
+        def view(part: SnapshotPart) -> Bytes:
+            return (
+                arena.view(manifest, part)
+                if slot is None
+                else slot[part.offset : part.offset + part.size_bytes]
+            )
+
         header = manifest.part(part_name(layout.rank, HEADER))
         begin, size = header.offset - layout.own_bytes, layout.own_bytes
         own = SnapshotPart(name="own", offset=begin, size_bytes=size, digest="")
         spans = [
             ImageSpan(
-                data=arena.view(manifest, part),
+                data=view(part),
                 start=part.offset - begin,
                 shared=False if begin <= part.offset < begin + size else None,
                 part=part,
             )
             for part in manifest.parts
         ]
-        return SavedSnapshot.of(arena.view(manifest, header), arena.view(manifest, own), shared), spans
+        return SavedSnapshot.of(view(header), view(own), shared), spans
 
-    def _skip(self, step: int, why: str) -> None:
+    def _skip(self, step: int, why: str) -> str:
+        """Log why a snapshot is not restored, and return it."""
         log.warning("%s: the snapshot of step %d is skipped: %s", self._name, step, why)
+        return why
 
     # --- closing ---------------------------------------------------------------------------------
 

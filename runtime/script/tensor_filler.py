@@ -172,6 +172,12 @@ def _verified(span: ImageSpan, runs: Iterable[_TargetRange]) -> bool:
     return span.part is None or hasher.hexdigest() == span.part.digest
 
 
+def corrupt_parts(spans: Sequence[ImageSpan]) -> tuple[str, ...]:
+    """Return the names of the parts whose bytes are corrupt."""
+    answers = _run_on_threads(lambda span: _verified(span, ()), spans)
+    return tuple(s.part.name for s, fine in zip(spans, answers, strict=True) if s.part and not fine)
+
+
 def _are_disjoint(runs: Sequence[_TargetRange]) -> bool:
     """Return whether no two of them share memory."""
     ordered = sorted((run.memory.ctypes.data, len(run.memory)) for run in runs)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from runtime.precision import dtype_name
 from runtime.script.plain_state import SnapshotError
+from runtime.script.tensor_box import placement_of
 from storage.shards import XorRange
 
 Bytes = NDArray[np.uint8]
@@ -30,7 +31,7 @@ UNIT_BYTES = 8 * 1024 * 1024
 ALIGNMENT_BYTES = 64
 
 
-class ImageEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ImageEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tensor in an image: ``size_bytes`` bytes from ``offset``, with its dimensions in the order ``order``."""
 
     dtype: str
@@ -45,6 +46,12 @@ class ImageEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     size_bytes: int
     shared: bool = False
     """Whether the tensor is in the image that is the same on all ranks."""
+    global_shape: tuple[int, ...] | None = None
+    """Shape of the whole tensor of which this is a shard; ``None`` if the shard is no box of it."""
+    offsets: tuple[int, ...] | None = None
+    """First element of the shard in each dimension of the whole tensor."""
+    replicas: int = 1
+    """Number of ranks that hold the same shard (HSDP)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +275,7 @@ def _examine(tensor: Tensor, address: int) -> KnownTensor:
     if flat is None:
         order = tuple(range(inner.dim()))
     view: Source | None = flat.numpy() if flat is not None and flat.device.type == "cpu" else flat
+    placement = placement_of(tensor)
     entry = ImageEntry(
         dtype=dtype_name(inner.dtype),
         shape=tuple(inner.shape),
@@ -276,6 +284,9 @@ def _examine(tensor: Tensor, address: int) -> KnownTensor:
         sharded=hasattr(tensor, "to_local"),
         offset=0,
         size_bytes=inner.numel() * inner.element_size(),
+        global_shape=tuple(tensor.shape) if placement is not None else None,
+        offsets=placement.box.offsets if placement is not None else None,
+        replicas=placement.replicas if placement is not None else 1,
     )
     return KnownTensor(
         tensor, address, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), entry, view
@@ -308,17 +319,17 @@ def choose_target(entry: ImageEntry, old: Tensor | None, like: Tensor | None) ->
     if like is not None and _fits(msgspec.structs.replace(entry, dtype=str(like.dtype)[6:]), like):
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     device = like.device if like is not None and not entry.on_host else torch.device("cpu")
-    return _in_shape(entry, torch.empty(entry.size_bytes // dtype.itemsize, dtype=dtype, device=device))
+    return in_shape(entry, torch.empty(entry.size_bytes // dtype.itemsize, dtype=dtype, device=device))
 
 
 def copy_into(entry: ImageEntry, data: Bytes, tensor: Tensor) -> None:
     """Copy a tensor from the image into ``tensor``, which ``choose_target`` returned."""
     if entry.size_bytes:
         flat = torch.from_numpy(data[entry.offset : entry.offset + entry.size_bytes])
-        local_tensor(tensor).copy_(_in_shape(entry, flat.view(getattr(torch, entry.dtype))))
+        local_tensor(tensor).copy_(in_shape(entry, flat.view(getattr(torch, entry.dtype))))
 
 
-def _in_shape(entry: ImageEntry, flat: Tensor) -> Tensor:
-    """Return a view of the values, which are in the saved order of dimensions, with the saved shape."""
+def in_shape(entry: ImageEntry, flat: Tensor) -> Tensor:
+    """Return a view of an entry's values, which are in its order of dimensions, with its shape."""
     lying = flat.reshape([entry.shape[d] for d in entry.order])
     return lying.permute([entry.order.index(d) for d in range(len(entry.order))])

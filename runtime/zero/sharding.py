@@ -17,6 +17,7 @@ from torch import Tensor
 from planner.values import StatePart
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
+from runtime.layers.optimizer import state_tensors
 from runtime.layers.state import StateError
 from runtime.layers.tensor_plan import TensorPlan
 from runtime.layers.transfer import PayloadEndpoint, StateExchange
@@ -35,7 +36,7 @@ from runtime.zero.parts import (
     plan_transfers,
 )
 from runtime.zero.replica import CHECK_STEPS, ReplicaUpdater
-from runtime.zero.sharded_optimizer import ShardedOptimization
+from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
 from runtime.zero.shards import StageShards
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages.trainer import ResumeRank, WorldData, WorldStage
@@ -271,6 +272,24 @@ class ShardedState:
         if missing:
             raise StateError(f"no replica of layers {missing} is held here")
         return [part for layer in layers for part in found[layer]]
+
+    def own_tensors(self, names: Collection[str]) -> dict[str, list[Tensor]]:
+        """Return the memory of this rank's elements of each parameter, and of the optimizer's state for them, in
+        the order of the elements.
+        """
+        found: dict[str, list[SliceState]] = {name: [] for name in names}
+        for part in self._own:
+            for one in part.slices:
+                if one.slice.name in found:
+                    found[one.slice.name].append(one)
+        return {
+            name: [
+                tensor
+                for one in sorted(slices, key=lambda one: one.slice.start)
+                for tensor in (self.value_of(one.slice), *state_tensors(one.state))
+            ]
+            for name, slices in found.items()
+        }
 
     def value_of(self, one: ParameterSlice) -> Tensor:
         """Return the memory of the slice that this rank computes with."""

@@ -36,7 +36,7 @@ from statemachine.messages.cluster import (
     TakeSnapshot,
 )
 from statemachine.messages.common import Finished, Prepared, Quiesce, Resumed
-from statemachine.messages.values import CommittedStep, NodeActivity, NodeState
+from statemachine.messages.values import BuildProgress, BuildStage, CommittedStep, NodeActivity, NodeState
 
 STEPS_PER_MESSAGE = 50
 """Most steps per message. With as many metrics as a step and an evaluation may have, all with the longest
@@ -121,6 +121,17 @@ def send_hello(a: Agent) -> None:
         a.send(Leaving(reason=a.leaving))
 
 
+def _building(a: Agent) -> BuildProgress | None:
+    """Return the progress of the trainers: how many have started, then how far the first of them is with the
+    job.
+    """
+    up = sum(1 for trainer in a.trainers if trainer.alive)
+    if up < len(a.trainers):
+        return BuildProgress(stage=BuildStage.STARTING, done=up, total=len(a.trainers))
+    preparing = (t.build_progress for t in a.trainers if t.phase is TrainerPhase.PREPARING)
+    return next(filter(None, preparing), None)
+
+
 def send_heartbeat(a: Agent) -> None:
     """Send the newest commit and the node's activity, with which the heartbeat acknowledges orders and
     mentions reports.
@@ -133,14 +144,8 @@ def send_heartbeat(a: Agent) -> None:
             lineage=a.lineage,
             retained_step=a.retained_step,
             corrupt_step=a.corrupt_step,
-            build_progress=next(
-                (
-                    t.build_progress
-                    for t in a.trainers
-                    if t.phase is TrainerPhase.PREPARING and t.build_progress
-                ),
-                "",
-            ),
+            repairs=a.repairs,
+            building=_building(a),
             acknowledgement=Acknowledgement(
                 activity=a.activity,
                 job_id=a.job.job_id if a.job is not None else None,

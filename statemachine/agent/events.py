@@ -97,6 +97,13 @@ class SnapshotCorrupted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRepaired(Event):
+    """Bytes of the retained snapshot of ``step`` had changed in this node's memory, and all were repaired."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotCopyFailed(Event):
     """Answer to ``SendSnapshotCopy``: the replica peer has no copy of this node's part of the snapshot."""
 

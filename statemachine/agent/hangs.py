@@ -33,8 +33,10 @@ def add_starved_time(a: Agent, trainer: TrainerRecord, event: TrainerStarved) ->
     trainer.progress_at = min(a.at, trainer.progress_at + excused_s)
 
 
-def find_hang(a: Agent, late_s: float) -> tuple[TrainerRecord, str] | None:
-    """Check all trainers, periodically; return the first one that hangs, with the reason."""
+def find_hang(a: Agent, late_s: float) -> tuple[TrainerRecord, str, float] | None:
+    """Check all trainers, periodically; return the first one that hangs, with the reason and the seconds since
+    its last sign of life.
+    """
     if all(trainer.phase is TrainerPhase.DOWN for trainer in a.trainers):
         return None
     a.set_timer(HANG_CHECK, a.timing.hang_check_s)
@@ -45,17 +47,20 @@ def find_hang(a: Agent, late_s: float) -> tuple[TrainerRecord, str] | None:
         return None
     for trainer in a.trainers:
         if trainer.phase is not TrainerPhase.DOWN and (how := _hang_reason(a, trainer)):
-            return trainer, how
+            return trainer, *how
     return None
 
 
-def _hang_reason(a: Agent, trainer: TrainerRecord) -> str | None:
-    """Return why the trainer counts as hung, with the limit that it exceeds, or ``None``."""
+def _hang_reason(a: Agent, trainer: TrainerRecord) -> tuple[str, float] | None:
+    """Return why the trainer counts as hung, with the limit that it exceeds, and the seconds since its last
+    sign of life; ``None`` if it does not.
+    """
     timing = a.timing
     silent_s, still_s = a.at - trainer.heartbeat_at, a.at - trainer.progress_at
     if trainer.phase is TrainerPhase.STARTING:
-        late = silent_s > timing.idle_progress_s
-        return f"it did not start within {timing.idle_progress_s:g} s (idle_progress_s)" if late else None
+        if silent_s <= timing.idle_progress_s:
+            return None
+        return f"it did not start within {timing.idle_progress_s:g} s (idle_progress_s)", silent_s
     if a.stepping:
         step_s = timing.hang_s(median(a.durations) if a.durations else 0.0)
         beat_limit = progress_limit = (step_s, "hang_floor_s, hang_steps")
@@ -66,13 +71,13 @@ def _hang_reason(a: Agent, trainer: TrainerRecord) -> str | None:
         )
     if silent_s > beat_limit[0]:
         starved = f" in which it could run (and {trainer.starved_s:.2f} s more)" if trainer.starved_s else ""
-        return f"no heartbeat for {silent_s:.2f} s{starved}; limit {_limit(*beat_limit)}"
+        return f"no heartbeat for {silent_s:.2f} s{starved}; limit {_limit(*beat_limit)}", silent_s
     if trainer.reading:
         progress_limit = max(progress_limit, (timing.reading_s, "reading_s"))
     if still_s <= progress_limit[0]:
         return None
     what = "reading samples" if trainer.reading else "no progress"
-    return f"{what} for {still_s:.2f} s, and it did not wait; limit {_limit(*progress_limit)}"
+    return f"{what} for {still_s:.2f} s, and it did not wait; limit {_limit(*progress_limit)}", still_s
 
 
 def _limit(limit_s: float, keys: str) -> str:

@@ -29,6 +29,7 @@ from statemachine.agent.events import (
     SnapshotCopyCommitted,
     SnapshotCopyFailed,
     SnapshotCorrupted,
+    SnapshotRepaired,
     SnapshotsFound,
     StagingFailed,
     TerminationRequested,
@@ -57,6 +58,7 @@ from statemachine.messages.common import (
     OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
+    ReplicaDigests,
     Resumed,
     SnapshotFailed,
     SnapshotStarted,
@@ -84,6 +86,7 @@ AgentEvent = (
     | SnapshotsFound
     | SnapshotCopiesChanged
     | SnapshotCorrupted
+    | SnapshotRepaired
     | SnapshotCopyCommitted
     | SnapshotCopyFailed
     | StagingFailed
@@ -148,6 +151,8 @@ class AgentMachine:
                 agent_snapshots.set_copies(a, event)
             case SnapshotCorrupted():
                 agent_snapshots.note_corrupt(a, event)
+            case SnapshotRepaired():
+                a.repairs += 1  # The next heartbeat reports it.
             case _ if not a.active:
                 pass  # fenced or gone: nothing counts until a new AgentStarted
             case CommandArrived():
@@ -224,6 +229,10 @@ class AgentMachine:
         match report:
             case OptimizerReplicaDiverged():
                 if self._in_group(report.generation):
+                    a.send(report)
+            case ReplicaDigests():
+                # They count until a later Resume was obeyed, also while a Quiesce is under way.
+                if a.resume is not None and report.generation == a.resume.generation:
                     a.send(report)
             case _ if not trainer.alive:
                 pass
@@ -308,7 +317,9 @@ class AgentMachine:
             return
         self._restart_trainers(trainer, event.cause_of_failure, event.detail)
 
-    def _restart_trainers(self, trainer: TrainerRecord, cause: FailureCause, detail: str) -> None:
+    def _restart_trainers(
+        self, trainer: TrainerRecord, cause: FailureCause, detail: str, unnoticed_s: float = 0.0
+    ) -> None:
         """Start over with new trainers on all devices, since one trainer failed."""
         a = self._a
         device = trainer.device
@@ -324,7 +335,9 @@ class AgentMachine:
         if a.job is not None:
             # The newest commit goes first, because it counts for the roll-forward rule.
             send_heartbeat(a)
-            a.trainer_lost = TrainerLost(generation=a.generation, device=device, cause=cause, detail=detail)
+            a.trainer_lost = TrainerLost(
+                generation=a.generation, device=device, cause=cause, detail=detail, unnoticed_s=unnoticed_s
+            )
             a.send(a.trainer_lost)
             a.publish(NodeState.UNHEALTHY, f"trainer {device} {cause}")
         a.kill_trainers()
@@ -355,8 +368,9 @@ class AgentMachine:
             case "watch":
                 hanging = find_hang(a, late_s)
                 if hanging is not None:
-                    a.cause = f"hang:{a.name}/{hanging[0].device}:{a.generation}"
-                    self._restart_trainers(hanging[0], "hung", hanging[1])
+                    trainer, why, since_s = hanging
+                    a.cause = f"hang:{a.name}/{trainer.device}:{a.generation}"
+                    self._restart_trainers(trainer, "hung", why, since_s)
             case "restart":
                 a.start_trainers()
             case _:  # "leave": the coordinator did not release the node in time

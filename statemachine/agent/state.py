@@ -30,6 +30,7 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Finished, PeerSuspected, Resumed, SnapshotFailed, SnapshotStarted
 from statemachine.messages.trainer import ShardWritten, TrainerQuiesced
 from statemachine.messages.values import (
+    BuildProgress,
     CommittedStep,
     DeviceReport,
     HeldSnapshot,
@@ -102,8 +103,8 @@ class TrainerRecord:
     """Time at which it last made progress or was waiting."""
     reading: bool = False
     """Whether the trainer read samples of the data set, as last reported."""
-    build_progress: str = ""
-    """Activity before it was prepared, as last reported."""
+    build_progress: BuildProgress | None = None
+    """Progress before it was prepared, as last reported."""
 
     @property
     def alive(self) -> bool:
@@ -185,6 +186,8 @@ class Agent:
     """… in this lineage."""
     corrupt_step: int = 0
     """Step of the snapshot that is corrupt and cannot be repaired here; 0: none."""
+    repairs: int = 0
+    """Number of times that bytes of a snapshot had changed in this node's memory, and were repaired."""
     pinned_step: int = 0
     """Step of a snapshot that is retained too, while it is persisted; 0: none."""
     cancelled_attempt: str = ""

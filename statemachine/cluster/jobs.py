@@ -3,14 +3,10 @@
 import hashlib
 from typing import Any
 
-from statemachine.cluster.boundaries import (
-    follow_running,
-    release,
-    release_drained,
-    schedule_join,
-    set_draining,
-)
+from statemachine.cluster import corruption, drains
+from statemachine.cluster.boundaries import follow_running, schedule_join
 from statemachine.cluster.horizon import Exposure
+from statemachine.cluster.loss_spikes import LossSpikes
 from statemachine.cluster.membership import device_mismatch, mark_healthy, prepare, reject
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import (
@@ -24,9 +20,12 @@ from statemachine.cluster.phases import (
     Waiting,
 )
 from statemachine.cluster.progress import learn_evaluation, publish_steps
+from statemachine.cluster.quarantine import readmit_needed
 from statemachine.cluster.recovery import follow_group, note_cause, plan_ahead, reconfigure
-from statemachine.cluster.snapshots import orders, persisting
+from statemachine.cluster.skipped_updates import find_failure
+from statemachine.cluster.snapshots import orders, persisting, requests
 from statemachine.cluster.snapshots.snapshot_state import JobCheckpoints, JobSnapshots
+from statemachine.cluster.snapshots.snapshots import record_if_complete
 from statemachine.cluster.state import (
     FIND,
     FINISH,
@@ -39,18 +38,18 @@ from statemachine.cluster.state import (
     STEPS,
     SUSPICION,
     Cluster,
+    ReplicaComparisons,
     StragglerState,
     TrainingProgress,
     count_noun,
 )
 from statemachine.effects import BuildTemplates, CancelTemplates
-from statemachine.events import DrainRequested, StopRequested, SubmitRequested
+from statemachine.error_text import describe_failing_nodes
+from statemachine.events import StopRequested, SubmitRequested
 from statemachine.messages.cluster import Heartbeat, Release, Stop
 from statemachine.messages.common import Finished, Prepared
 from statemachine.messages.values import ClusterPhase, CommittedStep, ProfiledJob
 
-MAX_BUILD_PROGRESS_CHARACTERS = 100
-"""Most characters of a node's description of what it does."""
 SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than are present, so that they are ready for a join."""
 
@@ -73,11 +72,12 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
         c.answer(event.request, False, f"{beyond}: give it more steps, or another url")
         return
     c.transition(PhaseEvent.JOB_ACCEPTED, Waiting())
-    c.job, c.last_failure = job, ""
+    c.job, c.last_failure, c.failing = job, "", {}
     c.profiled = c.profiler = c.resumption = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised, c.repeated_error = False, 0, 0, 0, None
     c.progress, c.exposure, c.straggler_state = TrainingProgress(), Exposure(), StragglerState()
-    c.snapshots, c.lineage = JobSnapshots(), 0
+    c.snapshots, c.lineage, c.replicas = JobSnapshots(), 0, ReplicaComparisons()
+    c.spikes = LossSpikes(skipped_batches=begin.vote.skipped_batches if begin is not None else ())
     c.checkpoints = JobCheckpoints(newest=begin, last_tried_step=begin.step if begin is not None else 0)
     if event.profile is not None:
         c.profiled = ProfiledJob(job=job, profile=event.profile)
@@ -118,22 +118,11 @@ def stop(c: Cluster, event: StopRequested) -> None:
         end_job(c, PhaseEvent.JOB_ENDED, "stopped by a user", "JobStopped")
 
 
-def drain(c: Cluster, event: DrainRequested) -> None:
-    node = c.nodes.get(event.node)
-    if node is None or not node.alive:
-        c.answer(
-            event.request, False, f"there is no node {event.node!r}; nodes: {', '.join(sorted(c.nodes))}"
-        )
-        return
-    when = "is released already" if node.released else "will be released at the next step boundary"
-    c.answer(event.request, True, f"{node.name} {when}")
-    set_draining(c, node, "drain requested")
-
-
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
     """End the job, whatever its outcome: its trainers end, the nodes stay."""
     ended = ClusterPhase.FINISHED if event is PhaseEvent.JOB_ENDED else ClusterPhase.FAILED
     c.transition(event, Ended(phase=ended, outcome=reason))
+    requests.refuse_all(c, f"the job has ended: {reason}")
     persisting.abandon_at_end(c)
     c.snapshots.pending = None
     for node in c.nodes.values():
@@ -149,9 +138,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     c.send_all(
         c.alive(), Stop(job_id=c.current_job.job_id, reason=reason, failed=event is PhaseEvent.JOB_FAILED)
     )
-    for node in c.alive():
-        if node.draining is not None and not node.released:
-            release(c, node)
+    drains.settle(c)
     c.publish()
 
 
@@ -197,10 +184,11 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
 
 
 def take_build_progress(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
-    """Record how far a node is with building the model, which people see before the start."""
-    build_progress = signal.build_progress[:MAX_BUILD_PROGRESS_CHARACTERS] if node.prepare_sent else ""
-    if build_progress != node.build_progress:
-        node.build_progress = build_progress
+    """Record how far a node is with starting its trainers and building the model, which people see before the
+    start.
+    """
+    if signal.building != node.building:
+        node.building = signal.building
         if c.phase is ClusterPhase.WAITING:
             c.publish()
 
@@ -229,9 +217,9 @@ def build(c: Cluster) -> None:
     """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
     asked = []
     for node in c.alive():
-        if node.prepare_sent or node.released or node.draining is not None or node.build_error is not None:
+        if node.prepare_sent or node.departing or node.build_error is not None:
             continue
-        profile = c.profiled is None and c.profiler is None
+        profile = c.profiled is None and c.profiler is None and node.quarantine is None
         if node.prepared and not profile:
             continue
         node.prepare_sent, node.prepared = True, False
@@ -268,8 +256,10 @@ def maybe_start(c: Cluster) -> None:
     job = c.current_job
     if not c.templates_ready or c.profiled is None:
         return
-    ready = [node.name for node in c.alive() if node.ready and node.draining is None]
-    building = any(node.prepare_sent for node in c.alive())
+    ready = [node.name for node in c.alive() if node.ready and not node.departing]
+    building = any(node.prepare_sent and node.quarantine is None for node in c.alive())
+    if not ready and not building:
+        readmit_needed(c)
     enough = len(ready) > job.policy.tolerate
     settled = SETTLE not in c.due
     if not ready or not (settled or (enough and not building)):
@@ -285,7 +275,7 @@ def maybe_start(c: Cluster) -> None:
 def maybe_finish(c: Cluster, group: Running) -> None:
     """End the job once every planned node has finished and every step was published."""
     job = c.current_job
-    if not group.all_finished:
+    if not group.all_finished or corruption.take_end(c, group):
         return
     if c.progress.published_step < job.steps:
         known = c.progress.known
@@ -308,7 +298,20 @@ def maybe_finish(c: Cluster, group: Running) -> None:
                 )
     lines = "".join(f"{layer}:{digest}\n" for layer, digest in sorted(digests.items()))
     checksum = hashlib.sha256(lines.encode()).hexdigest()
-    end_job(c, PhaseEvent.JOB_ENDED, f"finished after {job.steps} steps", "JobFinished", checksum=checksum)
+    failing = describe_failing_nodes(c.failing.items())
+    outcome = f"finished after {job.steps} steps" + (f", but {failing}" if failing else "")
+    end_job(c, PhaseEvent.JOB_ENDED, outcome, "JobFinished", checksum=checksum)
+
+
+def _too_many_skipped(c: Cluster) -> str | None:
+    """Return why the job fails, if too many of its steps updated nothing."""
+    progress, job = c.progress, c.current_job
+    return find_failure(
+        progress.skipped,
+        step=progress.published_step,
+        steps=job.steps,
+        max_skipped=job.updates.max_skipped,
+    )
 
 
 # --- level-triggered: called after every event that changed something -----------------------------
@@ -317,10 +320,16 @@ def maybe_finish(c: Cluster, group: Running) -> None:
 def reconcile(c: Cluster) -> None:
     """Reconcile the cluster with its present state, whatever event led to it."""
     if not c.active:
-        release_drained(c)
+        drains.settle(c)
+        return
+    if c.progress.skipped.runs and (why := _too_many_skipped(c)):
+        fail(c, why)
         return
     if isinstance(c.state, Resuming | Running):
         follow_group(c, c.state)
+    drains.settle(c)
+    if c.snapshots.requests:
+        requests.settle(c)
     build(c)
     if c.current_job.checkpoint.url:
         persisting.reconcile(c)
@@ -331,11 +340,15 @@ def reconcile(c: Cluster) -> None:
             if problem is not None:
                 fail(c, problem)
                 return
-            release_drained(c)
             maybe_start(c)
         case Quiescing() as state:
             plan_ahead(c, state)
+        case Running() if c.spikes.pending is not None:
+            why = c.spikes.pending.describe()
+            reconfigure(c, why, "abort", note_cause(c, "loss_spike", []))
         case Running() as group:
+            if c.current_job.updates.on_spike == "skip":
+                record_if_complete(c)
             maybe_finish(c, group)
             if c.state is group:
                 follow_running(c, group)
@@ -343,6 +356,8 @@ def reconcile(c: Cluster) -> None:
                 orders.reconcile(c, group)
         case Paused():
             schedule_join(c)
+            if JOIN not in c.due and not c.state.pause_limited:
+                readmit_needed(c)
         case _:
             pass
 

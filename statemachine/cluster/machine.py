@@ -9,13 +9,26 @@ from typing import Any, assert_never
 
 import msgspec
 
-from statemachine.cluster import boundaries, jobs, progress, public, recovery, rollback, signals, stragglers
+from statemachine.cluster import (
+    boundaries,
+    drains,
+    jobs,
+    progress,
+    public,
+    quarantine,
+    recovery,
+    recovery_times,
+    rollback,
+    signals,
+    stragglers,
+)
 from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_journaled
 from statemachine.cluster.membership import inquire_all, remove_absent, silent_nodes
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Resuming
-from statemachine.cluster.snapshots import orders, persisting, snapshots
+from statemachine.cluster.replicas import explain_repetition
+from statemachine.cluster.snapshots import orders, persisting, requests, snapshots
 from statemachine.cluster.state import (
     FINISH,
     PAUSE_LIMIT,
@@ -34,13 +47,16 @@ from statemachine.events import (
     CheckpointCommitFailed,
     CheckpointCommitted,
     CheckpointFound,
+    DrainChecked,
     DrainRequested,
     ExportCompleted,
     ExportFailed,
+    FaultAnnounced,
     NodeVanished,
     PlanCompared,
     PlanImpossible,
     PlanReady,
+    ReadmitRequested,
     RestoreChecked,
     SignalArrived,
     SnapshotRequested,
@@ -51,7 +67,8 @@ from statemachine.events import (
     TemplatesReady,
     TimerFired,
 )
-from statemachine.messages.values import CheckpointRecord, ClusterPhase, Job, Snapshot
+from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
+from statemachine.messages.values import CheckpointRecord, ClusterPhase, Divergence, Job, Snapshot
 from statemachine.timing import Timing
 
 ClusterEvent = (
@@ -60,9 +77,12 @@ ClusterEvent = (
     | BrokerDisconnected
     | SignalArrived
     | NodeVanished
+    | FaultAnnounced
     | SubmitRequested
     | StopRequested
     | DrainRequested
+    | ReadmitRequested
+    | DrainChecked
     | SnapshotRequested
     | StepsMissed
     | TemplatesReady
@@ -85,12 +105,17 @@ class ClusterMachine:
     Create one for a new coordinator and feed ``BrokerConnected``, or ``restore`` one from a journal.
     """
 
-    def __init__(self, timing: Timing) -> None:
-        self._c = Cluster(timing=timing)
+    def __init__(self, timing: Timing, hardware: HardwareLimits = DEFAULT_LIMITS) -> None:
+        self._c = Cluster(timing=timing, hardware=hardware)
 
     @classmethod
     def restore(
-        cls, timing: Timing, durable_state: dict[str, Any], at: float, cause: str
+        cls,
+        timing: Timing,
+        durable_state: dict[str, Any],
+        at: float,
+        cause: str,
+        hardware: HardwareLimits = DEFAULT_LIMITS,
     ) -> tuple["ClusterMachine", list[Effect]]:
         """Continue from what ``durable_state()`` last returned; the next event is ``BrokerConnected``.
 
@@ -98,7 +123,7 @@ class ClusterMachine:
         """
         machine = cls(timing)
         c = machine._c = durable.read(timing, durable_state, at)
-        c.at, c.cause = at, cause
+        c.hardware, c.at, c.cause = hardware, at, cause
         if c.active:
             jobs.build_templates(c)
         return machine, machine._take_out()
@@ -186,6 +211,21 @@ class ClusterMachine:
         return self._c.lineage
 
     @property
+    def diverged(self) -> Divergence | None:
+        """Return the copies of layers that differ, until the rollback that undoes it."""
+        return self._c.replicas.diverged
+
+    @property
+    def skipped_batches(self) -> tuple[int, ...]:
+        """Return the batches that the job's sample order leaves out, ascending."""
+        return self._c.spikes.skipped_batches
+
+    @property
+    def skipped_updates(self) -> int:
+        """Return the number of published steps that count as skipped updates."""
+        return self._c.progress.skipped.total
+
+    @property
     def snapshot(self) -> Snapshot | None:
         """Return the job's newest snapshot that is complete everywhere."""
         return self._c.snapshots.newest
@@ -235,7 +275,13 @@ class ClusterMachine:
             case StopRequested():
                 jobs.stop(c, event)
             case DrainRequested():
-                jobs.drain(c, event)
+                drains.take_request(c, event)
+            case DrainChecked():
+                drains.take_check(c, event)
+            case ReadmitRequested():
+                quarantine.readmit(c, event)
+            case FaultAnnounced():
+                recovery_times.take_announced_fault(c, event)
             case StepsMissed():
                 progress.take_steps_missed(c, event)
             case SnapshotRequested():
@@ -293,6 +339,10 @@ class ClusterMachine:
                 persisting.end_overdue(c)
             case "find":
                 self._fail(rollback.find_overdue(c))
+            case "drain":
+                drains.requests_overdue(c)
+            case "snapshot_answer":
+                requests.overdue(c)
             case "suspicion":
                 recovery.suspicion_overdue(c)
             case "pause_limit":
@@ -382,7 +432,7 @@ class ClusterMachine:
         first = not c.templates_ready
         jobs.templates_ready(c, event.job_id)
         if first and c.templates_ready and isinstance(c.state, Planning):
-            recovery.ask_plan(c, c.state, with_draining=bool(c.state.required_draining))
+            recovery.ask_plan(c, c.state)
 
     def _plan_impossible(self, event: PlanImpossible) -> None:
         c = self._c
@@ -391,7 +441,9 @@ class ClusterMachine:
             c.ignore("a plan of an older generation")
             return
         lost = recovery.take_no_plan(c, state, event)
-        if lost is not None and not rollback.request_check(c, state, lost, event.lost_layers):
+        if lost is not None and (repeated := explain_repetition(c)) is not None:
+            jobs.fail(c, repeated)
+        elif lost is not None and not rollback.request_check(c, state, lost, event.lost_layers):
             self._lost(rollback.wait_for_absent(c, lost))
 
     def _plan_ready(self, event: PlanReady) -> None:

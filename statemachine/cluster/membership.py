@@ -10,6 +10,7 @@ from enum import StrEnum
 from planner.values import Policy
 from statemachine.cluster.node import MAX_RETIRED, NodeEvent, NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Running, TrainingGroup
+from statemachine.cluster.recovery_times import note_time_of_failure
 from statemachine.cluster.state import Cluster, count_noun
 from statemachine.effects import RemoveNode
 from statemachine.messages.cluster import (
@@ -34,6 +35,7 @@ from statemachine.messages.common import (
     OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
+    ReplicaDigests,
     Resumed,
     SnapshotFailed,
     SnapshotStarted,
@@ -80,6 +82,7 @@ _ROWS: dict[type[Signal], tuple[_A, _A, _A, _A, _A]] = {
     Stepped: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
     TrainerLost: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
     PeerSuspected: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
+    ReplicaDigests: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
     OptimizerReplicaDiverged: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
     Finished: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
     Leaving: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
@@ -180,6 +183,8 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     node = NodeMachine(name=name, incarnation=incarnation, facts=hello.facts)
     if old is not None:
         node.retired = (*old.retired, old.incarnation)[-MAX_RETIRED:]
+        _continue_drain(c, old, node)
+        node.failures, node.quarantine = old.failures, old.quarantine
     c.nodes[name] = node
     c.rejected.pop((name, incarnation), None)
     node.feed(NodeEvent.HEALTHY)
@@ -196,6 +201,19 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     )
     c.publish()
     return True
+
+
+def _continue_drain(c: Cluster, old: NodeMachine, new: NodeMachine) -> None:
+    """Continue a drain under the new incarnation of a node that was fenced: nobody restarted its daemon.
+
+    A node whose daemon was restarted, or that left by itself, takes part again.
+    """
+    if old.draining is None or old.leaving:
+        return
+    if old.fenced:
+        new.draining = old.draining
+    elif not old.released:
+        c.emit("NodeDrainCancelled", f"{old.name} was restarted, which ends its drain", node=old.name)
 
 
 def may_return(c: Cluster, node: NodeMachine) -> bool:
@@ -226,7 +244,7 @@ def fence(c: Cluster, name: str, incarnation: int, reason: str) -> None:
     c.send_to(name, incarnation, Fence(reason=reason))
     node = c.nodes.get(name)
     if node is not None and node.incarnation == incarnation and not node.ended:
-        node.ended = True
+        node.ended = node.fenced = True
         c.emit("NodeFenced", reason, node=name, incarnation=incarnation)
 
 
@@ -245,7 +263,17 @@ def declare_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
         # The name is free now; the rejected node may not know that, so it is asked for a Hello.
         del c.rejected[rejected]
     c.dirty = True
-    c.emit("NodeLost", reason, node=node.name, how=how, detected_at=c.at, incarnation=node.incarnation)
+    c.emit(
+        "NodeLost",
+        reason,
+        node=node.name,
+        how=how,
+        detected_at=c.at,
+        fault_at=note_time_of_failure(c, node, node.heard_at if how == "silence" else None),
+        incarnation=node.incarnation,
+        host=node.facts.host,
+        log=node.facts.log,
+    )
 
 
 def inquire_all(c: Cluster) -> None:
@@ -342,7 +370,11 @@ def remove_absent(c: Cluster) -> None:
     offline.sort(key=lambda node: node.heard_at)
     over = len(offline) - max(MIN_LISTED_OFFLINE, len(c.nodes) - len(offline))
     late = c.at - c.timing.remove_offline_s
-    due = [node for number, node in enumerate(offline) if number < over or node.heard_at <= late]
+    due = [
+        node
+        for number, node in enumerate(offline)
+        if (number < over and node.quarantine is None) or node.heard_at <= late
+    ]
     needed = needed_nodes(c) if due else frozenset()
     removed = [node for node in due if node.name not in needed]
     if not removed:
@@ -383,8 +415,6 @@ def needed_nodes(c: Cluster) -> frozenset[str]:
     state, resumption, newest = c.state, c.resumption, c.snapshots.newest
     if isinstance(state, Planning | TrainingGroup | Paused):
         names |= {*state.members, *state.sources}
-    if isinstance(state, Planning | TrainingGroup):
-        names |= state.required_draining
     if isinstance(state, Quiescing | Planning | Paused):
         names |= state.expected.keys()
     if resumption is not None:

@@ -7,7 +7,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from statemachine.messages.values import HeldSnapshot, NodeFacts, NodeState
+from statemachine.messages.values import (
+    BuildProgress,
+    HeldSnapshot,
+    NodeFacts,
+    NodeFailure,
+    NodeState,
+    Quarantine,
+)
 
 MAX_RETIRED = 16
 """Past incarnations of one name that are remembered; older ones count as unknown and must send Hello."""
@@ -102,14 +109,18 @@ class NodeMachine:
     """Order or report that is missing according to the node's heartbeats, and since when
     (``acknowledgement``).
     """
-    build_progress: str = ""
-    """Progress of the node's trainers in building the job, in words."""
+    building: BuildProgress | None = None
+    """``Heartbeat.building``, as last reported."""
     prepared: bool = False
     """Whether every trainer has built the current job."""
     build_error: str | None = None
     """Reason why this node cannot build the current job, as its trainers reported it."""
     draining: str | None = None
     """Reason why the node is to leave the plan; ``None``: it is not."""
+    drain_granted: bool = False
+    """Whether there was a plan without it when that was last asked: it leaves at the next step boundary."""
+    drain_waits: str = ""
+    """Reason why there is no plan without it, so that it stays for now although it is to leave."""
     leaving: bool = False
     """Whether the node asked to leave by itself (SIGTERM there)."""
     released: bool = False
@@ -124,6 +135,8 @@ class NodeMachine:
     """The last resumed generation when this node went OFFLINE."""
     ended: bool = False
     """Whether the incarnation said goodbye or was fenced, so that it cannot return with its state."""
+    fenced: bool = False
+    """Whether the incarnation was fenced, so that its daemon returns as a new one by itself."""
     step: int = 0
     microbatch_ms: tuple[float, ...] = ()
     """``Heartbeat.microbatch_ms``, as last reported under ``timed_generation``."""
@@ -136,13 +149,23 @@ class NodeMachine:
     """Snapshots of the current job that the node reported complete in its memory."""
     part_failures: Counter[HeldSnapshot] = field(default_factory=Counter)
     """Number of times that a part of each of these snapshots turned out to be corrupt or unavailable."""
+    failed_at: float | None = None
+    """Time at which the node or its trainer really failed when it was last lost, as far as that is known."""
+    failed_by_fault: bool = False
+    """Whether that is the time of an injected fault."""
     said_hello: bool = False
     """Whether the node sent Hello since this coordinator started, so that its pending work is known."""
     retained_step: int | None = None
     """``Heartbeat.retained_step``, as reported since the last Hello."""
+    repairs: int | None = 0
+    """``Heartbeat.repairs``, as last reported; ``None`` until a restarted coordinator hears it."""
     retain_sent_step: int = 0
     """Step of the last ``RetainSnapshot``, which was sent at ``retain_sent_at``."""
     retain_sent_at: float = 0.0
+    failures: tuple[NodeFailure, ...] = ()
+    """Recent failures that count towards a quarantine, oldest first (``quarantine``)."""
+    quarantine: Quarantine | None = None
+    """Reason why the node is set aside, across incarnations and jobs; ``None``: it is not."""
     retired: tuple[int, ...] = ()
     """Past incarnations of this name, the last ``MAX_RETIRED``."""
 
@@ -161,12 +184,17 @@ class NodeMachine:
     @property
     def ready(self) -> bool:
         """Return whether it may take part in a generation."""
-        return self.state in USABLE and self.prepared and not self.released
+        return self.state in USABLE and self.prepared and not self.released and self.quarantine is None
+
+    @property
+    def departing(self) -> bool:
+        """Return whether it leaves, or has left: no plan from the next step boundary on uses it."""
+        return self.draining is not None and (self.drain_granted or self.released)
 
     def reset_job(self) -> None:
         """Reset what was known about this node and a job that is over."""
         self.prepare_sent = self.prepared = self.returning = False
-        self.build_error, self.build_progress = None, ""
+        self.build_error = None
         self.counted_in = self.step = self.timed_generation = 0
         self.speed, self.speed_changed_at = 1.0, None
         self.snapshots, self.part_failures, self.retain_sent_step = frozenset(), Counter(), 0

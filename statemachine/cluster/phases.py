@@ -13,7 +13,13 @@ from planner.values import Device, PipelinePlacement, Situation
 from statemachine.cluster.rules import Decision, Resumption
 from statemachine.events import RestoreChecked
 from statemachine.messages.common import Finished, Resumed
-from statemachine.messages.values import CheckpointRecord, ClusterPhase, DeviceReport, QuiesceMode
+from statemachine.messages.values import (
+    CheckpointRecord,
+    ClusterPhase,
+    DeviceReport,
+    MeasuredFrom,
+    QuiesceMode,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +32,12 @@ class ActiveRecovery:
     nodes: list[str]
     detected_how: str | None
     detected_at: float
+    began_at: float
+    """Time of the fault, or its best estimate; ``detected_at`` if neither is known."""
+    measured_from: MeasuredFrom = "detection"
+    """Meaning of ``began_at``."""
+    waited_until: float | None = None
+    """End of the last pause in which training waited for nodes; ``None`` if it did not pause."""
     tried: int = 0
     recomputed_steps: int = 0
     rolled_back_steps: int = 0
@@ -87,10 +99,10 @@ class Planning:
     """The situation for which a plan is requested; ``None`` before ``ask_plan``."""
     requested_protection: str = ""
     """The protection that is requested with the plan: a scheme, or ``auto``."""
-    required_draining: frozenset[str] = frozenset()
-    """Draining nodes that the plan has to use nevertheless."""
-    required_draining_layers: tuple[int, ...] = ()
-    """Layers that only those nodes hold; empty if that is not the reason."""
+    left_out: frozenset[str] = frozenset()
+    """Nodes that are to leave and that the plan is requested without (``drains``)."""
+    drain_problems: dict[frozenset[str], str] = field(default_factory=dict)
+    """Sets of such nodes that there is no plan without, each with the reason, in the order of the requests."""
     loss_reason: str = ""
     """Reason why live replicas are not enough, in the planner's words."""
     sources: tuple[str, ...] = ()
@@ -112,10 +124,6 @@ class TrainingGroup:
     resumption: Resumption
     planned: tuple[str, ...]
     """Nodes of its plan."""
-    required_draining: frozenset[str] = frozenset()
-    """Same as in ``Planning``, when the plan was made."""
-    required_draining_layers: tuple[int, ...] = ()
-    """Same as in ``Planning``, when the plan was made."""
     sources: tuple[str, ...] = ()
     """Nodes whose parts of the snapshot are restored."""
     holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
@@ -181,8 +189,10 @@ class Paused:
     """Condition for which the generation waits."""
     pause_limited: bool = False
     """Whether only absent nodes hold some state, so that the pause ends after a time limit."""
-    discarded_steps: int = 0
-    """Steps that this recovery discarded; the next one recomputes them."""
+    interrupted: ActiveRecovery | None = None
+    """The recovery that could not go on, without the nodes that it names, which may be removed; the one that ends
+    the pause continues its times and recomputes the steps that it discarded.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

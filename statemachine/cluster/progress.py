@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Running
+from statemachine.cluster.skipped_updates import explain, is_counted
+from statemachine.cluster.spikes import note_loss
 from statemachine.cluster.state import STEPS, Cluster
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.events import StepsMissed
@@ -122,7 +124,10 @@ def publish_steps(c: Cluster) -> None:
         progress.loss = vote.loss
         progress.lacking.clear()
         c.out.append(_committed(c, job, progress.published_step, vote, progress.step_s))
-        _warn_of_skipped(c, vote)
+        if vote.skipped:
+            _note_skipped(c, vote)
+        elif job.updates.on_spike == "skip":
+            note_loss(c, progress.published_step, vote)
         _publish_evaluation(c)
     if progress.published_step >= progress.known_step:
         progress.gap_since = None
@@ -201,20 +206,28 @@ def _mfu(c: Cluster, job: Job, step_s: float) -> float | None:
     return profile.flops * microbatches / (step_s * devices * profile.device_peak_flops)
 
 
-def _warn_of_skipped(c: Cluster, vote: Vote) -> None:
-    """Warn about the first skipped update in a row, the tenth, the hundredth …: a job that learns nothing must
-    not look healthy.
+def _note_skipped(c: Cluster, vote: Vote) -> None:
+    """Count a skipped update. Warn about the first one in a row, the tenth, the hundredth …: a job that learns
+    nothing must not look healthy.
     """
-    progress = c.progress
-    progress.skipped = progress.skipped + 1 if vote.skipped else 0
-    if progress.skipped and str(progress.skipped).strip("0") == "1":
-        so_far = f", {progress.skipped} steps in a row" if progress.skipped > 1 else ""
+    if not is_counted(vote):
+        return
+    progress, place = c.progress, vote.not_finite
+    step = progress.published_step
+    progress.skipped = progress.skipped.added(step, place)
+    in_row = progress.skipped.in_row(step)
+    if str(in_row).strip("0") == "1":
+        so_far = f", {in_row} steps in a row" if in_row > 1 else ""
         c.emit(
             "UpdateSkipped",
-            f"the gradients of step {progress.published_step} are not finite: no parameter was updated{so_far}",
-            step=progress.published_step,
+            f"step {step} updated no parameter because {explain(vote)}{so_far}",
+            step=step,
             loss=vote.loss,
-            steps=progress.skipped,
+            steps=in_row,
+            value=place.value if place is not None else None,
+            layer=place.layer if place is not None else None,
+            layer_name=place.name if place is not None else None,
+            nodes=list(place.nodes) if place is not None else [],
         )
 
 

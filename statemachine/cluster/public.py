@@ -5,8 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.values import PipelinePlacement, Plan
+from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Ended, Paused, Planning, Quiescing, Resuming, TrainingGroup, Waiting
+from statemachine.cluster.quarantine import describe_aside, readmit_command
 from statemachine.cluster.snapshots.snapshots import holders
+from statemachine.cluster.startup import describe_startup
 from statemachine.cluster.state import Cluster, join_names
 
 
@@ -45,7 +48,7 @@ def waiting_for(c: Cluster) -> str:
         case Resuming() as group:
             return f"{join_names([name for name in group.planned if name not in group.resumed])} to resume"
         case Paused(reason=reason):
-            return reason
+            return _and_aside(c, reason)
         case _:
             return ""
 
@@ -55,21 +58,20 @@ def _before_the_start(c: Cluster) -> str:
         return "a job"
     alive = c.alive()
     if not alive:
-        return "nodes"
+        return _and_aside(c, "nodes")
     if c.profiled is None:
         if not c.profiler:
-            return "a node that can build the model"
-        if build_progress := c.nodes[c.profiler].build_progress:
-            return f"{c.profiler}, which is {build_progress}"
+            return _and_aside(c, "a node that can build the model")
         return f"{c.profiler} to build and measure the model"
     if not c.templates_ready:
         return "pipeline templates"
-    building = [
-        f"{node.name} ({node.build_progress})" if node.build_progress else node.name
-        for node in alive
-        if node.prepare_sent
-    ]
-    return f"{', '.join(building)} to build the model" if building else "nodes"
+    building = [node.name for node in alive if node.prepare_sent and node.quarantine is None]
+    return f"{', '.join(building)} to build the model" if building else _and_aside(c, "nodes")
+
+
+def _and_aside(c: Cluster, what: str) -> str:
+    """Return what the job waits for, with the nodes that are there and must not take part."""
+    return "; ".join(filter(None, [what, describe_aside(c)]))
 
 
 def _snapshot(c: Cluster) -> dict[str, Any] | None:
@@ -119,6 +121,19 @@ def _checkpoint(c: Cluster) -> dict[str, Any] | None:
     }
 
 
+def _quarantine(node: NodeMachine) -> dict[str, Any] | None:
+    """Return why a node is set aside; ``None`` if it is not. ``at`` is on the machine's clock."""
+    quarantine = node.quarantine
+    if quarantine is None:
+        return None
+    return {
+        "cause": quarantine.cause,
+        "at": quarantine.at,
+        "reason": quarantine.reason,
+        "readmit": readmit_command(node),
+    }
+
+
 def plan_details(plan: Plan) -> dict[str, Any]:
     """Return the details of a plan. They are long for a thousand nodes, and the durable state has the plan
     anyway.
@@ -130,7 +145,7 @@ def plan_details(plan: Plan) -> dict[str, Any]:
 
 
 def public_state(c: Cluster) -> dict[str, Any]:
-    """Return the cluster, its job and its nodes as one JSON-compatible object."""
+    """Return the cluster, its job and its nodes as one JSON-compatible object, except for ``startup``."""
     progress, job = c.progress, c.job
     group = c.state if isinstance(c.state, TrainingGroup) else None
     in_plan = set(group.planned) if group is not None else set()
@@ -143,6 +158,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
         "step_s": progress.step_s if running else None,
         "samples_per_s": job.policy.global_batch / progress.step_s if job is not None and running else None,
         "waiting_for": waiting_for(c),
+        "startup": describe_startup(c),
         "pause_limited": isinstance(c.state, Paused) and c.state.pause_limited,
         "outcome": c.state.outcome if isinstance(c.state, Ended) else "",
         "snapshot": _snapshot(c),
@@ -165,8 +181,10 @@ def public_state(c: Cluster) -> dict[str, Any]:
                 "host": node.facts.host,
                 "in_plan": name in in_plan,
                 "draining": node.draining is not None,
+                "drain_waits": node.drain_waits,
                 "step": node.step,
                 "speed": node.speed,
+                "quarantine": _quarantine(node),
             }
             for name, node in sorted(c.nodes.items())
         },

@@ -21,7 +21,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
+
 from planner.values import Device, Situation, StatePart
+from statemachine.cluster import recovery_times
+from statemachine.cluster.drains import keep_departing, leavers, next_left_out, settle_plan
 from statemachine.cluster.membership import declare_lost, fence, inquire, prepare, remove_unknown
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
@@ -36,6 +40,8 @@ from statemachine.cluster.phases import (
 )
 from statemachine.cluster.progress import learn, learn_evaluation, publish_steps
 from statemachine.cluster.public import pipelines, plan_details
+from statemachine.cluster.quarantine import describe_aside, note_failure, quarantine_node
+from statemachine.cluster.replicas import describe, explain_loss, settle
 from statemachine.cluster.rules import Decision, Resumption, decide, is_trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
 from statemachine.cluster.snapshots.protections import (
@@ -60,7 +66,15 @@ from statemachine.effects import ComputePlan, PlanAhead
 from statemachine.events import NodeVanished, PlanImpossible, PlanReady
 from statemachine.messages.cluster import Quiesced, Resume
 from statemachine.messages.common import PeerSuspected, Quiesce, Resumed
-from statemachine.messages.values import CommittedStep, NodeFacts, QuiesceMode, ReplicaPeer, Restore
+from statemachine.messages.values import (
+    CommittedStep,
+    Divergence,
+    NodeFacts,
+    NodeFailure,
+    QuiesceMode,
+    ReplicaPeer,
+    Restore,
+)
 
 T = TypeVar("T")
 
@@ -69,14 +83,13 @@ _CONTINUES = {
     "node_lost": "training continues after the loss of {who}",
     "trainer_lost": "training continues after the loss of a trainer of {who}",
     "connection_lost": "training continues after a connection broke",
-    "node_joined": "training continues with {who}",
-    "node_returned": "training continues with {who}, which returned",
-    "node_drained": "training continues without {who}, which was drained",
     "speed_changed": "training continues with a plan for the changed speed of {who}",
     "protection_changed": "training continues with another protection of snapshots",
     "resumed": "training continues after a pause",
+    "corruption": "training continues after silent corruption",
+    "loss_spike": "training continues without the batch of a spike of the loss",
 }
-"""Words for the end of a recovery, by the cause of the reconfiguration."""
+"""Words for the end of a recovery, by the cause of the reconfiguration; see also ``_describe``."""
 
 
 # --- 1. a node is lost ----------------------------------------------------------------------------
@@ -113,20 +126,25 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
     """
     record = c.recovery
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
-        before = c.resumption.plan.pipelines if c.resumption is not None else ()
-        discarded = c.state.discarded_steps if isinstance(c.state, Paused) else 0
+        past = c.state.interrupted if isinstance(c.state, Paused) else record
         if cause in LOSSES:
             c.exposure.failures += 1
-        return ActiveRecovery(
+        found = ActiveRecovery(
             cause=cause,
             nodes=list(nodes),
             detected_how=how,
             detected_at=c.at,
+            began_at=c.at,
             tried=record.tried if record is not None else 0,
-            recomputed_steps=record.recomputed_steps if record is not None else discarded,
-            before=before,
+            recomputed_steps=past.recomputed_steps if past is not None else 0,
+            before=c.resumption.plan.pipelines if c.resumption is not None else (),
         )
+        recovery_times.find_begin(c, found, nodes)
+        if past is not None and (isinstance(c.state, Paused) or past.waited_until is not None):
+            recovery_times.continue_after_pause(found, past, c.at)
+        return found
     record.nodes.extend(name for name in nodes if name not in record.nodes)
+    recovery_times.find_begin(c, record, nodes)
     return record
 
 
@@ -202,7 +220,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery)
     for name in (JOIN, RESUME, PAUSE_LIMIT, SUSPICION, FIND):
         c.cancel_timer(name)
     c.persist()
-    c.emit("GenerationStarted", why, mode=mode, why=why)
+    c.emit("GenerationStarted", why, mode=mode, why=why, recovery_cause=record.cause)
     c.send_all(members, Quiesce(generation=c.generation, mode=mode))
     limit = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.progress.step_s)
     c.set_timer(QUIESCE, max(limit, c.grace_until - c.at))
@@ -226,7 +244,8 @@ def plan_ahead(c: Cluster, state: Quiescing) -> None:
         return  # Devices then hold other parts than the plan alone determines.
     state.planned_ahead_for = len(state.expected)
     nodes = [c.nodes[name] for name in sorted(state.expected)]
-    devices = {node.name: node.facts.devices for node in nodes if node.draining is None}
+    leaving = leavers(c)
+    devices = {node.name: node.facts.devices for node in nodes if node not in leaving}
     if devices:
         c.out.append(
             PlanAhead(
@@ -281,9 +300,15 @@ def take_all_reports(c: Cluster, state: Quiescing) -> None:
         record = note_cause(c, "node_lost", strangers, "no_answer")
         reconfigure(c, f"{', '.join(strangers)} must not continue with stale state", "abort", record)
         return
+    diverged = settle(c) if c.replicas.reported else c.replicas.diverged
+    if diverged is not None and not diverged.announced and announce_divergence(c, diverged):
+        reconfigure(c, describe(diverged), "abort", note_cause(c, "corruption", list(diverged.minority)))
+        return
     c.cancel_timer(QUIESCE)
     zero1 = c.current_job.policy.zero1
     decision = decide(reports, c.progress.known, c.resumption, state.mode, zero1=zero1)
+    if diverged is not None or c.spikes.pending is not None:
+        decision = decision.without_state()
     planning = Planning(
         generation=state.generation,
         recovery=state.recovery,
@@ -309,7 +334,41 @@ def take_all_reports(c: Cluster, state: Quiescing) -> None:
         in_flight=decision.in_flight,
     )
     publish_steps(c)
-    ask_plan(c, planning, with_draining=False)
+    ask_plan(c, planning)
+
+
+def announce_divergence(c: Cluster, diverged: Divergence) -> bool:
+    """Publish that copies of layers differ, and set the nodes aside that are known to be at fault. Return whether
+    one was.
+    """
+    c.replicas.diverged = msgspec.structs.replace(diverged, announced=True)
+    c.persist()
+    c.emit(
+        "ReplicasDiverged",
+        describe(diverged),
+        step=diverged.step,
+        layer=diverged.layers[0],
+        digests=sorted(set(diverged.digests.values())),
+        layers=list(diverged.layers),
+        nodes=list(diverged.nodes),
+        minority=list(diverged.minority),
+        agreed_step=diverged.agreed_step,
+    )
+    aside = False
+    for name in diverged.minority:
+        node = c.nodes.get(name)
+        if node is not None and node.quarantine is None:
+            failure = NodeFailure(
+                cause="corruption",
+                at=c.at,
+                step=diverged.step,
+                generation=diverged.generation,
+                detail=describe(diverged),
+            )
+            aside = (
+                quarantine_node(c, node, "corruption", [failure], "its copies of layers are corrupt") or aside
+            )
+    return aside
 
 
 def _explain(decision: Decision) -> str:
@@ -324,12 +383,16 @@ def _explain(decision: Decision) -> str:
             return f"no rank committed step {decision.step + 1}: all discard it and redo it"
 
 
-def ask_plan(c: Cluster, state: Planning, *, with_draining: bool) -> None:
-    """Step 4: request a plan, first without the draining nodes, and with them if there is no plan without."""
+def ask_plan(c: Cluster, state: Planning, left_out: frozenset[str] | None = None) -> None:
+    """Step 4: request a plan.
+
+    :param left_out: nodes that it is to do without; ``None``: all that are to leave (``drains``), at first.
+    """
     decision = state.decision
-    draining = frozenset(name for name in state.members if c.nodes[name].draining is not None)
-    state.required_draining = draining if with_draining else frozenset()
-    left_out = frozenset() if with_draining else draining
+    if left_out is None:
+        left_out = frozenset(node.name for node in leavers(c)) & state.members
+        state.drain_problems = {}
+    state.left_out = left_out
     usable = tuple(name for name in sorted(state.members) if name not in left_out)
     state.situation = Situation(
         nodes=usable,
@@ -371,16 +434,15 @@ def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
 def take_no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | None:
     """Handle that there is no plan for these nodes now. Return the state that is lost, if that is the reason."""
     reason = event.reason
-    waiting = [name for name in sorted(state.members) if c.nodes[name].draining is not None]
-    if waiting and not state.required_draining:
-        c.emit("NodeDraining", f"{', '.join(waiting)} cannot be released yet: {reason}", nodes=waiting)
-        state.required_draining_layers = event.lost_layers
-        ask_plan(c, state, with_draining=True)
+    if state.left_out:
+        ask_plan(c, state, next_left_out(c, state, reason))
         return None
     if event.too_few:
         pause(c, reason, needed=event.needed)
         return None
-    return reason
+    if c.replicas.diverged is not None:
+        return explain_loss(c, c.replicas.diverged)
+    return c.spikes.pending.describe() if c.spikes.pending is not None else reason
 
 
 def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = False) -> None:
@@ -397,12 +459,14 @@ def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = 
         decided=decided,
         reason=reason,
         pause_limited=pause_limited,
-        discarded_steps=state.recovery.recomputed_steps,
+        interrupted=replace(state.recovery, nodes=[], before=()),
     )
     c.transition(PhaseEvent.NODES_MISSING, paused)
+    keep_departing(c, reason)
     present = sum(1 for node in c.alive() if node.ready)
     c.persist()
-    c.emit("ClusterPaused", reason, needed=needed, present=present)
+    aside = describe_aside(c, lasting=not pause_limited)
+    c.emit("ClusterPaused", "; ".join(filter(None, [reason, aside])), needed=needed, present=present)
     c.publish()
 
 
@@ -416,6 +480,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.ignore("a plan of an older generation")
         return
     decision, plan = state.decision, event.plan
+    if state.left_out or state.drain_problems:
+        settle_plan(c, state, plan.pipelines)
     sharded = c.current_job.policy.zero1 or decision.parted
     from_replicas = only_replicas(plan, decision.parts) if sharded else []
     protection = adopt_protection(c, event.protection)
@@ -441,12 +507,12 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         members=state.members,
         resumption=resumption,
         planned=plan.nodes,
-        required_draining=state.required_draining,
-        required_draining_layers=state.required_draining_layers,
         sources=state.sources,
         holdings=decision.holdings,
     )
     c.snapshots.urgent = True
+    if resumption.restore is None and (plan.transfers or plan.part_bytes):
+        c.replicas.copied = True
     c.straggler_state.speeds = dict(state.situation.speeds) if state.situation is not None else {}
     c.exposure.plan_began(len(group.planned), c.at)
     for name in state.members:
@@ -520,6 +586,7 @@ def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
         protection=resumption.protection,
         restore=resumption.restore,
         held_parts=resumption.held_parts,
+        skipped_batches=c.spikes.skipped_batches,
         evaluated=resumption.evaluated,
         replica_peers={
             owner: ReplicaPeer(node=name, address=_served_at(c.nodes[name].facts))
@@ -537,6 +604,8 @@ def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
         return
     group.resumed[node.name] = signal
     c.dirty = c.dirty or len(group.resumed) >= len(group.planned)
+    if isinstance(group, Resuming) and group.recovery.cause == "start":
+        c.publish()  # People see how many nodes have joined their groups.
 
 
 # --- 5. the group trains, and commits its first step -----------------------------------------------
@@ -584,11 +653,9 @@ def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
         "nodes": record.nodes,
         "detected_how": record.detected_how,
         "detected_at": record.detected_at,
-        "quiesce_ms": _ms(record.quiesced_at, record.detected_at),
-        "plan_ms": _ms(record.planned_at, record.quiesced_at),
-        "state_ms": _ms(record.resumed_at, record.planned_at),
-        "resume_ms": _ms(record.committed_at, record.resumed_at),
-        "total_ms": _ms(record.committed_at, record.detected_at),
+        "began_at": record.began_at,
+        "measured_from": record.measured_from,
+        **recovery_times.durations_ms(record),
         "rolled_back_steps": record.rolled_back_steps,
         "recomputed_steps": record.recomputed_steps,
         "tier": record.tier or ("live_replica" if plan.transfers or plan.part_bytes else "none"),
@@ -601,14 +668,42 @@ def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
         "pipelines_before": pipelines(record.before),
         "pipelines_after": pipelines(plan.pipelines),
     }
-    c.emit(
-        "RecoveryCompleted", _CONTINUES[record.cause].format(who=join_names(record.nodes)), recovery=recovery
-    )
+    drained = [
+        name
+        for name in record.nodes
+        if name not in group.planned and (node := c.nodes.get(name)) is not None and node.departing
+    ]
+    if record.cause in _CONTINUES and not drained:
+        words = _CONTINUES[record.cause].format(who=join_names(record.nodes))
+    else:
+        words = _describe(group, record, drained)
+    c.emit("RecoveryCompleted", words, recovery=recovery)
     c.publish()
 
 
-def _ms(later: float | None, earlier: float | None) -> float:
-    return round(1e3 * max(0.0, later - earlier), 3) if later is not None and earlier is not None else 0.0
+def _was(names: list[str]) -> str:
+    return "was" if len(names) == 1 else "were"
+
+
+def _describe(group: Running, record: ActiveRecovery, drained: list[str]) -> str:
+    """Return how training continues when nodes join or leave, from what the plan does and not from what was
+    intended.
+    """
+    others = [name for name in record.nodes if name not in drained]
+    joined = [name for name in others if name in group.planned]
+    idle = [name for name in others if name not in joined]
+    match record.cause:
+        case "node_drained":
+            words = f"with {join_names(others)}, which cannot be drained yet" if others else ""
+        case "node_joined" | "node_returned":
+            returned = ", which returned" if record.cause == "node_returned" else ""
+            words = f"with {join_names(joined)}{returned}" if joined else ""
+            if idle:
+                words += (" and " if words else "") + f"with {join_names(idle)} as spare"
+        case cause:
+            words = _CONTINUES[cause].format(who=join_names(others)).removeprefix("training continues ")
+    left = f"without {join_names(drained)}, which {_was(drained)} drained" if drained else ""
+    return "training continues " + " and ".join(part for part in (words, left) if part)
 
 
 # --- a node is too slow, or a connection broke ----------------------------------------------------
@@ -675,6 +770,7 @@ def _drop_nodes(
         if node.alive and heard and (node.obeyed >= state.generation or name in c.unreached):
             fence(c, name, node.incarnation, reason)
             declare_lost(c, node, "no_answer", reason)
+            note_failure(c, node, "hung", reason)
         elif node.alive:
             if heard:
                 c.unreached.add(name)
@@ -712,4 +808,5 @@ def suspicion_overdue(c: Cluster) -> None:
             c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
     else:
         record = note_cause(c, "connection_lost", [], "peer")
+        recovery_times.estimate_begin(record, c.at - c.timing.silence_s - c.timing.suspicion_s)
         reconfigure(c, "a connection between trainers broke, and all of them are alive", "abort", record)

@@ -23,6 +23,7 @@ from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies
 from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
 from statemachine.cluster.snapshots.snapshots import holders, key_of
+from statemachine.cluster.spikes import give_up
 from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster, join_names
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
@@ -75,6 +76,10 @@ def take_check(c: Cluster, event: RestoreChecked) -> str | None:
         # A node came back meanwhile; or a node whose part was unavailable before is needed after all.
         _send_check(c, state, newest, RESTORE_TRIES - 1)
         return None
+    if not event.possible and c.spikes.pending is not None:
+        give_up(c, f"the snapshot of step {newest.step} cannot be restored: {event.reason}")
+        reconfigure(c, "the spike of the loss is accepted", "abort", state.recovery)
+        return None
     if not event.possible:
         reason = (
             f"{state.loss_reason}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
@@ -87,12 +92,16 @@ def take_check(c: Cluster, event: RestoreChecked) -> str | None:
 
 def wait_for_absent(c: Cluster, reason: str) -> str | None:
     """Wait a while for absent nodes that may still have the state, since no present node has it; return
-    ``reason`` if there are none.
+    ``reason`` if there are none. What absent nodes hold besides snapshots does not count if it may be corrupt.
     """
     live = [
         node.name
         for _, node in sorted(c.nodes.items())
-        if not node.alive and not node.ended and node.lost_after == c.resumed_generation and node.prepared
+        if not node.alive
+        and not node.ended
+        and node.lost_after == c.resumed_generation
+        and node.prepared
+        and c.replicas.diverged is None
     ]
     newest = c.snapshots.newest
     snapshot_holders = [
@@ -260,7 +269,7 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
         ready={},
         parts=dict.fromkeys(devices, parts),
     )
-    ask_plan(c, state, with_draining=False)
+    ask_plan(c, state)
 
 
 # --- carrying out the rollback -------------------------------------------------------------------
@@ -281,6 +290,8 @@ def roll_back(c: Cluster, state: Planning) -> None:
             c.exposure.state_losses += 1
         c.snapshots = JobSnapshots()
     c.snapshots.last_order_step = target.step
+    c.replicas.roll_back(target.step)
+    c.spikes = c.spikes.rolled_back(target.step)
     for node in c.nodes.values():
         node.step = min(node.step, target.step)
     undone = before - target.step

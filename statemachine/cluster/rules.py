@@ -25,7 +25,7 @@ The following makes it safe when generations follow each other closely, each per
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -91,10 +91,13 @@ class Decision:
     whose parameters it holds whole.
     """
 
-    @property
-    def parted(self) -> bool:
-        """Return whether trainers hold layers in parts: with ZeRO-1, or if stages may shard."""
-        return any(self.parts.values())
+    parted: bool = False
+    """Whether trainers hold layers in parts: with ZeRO-1, or if stages may shard."""
+
+    def without_state(self) -> "Decision":
+        """Return the same decision if what devices hold does not count."""
+        none: dict[Device, frozenset[int]] = dict.fromkeys(self.holdings, frozenset())
+        return replace(self, holdings=none, ready={}, parts=dict.fromkeys(self.parts, ()))
 
 
 def is_new(report: DeviceReport) -> bool:
@@ -183,6 +186,7 @@ def decide(
         in_flight=in_flight,
         evaluation=evaluation,
         parts=parts,
+        parted=any(parts.values()),
     )
 
 

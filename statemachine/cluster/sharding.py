@@ -5,7 +5,7 @@ share out the optimizer state that they have in common: of m pipelines, the owne
 range [i/m, (i + 1)/m), and with ``aor`` it also holds a replica of the next owner's range.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 
 from msgspec.structs import replace
@@ -19,17 +19,29 @@ Parts = Mapping[Device, Iterable[StatePart]]
 
 def owned_parts(plan: Plan, device: Device, *, zero1: bool) -> frozenset[StatePart]:
     """Return the parts that a device of the plan holds of its layers, including replicas under ZeRO-1."""
+    return parts_by_device(plan, zero1=zero1, among=(device,)).get(device, frozenset())
+
+
+def parts_by_device(
+    plan: Plan, *, zero1: bool, among: Collection[Device] | None = None
+) -> dict[Device, frozenset[StatePart]]:
+    """Return the parts that each device of the plan holds of its layers, including replicas under ZeRO-1.
+
+    :param among: the devices that count; ``None``: all.
+    """
     stages_of = stages_by_layer(plan.pipelines, plan.pipelines[0].stages[-1].end_layer)
-    owned = set()
+    owned: dict[Device, set[StatePart]] = {}
     for number, pipeline in enumerate(plan.pipelines):
         for stage in pipeline.stages:
-            if device not in stage.devices:
-                continue
-            for layer in range(stage.first_layer, stage.end_layer):
-                for replica in (False, True) if zero1 else (False,):
-                    runs = retained_parts(stages_of[layer], number, device, zero1=zero1, replica=replica)
-                    owned |= {_part(layer, run, replica=replica) for run in runs}
-    return frozenset(owned)
+            for device in stage.devices:
+                if among is not None and device not in among:
+                    continue
+                of_device = owned.setdefault(device, set())
+                for layer in range(stage.first_layer, stage.end_layer):
+                    for replica in (False, True) if zero1 else (False,):
+                        runs = retained_parts(stages_of[layer], number, device, zero1=zero1, replica=replica)
+                        of_device |= {_part(layer, run, replica=replica) for run in runs}
+    return {device: frozenset(parts) for device, parts in owned.items()}
 
 
 def _part(layer: int, held: FractionRange, *, replica: bool) -> StatePart:

@@ -2,8 +2,9 @@
 
 from typing import assert_never
 
+from statemachine.cluster import corruption
 from statemachine.cluster.acknowledgement import take_acknowledgement
-from statemachine.cluster.boundaries import set_draining
+from statemachine.cluster.drains import take_leaving
 from statemachine.cluster.jobs import fail, send_stop, take_build_progress, take_finished, take_prepared
 from statemachine.cluster.membership import (
     TABLE,
@@ -22,6 +23,7 @@ from statemachine.cluster.membership import (
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Quiescing, Resuming, Running
 from statemachine.cluster.progress import take_heartbeat, take_stepped
+from statemachine.cluster.quarantine import note_failure
 from statemachine.cluster.recovery import (
     include_returned_node,
     lose_node,
@@ -33,6 +35,7 @@ from statemachine.cluster.recovery import (
     take_resumed,
     take_suspicion,
 )
+from statemachine.cluster.recovery_times import note_time_of_failure
 from statemachine.cluster.rollback import take_restore_failed
 from statemachine.cluster.snapshots import intervals, persisting, snapshots
 from statemachine.cluster.state import Cluster
@@ -59,6 +62,7 @@ from statemachine.messages.common import (
     PeerSuspected,
     Prepared,
     Quiesce,
+    ReplicaDigests,
     Resumed,
     SnapshotFailed,
     SnapshotStarted,
@@ -105,8 +109,14 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             if not node.said_hello:  # Its Hello was lost, or this coordinator is new.
                 request_overdue_hello(c, node, c.timing.silence_s)
             take_acknowledgement(c, node, signal)
-            snapshots.take_retained(c, node, signal)
             take_times(node, signal)
+            found = [f"the snapshot of step {signal.corrupt_step} is corrupt in its memory"]
+            if not snapshots.take_retained(c, node, signal):
+                found.clear()
+            repairs = snapshots.take_repairs(node, signal)
+            found += ["bytes of a snapshot changed in its memory, and were repaired"] * repairs
+            for detail in found:
+                _take_corruption(c, node, detail)
         case Prepared():
             take_prepared(c, node, signal)
         case Quiesced():
@@ -123,13 +133,12 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case OptimizerReplicaDiverged():
             detail, where = signal.detail, {"generation": signal.generation, "step": signal.step}
             c.emit("OptimizerReplicaDiverged", detail, node=node.name, **where, layer=signal.layer)
+        case ReplicaDigests():
+            corruption.take_digests(c, node, signal)
         case Finished():
             take_finished(c, node, signal)
         case Leaving():
-            node.leaving = True
-            set_draining(c, node, signal.reason)
-            if node.released:
-                c.send(node, Release())
+            take_leaving(c, node, signal)
         case SnapshotStarted():
             snapshots.take_started(c, node, signal)
         case SnapshotCompleted():
@@ -146,6 +155,12 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
                 fail(c, lost)
         case _:
             assert_never(signal)
+
+
+def _take_corruption(c: Cluster, node: NodeMachine, detail: str) -> None:
+    """Count bytes that changed in a node's memory; a node in which they do so again and again is set aside."""
+    if note_failure(c, node, "checksum", detail):
+        recover_from_loss(c, node, "node_lost", "quarantine", f"{node.name} is set aside")
 
 
 # --- Hello ---------------------------------------------------------------------------------------
@@ -207,6 +222,7 @@ def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     if node.prepared and (signal.job_id != job.job_id or not signal.prepared):
         mark_unhealthy(c, node)
         node.returning = True
+        note_time_of_failure(c, node)
         recover_from_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
         return
     if new_snapshots and isinstance(c.state, Paused) and c.state.pause_limited:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.reasons import names
-from planner.values import Device, Plan
+from planner.values import Device, PipelinePlacement, Plan
 from statemachine.cluster.horizon import Exposure
+from statemachine.cluster.loss_spikes import LossSpikes
 from statemachine.cluster.node import ALIVE, NodeMachine
 from statemachine.cluster.phases import (
     ActiveRecovery,
@@ -28,11 +29,13 @@ from statemachine.cluster.phases import (
     next_phase,
 )
 from statemachine.cluster.rules import Resumption
+from statemachine.cluster.skipped_updates import SkippedUpdates
 from statemachine.cluster.snapshots.snapshot_state import JobCheckpoints, JobSnapshots
 from statemachine.effects import (
     AnswerRequest,
     BroadcastCommand,
     CancelTimer,
+    CheckDrain,
     ComparePlan,
     Effect,
     EmitEvent,
@@ -41,12 +44,17 @@ from statemachine.effects import (
     SendCommand,
     SetTimer,
 )
+from statemachine.events import DrainRequested
+from statemachine.hardware import HardwareLimits
 from statemachine.messages.cluster import Command
+from statemachine.messages.common import ReplicaDigests
 from statemachine.messages.values import (
     ClusterPhase,
     CommittedStep,
+    Divergence,
     Evaluation,
     Job,
+    NodeErrors,
     ProfiledJob,
     RepeatedError,
     Vote,
@@ -65,8 +73,10 @@ SNAPSHOT = "snapshot"
 PERSIST = "persist"
 FINISH = "finish"
 FIND = "find"
+DRAIN = "drain"
+SNAPSHOT_ANSWER = "snapshot_answer"
 
-LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
+LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost", "corruption"})
 """Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
 
 
@@ -92,8 +102,8 @@ class TrainingProgress:
     """Nodes that have none of them, or did not answer."""
     gap_since: float | None = None
     loss: float | None = None
-    skipped: int = 0
-    """Consecutive steps, up to the last published one, whose gradients were not finite."""
+    skipped: SkippedUpdates = field(default_factory=SkippedUpdates)
+    """Steps up to the last published one that updated nothing."""
     step_s: float = 0.0
     evaluated: int = 0
     """The newest step whose ``Evaluated`` was published."""
@@ -112,6 +122,7 @@ class TrainingProgress:
         self.pending = {number: known for number, known in self.pending.items() if number <= step}
         self.asked_node = self.gap_since = self.missed = None
         self.lacking.clear()
+        self.skipped = self.skipped.rolled_back(step)
         self.loss = vote.loss
         self.evaluated = min(self.evaluated, step)
         self.evaluations = {number: found for number, found in self.evaluations.items() if number <= step}
@@ -134,8 +145,59 @@ class StragglerState:
 
 
 @dataclass(slots=True, kw_only=True)
+class ReplicaComparisons:
+    """Digests that the current group reported of its copies of layers, and what followed, for ``replicas``."""
+
+    generation: int = 0
+    """Generation of the group; 0: none has reported."""
+    copies: dict[int, list[tuple[str, tuple[Device, ...]]]] = field(default_factory=dict)
+    """Copies of each layer in its plan (``replicas.copies_of``)."""
+    devices: int = 0
+    """Number of devices that hold them, and report."""
+    reported: dict[int, dict[Device, ReplicaDigests]] = field(default_factory=dict)
+    """Digests by step, of steps after which no comparison is complete."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Kind of the devices of each node that has reported."""
+    agreed_step: int = 0
+    """The newest step after which all copies were compared and agreed; 0: none."""
+    copied: bool = False
+    """Whether a layer was copied from one device to another since then, so that a majority proves nothing."""
+    diverged: Divergence | None = None
+    """Copies that differ, until the rollback that undoes it."""
+    diverged_step: int = 0
+    """The newest step after which copies differed."""
+    tries: int = 0
+    """Rollbacks for this reason since a comparison after a later step than that agreed."""
+
+    def roll_back(self, step: int) -> None:
+        """Discard all comparisons after ``step``; the state of that step was compared, and all devices get it."""
+        self.reported.clear()
+        self.tries += self.diverged is not None
+        self.agreed_step, self.copied, self.diverged = min(step, self.agreed_step), False, None
+
+
+@dataclass(slots=True, kw_only=True)
+class DrainState:
+    """Requests to drain nodes, and what the planner answered, for ``drains``. It is not durable: a client
+    repeats a request that was not answered, and the planner is asked again.
+    """
+
+    requests: dict[str, list[DrainRequested]] = field(default_factory=dict)
+    """Requests that are not answered yet, by node."""
+    checking: CheckDrain | None = None
+    """The question that the planner was last asked and has not answered."""
+    impossible: dict[str, str] = field(default_factory=dict)
+    """Nodes that there is no plan without, each with the reason, among ``usable`` nodes under ``pipelines``."""
+    one_by_one: bool = False
+    """Whether there is no plan without all of the nodes that are to leave, so that each is asked about alone."""
+    usable: frozenset[str] = frozenset()
+    pipelines: tuple[PipelinePlacement, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
 class Cluster:
     timing: Timing
+    hardware: HardwareLimits = field(default_factory=HardwareLimits)
     nodes: dict[str, NodeMachine] = field(default_factory=dict)
     state: State = field(default_factory=Waiting)
     generation: int = 0
@@ -151,7 +213,10 @@ class Cluster:
     """Number of nodes for which an earlier coordinator had templates of this job."""
     exposure: Exposure = field(default_factory=Exposure)
     straggler_state: StragglerState = field(default_factory=StragglerState)
+    drains: DrainState = field(default_factory=DrainState)
     snapshots: JobSnapshots = field(default_factory=JobSnapshots)
+    replicas: ReplicaComparisons = field(default_factory=ReplicaComparisons)
+    spikes: LossSpikes = field(default_factory=LossSpikes)
     checkpoints: JobCheckpoints = field(default_factory=JobCheckpoints)
     lineage: int = 0
     """Generation of the job's last rollback; 0: none."""
@@ -166,6 +231,8 @@ class Cluster:
     """Times that the job's code raised since the last committed step."""
     repeated_error: RepeatedError | None = None
     last_failure: str = ""
+    failing: dict[str, NodeErrors] = field(default_factory=dict)
+    """Failures of trainers during the job that nobody injected, by node in the order of the first one."""
     rejected: dict[tuple[str, int], str] = field(default_factory=dict)
     inquired: dict[tuple[str, int], float] = field(default_factory=dict)
     """Time at which each incarnation was last sent a RequestHello."""
@@ -173,6 +240,8 @@ class Cluster:
     """Nodes that an order did not reach, by the order (``acknowledgement``); it is sent again at the next
     tick.
     """
+    faults: dict[str, float] = field(default_factory=dict)
+    """Time of each node's newest injected fault that no loss has followed yet."""
     ignored: Counter[str] = field(default_factory=Counter)
     started: bool = False
     from_journal: bool = False
@@ -337,9 +406,13 @@ class Cluster:
         self.ignored[why] += 1
         self.emit("MessageIgnored", why, node=node, why=why, count=self.ignored[why])
 
-    def answer(self, request: str, accepted: bool, detail: str) -> None:
+    def answer(self, request: str, accepted: bool, detail: str, *, outcome: str = "") -> None:
         """Answer a client's request."""
-        self.out.append(AnswerRequest(cause=self.cause, request=request, accepted=accepted, detail=detail))
+        self.out.append(
+            AnswerRequest(
+                cause=self.cause, request=request, accepted=accepted, detail=detail, outcome=outcome
+            )
+        )
 
     def persist(self) -> None:
         self.out.append(PersistState(cause=self.cause))

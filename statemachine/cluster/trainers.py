@@ -4,16 +4,19 @@ A node whose hardware is bad raises alone, and the others commit the step withou
 wherever the step is computed: on every node of the plan, or on another node when the step is redone, since
 trainers that reach the error later are stopped first. Another try then gains nothing: a rollback to a
 snapshot leads to the same step. So the step that could not be committed is remembered, also through a
-rollback, until it is committed. Two errors are the same if their words are the same (the last line of the
-traceback).
+rollback, until it is committed. Two errors are the same if the last lines of their tracebacks differ in numbers
+at most: nodes compute different samples of a step, and have objects at different addresses.
 """
 
 from statemachine.cluster.jobs import fail
 from statemachine.cluster.membership import mark_unhealthy
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.quarantine import forgive_job_errors, last_line, note_trainer_failure
 from statemachine.cluster.recovery import recover_from_loss
+from statemachine.cluster.recovery_times import note_time_of_failure
 from statemachine.cluster.rollback import explain_foreign_state
 from statemachine.cluster.state import Cluster, count_noun
+from statemachine.error_text import count_error, same_error
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.values import RepeatedError
 
@@ -35,15 +38,24 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     node.returning = True
     if signal.cause == "unprepared":
         node.build_error = signal.detail
+    error = error_of(signal)
     c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
+    what = f"trainer {signal.device} of {node.name}: {signal.cause}"
     c.emit(
         "TrainerLost",
-        f"trainer {signal.device} of {node.name}: {signal.cause}{_in_a_line(signal)}",
+        f"{what}{f', {error}' if error else ''}",
         node=node.name,
         device=signal.device,
         cause=signal.cause,
+        fault_at=note_time_of_failure(c, node, c.at - signal.unnoticed_s if signal.unnoticed_s > 0 else None),
+        error=error,
+        host=node.facts.host,
+        log=node.facts.log,
         detail=signal.detail,
     )
+    if not node.failed_by_fault:
+        c.failing[node.name] = count_error(c.failing.get(node.name), error or what)
+        c.persist()
     c.publish()
     if not changed:  # Its loss was reported and handled; that it cannot come back is new.
         return
@@ -51,21 +63,24 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         fail(c, why)
         return
     if signal.cause in ("raised", "foreign") and (why := take_raised(c, node, signal)):
+        forgive_job_errors(c)
         fail(c, why)
         return
-    why = f"trainer {signal.device} of {node.name}: {signal.cause}"
-    recover_from_loss(c, node, "trainer_lost", signal.cause, why)
+    note_trainer_failure(c, node, signal)
+    recover_from_loss(c, node, "trainer_lost", signal.cause, what)
 
 
-def _in_a_line(signal: TrainerLost) -> str:
-    """Return the exception of a traceback, which is its last line; else the first line, which comes before the
-    printed output.
+def error_of(signal: TrainerLost) -> str:
+    """Return what people have to know of a failure in a line: the exception, which is the last line of a
+    traceback; otherwise the first line, followed by the last line of the output if that ends with a traceback.
     """
-    lines = signal.detail.strip().splitlines()
+    lines = [line.strip() for line in signal.detail.strip().splitlines()]
     if not lines:
         return ""
-    line = lines[-1] if signal.cause == "raised" else lines[0]
-    return f", {line[:_LINE_CHARACTERS]}"
+    has_traceback = any(line.startswith("Traceback") for line in lines)
+    if signal.cause == "exited" and has_traceback:
+        return f"{lines[0][:_LINE_CHARACTERS]}: {lines[-1][:_LINE_CHARACTERS]}"
+    return lines[-1 if has_traceback else 0][:_LINE_CHARACTERS]
 
 
 def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | None:
@@ -76,7 +91,7 @@ def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | Non
     step, generation = c.progress.known_step + 1, c.resumption.generation
     error = last_line(signal.detail)
     past = c.repeated_error
-    same = past is not None and past.step == step and past.error == error
+    same = past is not None and past.step == step and same_error(past.error, error)
     if past is None or past.step != step:
         now = RepeatedError(step=step, generation=generation, tries=1, error=error, nodes=(node.name,))
     else:
@@ -103,9 +118,3 @@ def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | Non
             f"{last}"
         )
     return None
-
-
-def last_line(detail: str) -> str:
-    """Return the exception of a traceback, which is its last line."""
-    lines = detail.strip().splitlines()
-    return lines[-1].strip() if lines else ""

@@ -18,11 +18,13 @@ from statemachine.messages.common import (
     PeerSuspected,
     Prepared,
     Quiesce,
+    ReplicaDigests,
     Resumed,
     SnapshotFailed,
     SnapshotStarted,
 )
 from statemachine.messages.values import (
+    BuildProgress,
     CommittedStep,
     DeviceReport,
     FailureCause,
@@ -103,8 +105,12 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Step of the snapshot of its job that the last ``RetainSnapshot`` named."""
     corrupt_step: int = 0
     """Step of the snapshot that has corrupt bytes here which cannot be repaired; 0: none."""
-    build_progress: str = ""
-    """Progress of a trainer of this node in building the job, in words; empty once all have built it."""
+    repairs: int = 0
+    """Number of times that bytes of a snapshot had changed in this node's memory and were repaired, since the
+    incarnation began.
+    """
+    building: BuildProgress | None = None
+    """Progress of this node's trainers until all of them have built the job, or wait for one."""
     acknowledgement: Acknowledgement | None = None
     """Orders and reports so far; ``None``: the sender makes no statement."""
 
@@ -141,6 +147,8 @@ class TrainerLost(Message, frozen=True, kw_only=True):
     cause: FailureCause
     detail: str
     """Text with the exit status or the exception, and the end of the trainer's stderr."""
+    unnoticed_s: float = 0.0
+    """Seconds from the last sign of life of a trainer that hung until this was noticed; 0 for other failures."""
 
 
 class Leaving(Message, frozen=True, kw_only=True):
@@ -204,6 +212,7 @@ Signal = (
     | TrainerLost
     | PeerSuspected
     | OptimizerReplicaDiverged
+    | ReplicaDigests
     | Finished
     | Leaving
     | SnapshotStarted
@@ -256,6 +265,8 @@ class Resume(Message, frozen=True, kw_only=True):
     """Replica peer of each node that has one: it holds a copy of that node's part of this generation's
     snapshots.
     """
+    skipped_batches: tuple[int, ...] = ()
+    """Batches that the sample order leaves out, ascending."""
     evaluated: int = 0
     """The newest step whose evaluation was reported. If the state after ``step`` is due for evaluation and was
     not reported, all ranks evaluate it first; they agree on it because all receive this number.

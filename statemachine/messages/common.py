@@ -76,6 +76,18 @@ class OptimizerReplicaDiverged(Message, frozen=True, kw_only=True):
     detail: str
 
 
+class ReplicaDigests(Message, frozen=True, kw_only=True):
+    """Digests of the state after ``step`` on one device, of its layers of which other devices have copies."""
+
+    generation: int
+    step: int
+    device: int
+    kind: str
+    """Kind of the device. Devices of one kind round equally, so their copies are equal bit for bit."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """Digest of 64 bits over parameters and optimizer state, without buffers, by layer."""
+
+
 class Finished(Message, frozen=True, kw_only=True):
     """Report that all steps are done."""
 

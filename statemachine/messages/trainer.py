@@ -22,13 +22,14 @@ then ShardWritten(g, s, …) or SnapshotFailed(g, s, …) while training continu
 to all when s is complete everywhere. RepairWrite(s, …) may come at any time: the daemon found corrupt bytes
 of s and reconstructed them.
 
+ReplicaDigests(g, s, …) comes before the TrainerStepped of s + 1 if replicas are compared after s.
 OptimizerReplicaDiverged may follow any TrainerStepped if optimizer state is sharded and has replicas.
 
 A Quiesce may come at any moment, also right after PrepareJob, during a rendezvous or during a state
 transfer.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -40,12 +41,13 @@ from statemachine.messages.common import (
     PeerSuspected,
     Prepared,
     Quiesce,
+    ReplicaDigests,
     Resumed,
     SnapshotFailed,
     SnapshotStarted,
 )
 from statemachine.messages.trace import Trace, Traced
-from statemachine.messages.values import TrainerState, Vote
+from statemachine.messages.values import BuildProgress, TrainerState, UpdatePolicy, Vote
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16", "float64"]
 
@@ -107,8 +109,8 @@ class WorldData(msgspec.Struct, frozen=True, kw_only=True):
     """Expected duration of a step under the plan, in seconds; 0: unknown."""
 
 
-class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of ``[training]`` in a job file that trainers use unchanged."""
+class TrainingOptions(UpdatePolicy, frozen=True, kw_only=True):
+    """Keys of ``[training]`` in a job file that a job's trainers and its coordinator use unchanged."""
 
     seed: int = 0
     """Seed of all random numbers: weights, order of samples, dropout."""
@@ -127,6 +129,10 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
     zero1: bool = False
     """Each owner of a layer keeps only its part of the optimizer state."""
+    compare_replicas_every: Annotated[int, msgspec.Meta(ge=0)] = 50
+    """Steps between two comparisons of the copies of each layer, which find silent corruption; 0: never. They are
+    also compared with each snapshot.
+    """
 
 
 class TrainingData(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,7 +164,7 @@ class TrainingData(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """
     within_node: WithinNode = "replicate"
     """Way in which the devices of a stage share its work; ``auto``: as the planner chose for each stage."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments for the function: plain data that JSON can represent."""
 
 
@@ -202,6 +208,8 @@ class ResumeRank(Message, frozen=True, kw_only=True):
     """Lineage of this generation. A trainer of another lineage (that of the last Resume obeyed, 0 before)
     drops all its state first.
     """
+    skipped_batches: tuple[int, ...] = ()
+    """Batches that the sample order leaves out, ascending."""
     evaluated: int = 0
     """The newest step whose evaluation is known, so that it is not repeated."""
     parked: tuple[int, ...] = ()
@@ -262,6 +270,10 @@ class RaiseError(Message, frozen=True, kw_only=True):
     detail: str
 
 
+class FlipBit(Message, frozen=True, kw_only=True):
+    """Chaos: flip one bit of a parameter in the device's memory before the next step, as failing hardware does."""
+
+
 class Exit(Message, frozen=True, kw_only=True):
     pass
 
@@ -276,6 +288,7 @@ Instruction = (
     | Sleep
     | Slow
     | RaiseError
+    | FlipBit
     | Trace
     | Exit
 )
@@ -353,8 +366,8 @@ class TrainerHeartbeat(Message, frozen=True, kw_only=True):
     waiting: bool
     reading: bool = False
     """Whether the trainer reads samples of the data set."""
-    build_progress: str = ""
-    """Activity of the trainer before it is prepared, in words: "measuring layer 3 of 10"."""
+    build_progress: BuildProgress | None = None
+    """Progress of the trainer before it is prepared."""
 
 
 class Raised(Message, frozen=True, kw_only=True):
@@ -373,6 +386,7 @@ MachineReport = (
     | Resumed
     | TrainerStepped
     | OptimizerReplicaDiverged
+    | ReplicaDigests
     | Finished
     | SnapshotReport
     | TrainerHeartbeat

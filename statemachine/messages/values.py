@@ -33,9 +33,26 @@ class ClusterPhase(StrEnum):
     RECOVERING = "RECOVERING"
     """The planner makes a plan, or survivors rendezvous and move state under it."""
     PAUSED = "PAUSED"
-    """There are too few nodes. Survivors hold their state and wait."""
+    """There are too few nodes, or only absent nodes or checkpoints may have the state. Survivors wait."""
     FINISHED = "FINISHED"
     FAILED = "FAILED"
+
+
+RECOVERY_PHASES = {
+    "detect": "detected_ms",
+    "wait": "waited_ms",
+    "quiesce": "quiesce_ms",
+    "plan": "plan_ms",
+    "state": "state_ms",
+    "resume": "resume_ms",
+}
+"""Phases of a recovery in order, each with the field of its duration. They add up to ``total_ms``; see
+``statemachine.cluster.recovery_times``.
+"""
+MeasuredFrom = Literal["fault", "estimate", "detection"]
+"""Begin of a recovery: the injected fault, the last sign of life of what failed, or the moment when the
+coordinator knew.
+"""
 
 
 class NodeActivity(StrEnum):
@@ -58,10 +75,64 @@ class NodeActivity(StrEnum):
     """The plan has no rank for this node."""
 
 
+class BuildStage(StrEnum):
+    """Part of the preparation of a trainer."""
+
+    STARTING = "starting"
+    """Processes start and connect to their node."""
+    FUNCTION = "function"
+    """The training function runs."""
+    CUTTING = "cutting"
+    """The model is cut into layers."""
+    CHECKING = "checking"
+    """The model is cut into layers, and its parts are compared with the whole."""
+    MEASURING = "measuring"
+    """The layers are measured."""
+
+
+class BuildProgress(Struct, frozen=True, kw_only=True):
+    """Progress of the preparation of a trainer, or of the trainers of a node."""
+
+    stage: BuildStage
+    done: int = 0
+    """Number of processes that have started, or of layers that were measured."""
+    total: int = 0
+    """Number of them in total; 0: the stage cannot be counted."""
+
+
 FailureCause = Literal["exited", "raised", "hung", "unprepared", "foreign"]
 """Cause of a trainer's failure: its process ended; its code raised; it made no progress; it could not build
 the job; the state to restore belongs to another model.
 """
+
+QuarantineCause = Literal["raised", "hung", "crashed", "device", "checksum", "corruption"]
+"""Category of failures of a node that count towards its quarantine: a trainer raised; it made no progress; a
+signal ended its process because of an error; a device reported an error; bytes in memory changed; values that
+it computed differ from those of its replicas.
+"""
+
+
+class NodeFailure(Struct, frozen=True, kw_only=True):
+    """A failure of a node, as evidence for its quarantine."""
+
+    cause: QuarantineCause
+    at: float
+    step: int
+    """The step that was being computed: the one after the last committed step."""
+    generation: int
+    detail: str
+    """Last line of the exception, or a sentence."""
+
+
+class Quarantine(Struct, frozen=True, kw_only=True):
+    """State of a node that was set aside: it gets no work until it is readmitted."""
+
+    cause: QuarantineCause
+    at: float
+    reason: str
+    evidence: tuple[NodeFailure, ...]
+    """The failures that led to it, oldest first."""
+
 
 QuiesceMode = Literal["abort", "boundary"]
 """Stop at once and unwind, or stop together after the step in flight (joins, drains)."""
@@ -83,6 +154,25 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """The training function's own metrics, averaged over the held-out samples."""
     took_s: float
+
+
+NotFiniteValue = Literal["output", "loss", "gradient", "parameter_gradient"]
+"""Value that a layer computes: its output in the forward pass; the loss, which counts as the last layer's; the
+gradient of its input in the backward pass; the gradient of one of its parameters.
+"""
+
+
+class NotFinite(Struct, frozen=True, kw_only=True):
+    """The first value of a step that was NaN or infinite, in the order in which a step computes them."""
+
+    layer: int
+    name: str
+    """Name of the layer for messages, as the model has it, with its class."""
+    value: NotFiniteValue
+    nodes: tuple[str, ...]
+    """Nodes that computed it. A parameter's gradient is known only as a sum over its owners: these are all of
+    them.
+    """
 
 
 class Vote(Struct, frozen=True, kw_only=True):
@@ -112,6 +202,39 @@ class Vote(Struct, frozen=True, kw_only=True):
     """Evaluation of the state before this step, if the group evaluated it. No rank reaches this VOTE without
     its result.
     """
+    skipped_batches: tuple[int, ...] = ()
+    """Batches that the sample order left out when the step was computed, ascending (``batch_of``)."""
+    not_finite: NotFinite | None = None
+    """First value that was not finite, if ``skipped`` and a value of one layer explains it."""
+
+
+class UpdatePolicy(Struct, frozen=True, kw_only=True):
+    """Keys of ``[training]`` that say when a job must not go on as if its updates improved the model."""
+
+    max_skipped: int = 20
+    """Fail the job after so many updates in a row that were skipped because a value was not finite (or because
+    no term of the loss counted), and if more than half of all updates were skipped; 0: never. A step that only
+    lowers the loss scale of float16 does not count.
+    """
+    on_spike: Literal["continue", "skip"] = "continue"
+    """``skip``: when the loss is a spike, return to the newest snapshot before that step and leave its batch out
+    from then on.
+    """
+    spike_deviations: float = 8.0
+    """Robust standard deviations above the median of the last losses from which a loss is a spike."""
+    spike_window: int = 50
+    """Number of last losses with which a loss is compared; none is a spike before there are so many."""
+
+
+def batch_of(step: int, skipped_batches: tuple[int, ...]) -> int:
+    """Return the batch on which a step trains: step t uses the t-th batch, from 1, that is not skipped.
+
+    :param skipped_batches: ascending.
+    """
+    batch = step
+    for skipped in skipped_batches:
+        batch += skipped <= batch
+    return batch
 
 
 class SnapshotPolicy(Struct, frozen=True, kw_only=True):
@@ -228,6 +351,9 @@ class Job(Struct, frozen=True, kw_only=True):
     snapshot: SnapshotPolicy = SnapshotPolicy()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     logging: LoggingPolicy = LoggingPolicy()
+    updates: UpdatePolicy = UpdatePolicy()
+    compare_replicas_every: int = 0
+    """Steps between two comparisons of the copies of each layer; 0: never (``replicas``)."""
 
 
 class HeldPart(Struct, frozen=True, kw_only=True):
@@ -302,6 +428,27 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     reported.
     """
     protocol: int = PROTOCOL
+    log: str = ""
+    """Command or file with which people read its log on its host; empty: there is none that lasts."""
+
+
+class Divergence(Struct, frozen=True, kw_only=True):
+    """Copies of layers that should be equal, and are not: the state of some device is corrupt."""
+
+    step: int
+    """Step after which they were compared."""
+    generation: int
+    agreed_step: int
+    """The newest step before it after which all copies were compared and agreed; 0: none."""
+    layers: tuple[int, ...]
+    digests: dict[str, str]
+    """Digest of the first of these layers by node."""
+    nodes: tuple[str, ...]
+    """Nodes that hold copies of these layers."""
+    minority: tuple[str, ...]
+    """Nodes whose copies differ from those of the majority; empty: there is no majority that proves it."""
+    announced: bool = False
+    """Whether it was published, and these nodes were set aside."""
 
 
 class RepeatedError(Struct, frozen=True, kw_only=True):
@@ -315,6 +462,14 @@ class RepeatedError(Struct, frozen=True, kw_only=True):
     error: str
     nodes: tuple[str, ...]
     """Nodes on which it raised this error, the last one last."""
+
+
+class NodeErrors(Struct, frozen=True, kw_only=True):
+    """Failures of a node's trainers during a job that nobody injected."""
+
+    times: int
+    errors: dict[str, int]
+    """Number of failures by their reason in a line."""
 
 
 class CommittedStep(Struct, frozen=True, kw_only=True):

@@ -119,3 +119,8 @@ def same_losses(reference: Callable[[int], list[float]]) -> Callable[[Run], None
         assert all(recovery["recomputed_steps"] <= 1 for recovery in run.recoveries)
 
     return check
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _served(zygote_server: None) -> None:
+    """Let the zygotes of all tests come from one process that has imported torch."""

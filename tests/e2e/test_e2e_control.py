@@ -24,7 +24,7 @@ def test_joins_drains_and_leaves_recompute_nothing(
     ground.inject(do="start", node="node-4")
     joined = ground.until_recovery("node_joined")
     assert nodes_of(joined["pipelines_after"]) == [2, 3]
-    ground.drain("node-0")
+    assert ground.drain("node-0") == "leaving"
     drained = ground.until_recovery("node_drained")
     assert drained["nodes"] == ["node-0"]
     ground.until_event("NodeReleased", "node-0")
@@ -33,6 +33,16 @@ def test_joins_drains_and_leaves_recompute_nothing(
     ground.until(lambda: not ground.cluster.processes.running("node-4"), "node-4 has left")
     assert ground.cluster.processes.children["node-4"].process.returncode == 0
     ground.further()
+    # Each of the three nodes that are left alone holds its layers.
+    with pytest.raises(
+        RequestRejected, match="node-1 is not drained, and nothing has changed: the plan cannot"
+    ):
+        ground.drain("node-1")
+    assert ground.drain("node-1", when_possible=True) == "waiting"
+    ground.until(lambda: ground.state["nodes"]["node-1"]["drain_waits"], "the state says why it waits")
+    assert ground.drain("node-1", cancel=True) == "cancelled"
+    ground.further()
+    assert not run.named("NodeDraining", "node-1")
     assert [r["recomputed_steps"] for r in run.recoveries] == [0] * len(run.recoveries)
     assert len(run.recoveries) == 4
     same_losses(ground.stop_job())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from ftd.local.run import PAUSE_S
+from ftd.observe.run_model import phases_ms
 from ftd.observe.view.document import Report
 from ftd.processes import descendant_pids, is_alive
 from tests.helpers.local_commands import FTD, ftd, leftovers
@@ -56,8 +58,12 @@ def shared_memory(home: dict[str, str]) -> list[Path]:
 
 def process_of(pid: int, config: str) -> int:
     """Return the process below ``pid`` that was started with this configuration."""
-    [found] = [p for p in descendant_pids(pid) if config in Path(f"/proc/{p}/cmdline").read_text()]
+    [found] = processes_of(pid, config)
     return found
+
+
+def processes_of(pid: int, config: str) -> list[int]:
+    return [p for p in descendant_pids(pid) if config in Path(f"/proc/{p}/cmdline").read_text()]
 
 
 def until(holds: Callable[[], Any], what: str, every_s: float = 0.05) -> None:
@@ -101,8 +107,9 @@ def test_a_run_with_a_kill_and_a_new_node(
     assert [step.loss for step in report.steps] == pytest.approx(reference(60), rel=1e-9)
     lost = report.recoveries[0]
     assert (lost.cause, lost.node, lost.measured_from) == ("node_lost", "node-2", "fault")
-    assert lost.detected_ms is not None
-    assert lost.detected_ms >= 0
+    assert lost.detected_ms is not None and lost.detected_ms > 0
+    assert sum(phases_ms(lost).values()) == pytest.approx(lost.total_ms, abs=1e-6)
+    assert lost.total_ms == report.faults[0].total_ms, "the recovery lasts from the fault, in every view"
     assert sum(r.rolled_back_steps for r in report.recoveries) == 0
     assert [len(pids) for pids in report.processes["node-0"].trainers.values()] == [1, 1]
     assert report.final.checksum
@@ -144,15 +151,17 @@ def test_nothing_is_left_however_it_ends(
 def test_other_commands_reach_it_while_it_runs(
     tmp_path: Path, home: dict[str, str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    options = ("--nodes", 3, "--broker", "embedded", "--coordinators", 2)
+    options = ("--nodes", 4, "--broker", "embedded", "--coordinators", 2)
     run = start("local", write_job(tmp_path), *options)
+    until(lambda: processes_of(run.pid, "/node-3.toml"), "node-3 starts")
+    os.kill(process_of(run.pid, "/node-3.toml"), signal.SIGKILL)  # The others suffice for the job.
     until_training(home)
     second = ftd("submit", write_job(tmp_path), home=home)
     assert second.returncode == 1
     assert "tiny" in second.stderr
     unknown = ftd("chaos", "kill", "node-9", home=home)
-    assert unknown.returncode == 3
-    assert "node-9" in unknown.stderr
+    assert unknown.returncode == 1
+    assert "there is no node 'node-9'; nodes: node-0, node-1, node-2" in unknown.stderr
     assert ftd("chaos", "kill", "node-2", "--target", "trainer", home=home).returncode == 0
     scenario = tmp_path / "remote.toml"
     scenario.write_text(
@@ -177,6 +186,9 @@ def test_other_commands_reach_it_while_it_runs(
     assert run.returncode == 1  # A stopped job has not finished.
     assert "stopped" in printed
     assert "coordinator has ended; coordinator-2 still running" in printed
+    assert "node-3 has ended before it was ready: the job started with the other 3 nodes" in printed
+    assert re.search(r"^broker: mqtt://127\.0\.0\.1:\d+$", printed, re.M)
+    assert re.search(r"start-up .* of 4 nodes are ready \(stage 1 of 7\)", printed)
 
 
 def test_a_command_changes_only_the_cluster_that_it_names(
@@ -221,9 +233,46 @@ def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) ->
     text = job.read_text()
     function = text.split('function = "')[1].split('"')[0]
     job.write_text(text.replace(function, f"{tmp_path}/broken.py:build").split("[training.arguments]")[0])
-    done = ftd("local", job, "--nodes", 2, home=home)
+    path, logs = tmp_path / "report.json", tmp_path / "logs"
+    done = ftd("local", job, "--nodes", 2, "--report", path, "--logs", logs, home=home)
     assert done.returncode == 1
     assert "no such data" in done.stdout + done.stderr
+    failure = Report.from_json(json.loads(path.read_text())).failures[0]
+    assert failure.cause == "unprepared" and "RuntimeError: no such data" in failure.error
+    assert failure.log == str(logs / f"{failure.node}.log")
+    assert "RuntimeError: no such data" in Path(failure.log).read_text(), "it is where the report says"
+    told = ftd("story", path, failure.node, home=home)
+    assert "no such data" in " ".join(told.stdout.split()), "the cluster is gone, and its report is left"
+
+
+def test_a_job_whose_values_are_not_finite_fails_and_says_where(tmp_path: Path, home: dict[str, str]) -> None:
+    (tmp_path / "diverging.py").write_text(
+        f"import dataclasses, sys, torch\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from tests.helpers import tiny\n\n"
+        "def build(**arguments):\n"
+        "    def optimizer(named):\n"
+        "        return torch.optim.SGD([p for _, p in named], lr=1e300)\n"
+        "    layers = [torch.nn.Linear(48, 48) for _ in range(4)]\n"
+        "    return dataclasses.replace(tiny.build(**arguments), layers=layers, optimizer=optimizer)\n"
+    )
+    job = write_job(tmp_path, steps=40)
+    text = job.read_text()
+    function = text.split('function = "')[1].split('"')[0]
+    text = text.replace(function, f"{tmp_path}/diverging.py:build").replace(
+        "seed =", "max_skipped = 6\nseed ="
+    )
+    job.write_text(text)
+    report = tmp_path / "report.json"
+    done = ftd("local", job, "--nodes", 2, "--report", report, home=home)
+    assert done.returncode == 1
+    told = json.loads(report.read_text())
+    assert told["outcome"] == "failed"
+    assert (
+        "the updates of 6 steps in a row were skipped, from step 2 on; in step 2 the first value"
+        in (told["outcome_reason"])
+    )
+    assert " of layer " in told["outcome_reason"] and " on node-" in told["outcome_reason"]
+    assert "the updates of 6 steps in a row were skipped" in " ".join((done.stdout + done.stderr).split())
 
 
 def test_a_job_that_waits_for_missing_nodes_is_abandoned(tmp_path: Path, home: dict[str, str]) -> None:

@@ -7,8 +7,38 @@ import pytest
 from ftd import sample_indices
 from ftd.config.job import load_job_data
 from tests.helpers.playground import Playground, training_data, write_job
+from tests.helpers.reference import load, reference_losses
 
 SAMPLES, BATCH = 480, 16
+
+
+def test_a_spike_is_undone_and_its_batch_left_out_also_after_a_kill(
+    ground: Playground, tmp_path: Path
+) -> None:
+    """The losses are those of a run that never had the batch."""
+    spiked, after = 14, 24
+    path = write_job(tmp_path, arguments=f'samples = {SAMPLES}\nlog = "{tmp_path / "read"}"\ncorrupt = []')
+    text = path.read_text().replace("tiny.py:build", "sampled.py:build").replace("delay_s = 0.002\n", "")
+    seed = training_data(load_job_data(path)).seed
+    batch = sample_indices(SAMPLES, BATCH, seed, spiked)
+    text = text.replace("corrupt = []", f"corrupt = {batch}")
+    text = text.replace("seed =", 'on_spike = "skip"\nspike_window = 8\nseed =')
+    path.write_text(text + "\n[snapshot]\nevery_steps = 4\n")
+    job = load_job_data(path)
+    ground.submit(job)
+    event = ground.until_event("LossSpiked")
+    assert (event["details"]["batch"], event["details"]["skipped"]) == (spiked, True)
+    ground.inject(do="kill", node="node-1")
+    ground.until_recovery("node_lost")
+    ground.until_step(after)
+    run = ground.stop_job()
+    used = {event["step"]: event["details"]["metrics"]["number"] for event in run.named("StepCommitted")}
+    for step in range(1, after + 1):
+        due = sample_indices(SAMPLES, BATCH, seed, step, (spiked,) if step >= spiked else ())
+        assert used[step] == pytest.approx(sum(due) / BATCH, rel=1e-12), step
+    data = training_data(job)
+    undisturbed = reference_losses(load(data), data, after, (spiked,))
+    assert [run.losses[step] for step in range(1, after + 1)] == pytest.approx(undisturbed, rel=1e-9)
 
 
 def test_committed_steps_use_the_samples_that_are_due(ground: Playground, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def restarted(s: Coordination) -> Coordination:
     return other
 
 
-def running(nodes: int = 4, steps: int = 10) -> Coordination:
+def running(nodes: int = 4, steps: int = 10, **job_values: Any) -> Coordination:
     s = Coordination()
-    s.running(nodes, steps)
+    s.running(nodes, steps, **job_values)
     return s

@@ -67,7 +67,16 @@ def pipelines_of(names: list[str], stages: int, layers: int) -> list[Json]:
 def state_of(names: list[str], *, stages: int = 2, layers: int = 8, lost: tuple[str, ...] = ()) -> Json:
     """Return the state of a cluster that trains on ``names``; lost nodes are OFFLINE and in no plan."""
     left = [name for name in names if name not in lost]
-    node = {"devices": 1, "host": "10.0.0.1", "incarnation": 1, "draining": False, "step": 5, "speed": 1.0}
+    node: Json = {
+        "devices": 1,
+        "host": "10.0.0.1",
+        "incarnation": 1,
+        "draining": False,
+        "drain_waits": "",
+        "step": 5,
+        "speed": 1.0,
+        "quarantine": None,
+    }
     return {
         "schema": 1,
         "version": "0.1.0",
@@ -114,13 +123,14 @@ def recovery(number: int, nodes: list[str], at_s: float, step: int = 5) -> list[
     losses = [
         event(
             "NodeLost", at_s, node=node, reason=f"the broker lost the session of {node}", how="last_will",
-            detected_at=at_s, incarnation=1, **{**common, "generation": number - 1},
+            detected_at=at_s, fault_at=at_s - 0.003, incarnation=1, **{**common, "generation": number - 1},
         )
         for node in nodes
     ]  # fmt: skip
     facts = {
         "cause": "node_lost", "nodes": nodes, "detected_how": "last_will", "detected_at": at_s,
-        "quiesce_ms": 40.0, "plan_ms": 20.0, "state_ms": 50.0, "resume_ms": 250.0, "total_ms": 360.0,
+        "began_at": at_s - 0.003, "measured_from": "fault", "detected_ms": 3.0, "waited_ms": 0.0,
+        "quiesce_ms": 40.0, "plan_ms": 20.0, "state_ms": 50.0, "resume_ms": 250.0, "total_ms": 363.0,
         "rolled_back_steps": 0, "recomputed_steps": 1, "tier": "live_replica", "bytes_moved": 1_400_000,
         "method": "merge", "reason": "a pipeline that was left too small was merged with another",
         "generation": number, "generations_tried": 1, "step": step,

@@ -55,15 +55,16 @@ class Reader:
         address = self.runtime / "ftd" / "local-ftd.json"
         self.until(lambda: address.exists() and json.loads(address.read_text())["broker"], command)
         found = json.loads(address.read_text())
-        url, port = found["broker"], found["broker"].rsplit(":", 1)[1]
-        (self.place / ".config" / "mosquitto_sub").write_text(f"-h 127.0.0.1\n-p {port}\n")
+        url = found["broker"]
         config = self.place / "ftd.toml"
         config.write_text(f'cluster = "{found["cluster"]}"\nsecret = "s"\n[broker]\nurl = "{url}"\n')
         config.chmod(0o600)
         self.until((self.place / "checkpoints" / "gpt").exists, command)
         self.until(lambda: any((self.place / "checkpoints" / "gpt").glob("step-*")), command)
         [page] = re.findall(r"^dashboard: (\S+)/$", self.said(command), re.M)
-        self.environment |= {"DASHBOARD": page, "PORT": port}
+        [broker] = re.findall(r"^broker: (\S+)$", self.said(command), re.M)
+        assert broker == url
+        self.environment |= {"DASHBOARD": page, "FTD_BROKER": broker}
 
     def until(self, holds: Any, command: str) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -50,6 +50,8 @@ class Fleet:
         """Layers that each rank of the next ``enter`` parks and drops."""
         self.nodes: tuple[str, ...] = ()
         """Node of each rank for the next ``enter``; if empty, no snapshots are taken."""
+        self.skipped_batches: tuple[int, ...] = ()
+        """Batches that the sample order leaves out from the next ``enter`` on."""
         self._communicators: dict[Engine, Communicator] = {}
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
@@ -127,6 +129,7 @@ class Fleet:
             nodes=self.nodes,
             protection=self.protection,
             restore=self.restore,
+            skipped_batches=self.skipped_batches,
             evaluated=self.evaluated,
             parked=self.parked.get(rank, ()),
             dropped=self.dropped.get(rank, ()),

@@ -73,9 +73,14 @@ class Forked:
 
 
 class Zygote:
-    def __init__(self) -> None:
+    """The process that all others are forked from.
+
+    :param preamble: code that it runs first, such as further imports.
+    """
+
+    def __init__(self, preamble: str = "") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", ZYGOTE],
+            [sys.executable, "-c", preamble + ZYGOTE],
             cwd=ROOT,
             env=os.environ
             | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"},

@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from ftd.local.cluster import shared_environment
 from ftd.node.rendezvous import RendezvousServer
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.store import Rendezvous
@@ -196,7 +197,7 @@ class Cluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{path}"},
+            env={**os.environ, **shared_environment(), "PYTHONPATH": f"{ROOT}:{path}"},
         )
         threading.Thread(target=self._accept, daemon=True).start()
         threading.Thread(target=self._read_notices, daemon=True).start()

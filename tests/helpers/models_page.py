@@ -4,13 +4,13 @@ over it.
 ``make docs`` writes them into the page; a test checks that they are current.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from benchmarks.generated_tables import markdown_table, with_tables
 from runtime.layers.chain import normalises_over_rows
 from runtime.layers.experts import ExpertBalance
 from tests.e2e import test_e2e_models as processes
@@ -49,23 +49,9 @@ def tables() -> dict[str, str]:
     head = ("architecture", "class", "the loss is a mean over", "equal to", "peculiarities")
     checks = [(check, ", ".join(f"`{name}`" for name in _run_over(test))) for check, test in CHECKS.items()]
     return {
-        "architectures": _table(head, rows),
-        "checks": _table(("checked with them", "architectures"), checks),
+        "architectures": markdown_table(head, rows),
+        "checks": markdown_table(("checked with them", "architectures"), checks),
     }
-
-
-def with_tables(page: str) -> str:
-    """Return the page with its tables replaced by current ones."""
-    for name, table in tables().items():
-        begin, end = f"<!-- {name}: made by make docs -->\n", f"<!-- end of {name} -->"
-        assert page.count(begin) == page.count(end) == 1, name
-        page = re.sub(rf"{re.escape(begin)}.*?{re.escape(end)}", f"{begin}\n{table}\n{end}", page, flags=re.S)
-    return page
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
-    return "".join([lines[0], "|---" * len(head), "|\n", *lines[1:]])
 
 
 def _row(name: str, entry: Architecture) -> tuple[str, ...]:
@@ -107,4 +93,4 @@ def _run_over(test: Callable[..., None]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")

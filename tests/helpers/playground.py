@@ -275,10 +275,15 @@ class Playground:
         assert self._failures == []
         return run
 
-    def drain(self, node: str) -> None:
+    def drain(self, node: str, **how: bool) -> str:
+        """Request a drain, and return its outcome.
+
+        :raises RequestRejected: there is no plan without the node.
+        """
         envelope = self.client.envelope()
-        request = DrainRequest(request=envelope["request"], reply=envelope["reply"], node=node)
-        self.on_loop(self.client.request(request))
+        request = DrainRequest(request=envelope["request"], reply=envelope["reply"], node=node, **how)
+        outcome: str = self.on_loop(self.client.request(request)).outcome
+        return outcome
 
     def inject(self, **fault: Any) -> None:
         """Inject a fault now; ``fault`` has the fields of a scenario's ``[[fault]]`` without a trigger."""

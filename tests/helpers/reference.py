@@ -12,16 +12,23 @@ from runtime.layers.optimizer import Optimization
 from runtime.precision import PRECISIONS
 from runtime.training import Training, load_training
 from statemachine.messages.trainer import TrainingData
+from statemachine.messages.values import batch_of
 
 
-def reference_losses(training: Training, data: TrainingData, steps: int) -> list[float]:
+def reference_losses(
+    training: Training, data: TrainingData, steps: int, skipped_batches: tuple[int, ...] = ()
+) -> list[float]:
     """Return the mean loss over the global batch for each of the first ``steps`` steps."""
-    return reference_run(training, data, steps)[0]
+    return reference_run(training, data, steps, skipped_batches)[0]
 
 
-def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[list[float], Model]:
+def reference_run(
+    training: Training, data: TrainingData, steps: int, skipped_batches: tuple[int, ...] = ()
+) -> tuple[list[float], Model]:
     """Return the losses and the trained model. This changes ``training``'s layers: load it again for another
     run.
+
+    :param skipped_batches: batches that are left out, in rising order.
     """
     model = Model(training, data)
     optimization = Optimization(model)
@@ -41,7 +48,7 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
     for step in range(1, steps + 1):
         total = total_weight = 0.0
         for microbatch in range(microbatches):
-            batch = loader.load(step, microbatch)
+            batch = loader.load(batch_of(step, skipped_batches), microbatch)
             output = model.forward(0, model.layer_count, None, step=step, row=microbatch * rows, batch=batch)
             loss, weight = model.compute_loss(output, batch, rows)
             torch.autograd.backward(loss)

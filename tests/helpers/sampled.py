@@ -1,8 +1,11 @@
 """A training function whose data set logs which samples are read, and whose metrics tell which were trained
 on.
+
+The samples that ``corrupt`` names have inputs a thousand times as large, so the loss of their batch is a spike.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ from ftd import Training
 class Numbered:
     """Samples that contain their numbers; each read appends a line to a file."""
 
-    def __init__(self, samples: int, log: str) -> None:
+    def __init__(self, samples: int, log: str, corrupt: Sequence[int]) -> None:
         self.inputs = torch.randn(samples, 4, dtype=torch.float64)
+        self.inputs[list(corrupt)] *= 1000
         self.log = Path(log)
 
     def __len__(self) -> int:
@@ -44,11 +48,11 @@ def numbers(output: Tensor, batch: Any) -> dict[str, Any]:
     return {"number": (number.sum(), len(number)), "square": (number.square().sum(), len(number))}
 
 
-def build(*, samples: int, log: str) -> Training:
+def build(*, samples: int, log: str, corrupt: Sequence[int] = ()) -> Training:
     return Training(
         layers=[nn.Linear(4, 8), Slow(), nn.Linear(8, 8), Slow(), nn.Linear(8, 1)],
         loss=loss,
         metrics=numbers,
-        dataset=Numbered(samples, log),
+        dataset=Numbered(samples, log, corrupt),
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
     )

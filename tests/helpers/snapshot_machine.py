@@ -18,7 +18,7 @@ from statemachine.messages.cluster import (
     SnapshotCompleted,
 )
 from statemachine.messages.common import Prepared, SnapshotStarted
-from statemachine.messages.values import HeldSnapshot, SnapshotPolicy
+from statemachine.messages.values import HeldSnapshot, SnapshotPolicy, UpdatePolicy
 from tests.helpers.transcripts import PROFILE, Coordination, committed, job, report, vote
 
 KEY = HeldSnapshot(job_id="job-1", step=3, generation=1)
@@ -30,12 +30,17 @@ HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 class Snapshots(Coordination):
     """Four nodes in two pipelines of two stages, with a snapshot after every second step."""
 
-    def begin(self, protection: str = "aec", **policy: Any) -> None:
+    def begin(
+        self,
+        protection: str = "aec",
+        updates: UpdatePolicy = UpdatePolicy(),  # noqa: B008
+        **policy: Any,
+    ) -> None:
         self.feed(BrokerConnected)
         for number, name in enumerate(HELD):
             self.hello(name, 100 + number)
         snapshot = SnapshotPolicy(**{"every_steps": 2, "protection": protection} | policy)
-        self.feed(SubmitRequested, request="r", job=job(steps=40, snapshot=snapshot))
+        self.feed(SubmitRequested, request="r", job=job(steps=40, snapshot=snapshot, updates=updates))
         for number, name in enumerate(HELD):
             self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
         self.feed(TemplatesReady, job_id="job-1")
@@ -75,9 +80,9 @@ class Snapshots(Coordination):
                 ),
             )
 
-    def complete_snapshot(self) -> None:
+    def complete_snapshot(self, **begin: Any) -> None:
         """Complete the snapshot of step 3 everywhere."""
-        self.begin()
+        self.begin(**begin)
         self.ordered()
         for name in HELD:
             self.say(name, SnapshotStarted(generation=1, step=3))

@@ -15,6 +15,7 @@ faults:
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -127,9 +128,8 @@ def build(
 
 def is_trainer(node: str, device: str) -> bool:
     """Return whether this process is the trainer of this device of the node."""
-    parent_of_zygote = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
-    daemon = Path(f"/proc/{parent_of_zygote}/cmdline").read_text()
-    return f"/{node}.toml" in daemon and os.environ["CUDA_VISIBLE_DEVICES"] == device
+    with socket.socket(fileno=os.dup(1)) as output:
+        return f"/{node}/" in output.getpeername() and os.environ["CUDA_VISIBLE_DEVICES"] == device
 
 
 def largest_error(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

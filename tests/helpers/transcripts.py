@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ftd.coordinator.plan_answer import answer_drain_check
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
 from statemachine.agent.events import TrainerReported
@@ -23,6 +24,7 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (
     BroadcastCommand,
     CancelTimer,
+    CheckDrain,
     ComputePlan,
     Effect,
     EmitEvent,
@@ -35,6 +37,7 @@ from statemachine.effects import (
 from statemachine.election.machine import ElectionMachine
 from statemachine.events import (
     BrokerConnected,
+    DrainChecked,
     PlanReady,
     SignalArrived,
     SubmitRequested,
@@ -55,6 +58,7 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import Prepared, Resumed
 from statemachine.messages.values import (
+    RECOVERY_PHASES,
     CommittedStep,
     DeviceReport,
     Job,
@@ -63,6 +67,7 @@ from statemachine.messages.values import (
     ProtectionRequest,
     SnapshotPolicy,
     TrainerState,
+    UpdatePolicy,
     Vote,
 )
 from statemachine.timing import Timing
@@ -72,8 +77,8 @@ LAYERS = 4
 HIDDEN = {"at", "cause", "facts", "training", "policy", "bubble_s", "acknowledgement"}
 PLAIN = {
     "lineage", "retained_step", "corrupt_step", "protection", "snapshots", "failed", "lost_layers", "tier",
-    "replica_peer", "replica_peers", "owner", "copied", "held_parts", "evaluation", "evaluated", "build_progress",
-    "in_memory",
+    "replica_peer", "replica_peers", "owner", "copied", "held_parts", "evaluation", "evaluated", "building",
+    "in_memory", "outcome", "when_possible", "cancel", "skipped_batches", "repairs",
 }  # fmt: skip
 """Fields that are shown only if they differ from their default."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}
@@ -102,8 +107,9 @@ def job(
     steps: int = 10,
     policy: Policy = POLICY,
     snapshot: SnapshotPolicy = SnapshotPolicy(),  # noqa: B008
+    updates: UpdatePolicy = UpdatePolicy(),  # noqa: B008
 ) -> Job:
-    return Job(job_id=job_id, name="tiny", steps=steps, policy=policy, snapshot=snapshot)
+    return Job(job_id=job_id, name="tiny", steps=steps, policy=policy, snapshot=snapshot, updates=updates)
 
 
 def facts(devices: int = 1, host: str = "10.0.0.1") -> NodeFacts:
@@ -207,7 +213,7 @@ def _event(event: EmitEvent) -> str:
             return f"EVENT PlanChosen: {event.details['method']}"
         case "RecoveryCompleted":
             recovery = event.details["recovery"]
-            shown = ("cause", "nodes", "quiesce_ms", "state_ms", "resume_ms", "total_ms", "recomputed_steps")
+            shown = ("cause", "nodes", *RECOVERY_PHASES.values(), "total_ms", "recomputed_steps")
             return f"EVENT RecoveryCompleted: {', '.join(f'{k} {short(recovery[k])}' for k in shown)}"
         case _:
             return f"EVENT {event.name} (generation {event.generation}, step {event.step}): {event.reason}"
@@ -355,12 +361,16 @@ class Coordination(Script):
         again = {"nodes", "hosts", "held", "snapshot_last_order_step"}
         lasting = {key: value for key, value in stored.items() if key not in again}
         if attempt := stored.get("attempt"):
-            lasting["attempt"] = {
-                key: value
-                for key, value in attempt.items()
-                if key not in ("sources", "required_draining_layers")
-            }
+            lasting["attempt"] = {key: value for key, value in attempt.items() if key != "sources"}
         return shown, lasting
+
+    def check_drain(self) -> list[Effect]:
+        """Answer the machine's question about a drain as the real planner does."""
+        asked: CheckDrain = self.one(CheckDrain)
+        answer = answer_drain_check(asked, self.planner.plan, lambda: self.now)
+        return self.feed(
+            DrainChecked, generation=answer.generation, nodes=answer.nodes, problem=answer.problem
+        )
 
     def say(self, node: str, signal: Signal, incarnation: int | None = None) -> list[Effect]:
         number = self.incarnations[node] if incarnation is None else incarnation
@@ -427,13 +437,15 @@ class Coordination(Script):
         asked: ComputePlan = self.one(ComputePlan)
         return self.feed(PlanReady, generation=asked.generation, plan=self.planner.plan(asked.situation))
 
-    def running(self, nodes: int = 4, steps: int = 10, profile: ModelProfile = PROFILE) -> None:
+    def running(
+        self, nodes: int = 4, steps: int = 10, profile: ModelProfile = PROFILE, **job_values: Any
+    ) -> None:
         """Bring the job to its first step on node-0 … in generation 1."""
         self.feed(BrokerConnected)
         names = [f"node-{n}" for n in range(nodes)]
         for number, name in enumerate(names):
             self.hello(name, 100 + number)
-        self.feed(SubmitRequested, request="r", job=job(steps=steps))
+        self.feed(SubmitRequested, request="r", job=job(steps=steps, **job_values))
         for number, name in enumerate(names):
             self.say(name, Prepared(job_id="job-1", profile=profile if number == 0 else None))
         self.feed(TemplatesReady, job_id="job-1")

@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import msgspec
 import pytest
 
 from runtime.script.protection import find_restorable, scheme_of, tolerated_losses
@@ -61,17 +62,37 @@ def test_the_newest_snapshot_that_all_ranks_can_restore_is_chosen() -> None:
     ]
     found, refused = find_restorable(held, 2)
     assert [one.key for one in found] == [(2, 2), (1, 5)]
-    assert dict(refused)[2, 3] == "the own state of rank 0 is lost"
+    assert {one.key: one.why for one in refused}[2, 3] == "the own state of rank 0 is lost"
 
 
 def test_a_different_number_of_ranks() -> None:
     held = [HeldRankSnapshot(address="a", generation=1, step=1, layout=layout(rank, 2)) for rank in range(2)]
     found, refused = find_restorable(held, 3)
-    assert not found and "it was saved by 2 ranks, and there are 3" in refused[0][1]
+    assert not found and "it was saved by 2 ranks, and there are 3" in refused[0].why
     run = ProtectedRun(job="j", generation=1, hosts=("a", "b"), host_of_rank=(0, 1), copies=1)
     found, _ = find_restorable(held_by_hosts(run, 1, "aec", shared=10), 3)
     assert [found[0].source_of(rank) for rank in range(3)] == [0, 1, 0]
     assert find_restorable(held_by_hosts(run, 1, "aec", shared=10), 1)[0][0].key == (1, 1)
+
+
+def test_snapshots_of_all_ranks_come_before_those_with_replicas_of_lost_ones() -> None:
+    """A lost rank's random states are in no replica, so an older snapshot of all ranks is better."""
+
+    def held(step: int, *ranks: int) -> list[HeldRankSnapshot]:
+        return [
+            HeldRankSnapshot(
+                address="a",
+                generation=1,
+                step=step,
+                layout=msgspec.structs.replace(layout(rank, 4), resizable=True, replicas=2),
+            )
+            for rank in ranks
+        ]
+
+    found, _ = find_restorable([*held(6, 0, 3), *held(5, 0, 1, 2, 3), *held(4, 0, 1, 2)], 4)
+    assert [(one.key[1], one.missing) for one in found] == [(5, ()), (6, (1, 2)), (4, (3,))]
+    assert [found[1].source_of(rank) for rank in range(4)] == [0, 0, 0, 3]
+    assert found[0].sources_near(2, 3) == [3, 2, 1, 0]
 
 
 def test_spare_hosts_hold_copies_too() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from statemachine.messages import trainer as p
-from statemachine.messages.common import PeerSuspected, Quiesce
+from statemachine.messages.common import PeerSuspected, Quiesce, ReplicaDigests
 from statemachine.messages.values import Vote
 from tests.helpers.harness import Cluster, TrainerHandle, pipeline
 from tests.helpers.pipelines import LAYERS, THREE_AND_ONE, TWO_AND_TWO, finish, losses_of, replicas_agree
@@ -304,3 +304,21 @@ def test_computing_is_timed_without_waiting(cluster: Cluster) -> None:
     # The comparison uses the same steps because both stages share the machine with other work.
     assert slow_ms > 2 * statistics.median(frame.microbatch_ms for frame in waiting[6:])
     finish(trainers)
+
+
+def test_copies_are_compared_and_a_flipped_bit_is_found(cluster: Cluster) -> None:
+    job = data(steps=9, compare_replicas_every=2)
+    trainers = start(cluster, 4, job)
+    cluster.resume(trainers, TWO_AND_TWO, step=0)
+    copies = [{trainer.device: trainer.take(ReplicaDigests, step=2) for trainer in trainers}]
+    trainers[3].send(p.FlipBit())
+    copies += [{trainer.device: trainer.take(ReplicaDigests, step=8) for trainer in trainers}]
+    finish(trainers)
+    for step, by_device in zip((2, 8), copies, strict=True):
+        found: dict[int, set[int]] = {}
+        for report in by_device.values():
+            for layer, digest in report.digests.items():
+                found.setdefault(layer, set()).add(digest)
+        assert sorted(found) == list(range(LAYERS))
+        differing = [layer for layer, digests in found.items() if len(digests) > 1]
+        assert differing == ([] if step == 2 else [1])

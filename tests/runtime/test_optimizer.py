@@ -243,6 +243,18 @@ def raising(_: Any) -> Any:
         (lambda named: "adam", None, "Training.optimizer must return an Optimizer, not str"),
         (lambda named: torch.optim.LBFGS(parameters(named)), None, "LBFGS.step needs a closure"),
         (lambda named: torch.optim.SGD([STRANGER], lr=1), None, r"a parameter of shape \(3, 2\).*not given"),
+        (
+            lambda named: torch.optim.SGD(parameters(named)[:-1], lr=1),
+            None,
+            r"parameter 2\.bias into no parameter group.*or freeze it in the model with requires_grad_\(False\)",
+        ),
+        (
+            lambda named: torch.optim.AdamW(
+                [{"params": [p for _, p in named if p.dim() > 1]}, {"params": [], "weight_decay": 0.0}]
+            ),
+            None,
+            r"parameter 0\.bias and 2 more into no parameter group",
+        ),
         (OPTIMIZERS["sgd"], raising, "Training.scheduler raised KeyError"),
         (OPTIMIZERS["sgd"], lambda o: 3, "Training.scheduler must return an LRScheduler, not int"),
         (OPTIMIZERS["sgd"], lr.ReduceLROnPlateau, "needs a validation metric"),
@@ -256,6 +268,25 @@ def raising(_: Any) -> Any:
 def test_optimizers_that_cannot_be_used(optimizer: Any, scheduler: Any, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         make(optimizer, scheduler)
+
+
+def test_a_frozen_parameter_needs_no_parameter_group() -> None:
+    def last_layer_alone(named: Named) -> Optimizer:
+        assert [name for name, _ in named] == ["1.weight", "1.bias"], "frozen parameters are not given"
+        return torch.optim.SGD(parameters(named), lr=0.1)
+
+    frozen = nn.Linear(6, 5).requires_grad_(False)
+    training = training_of([frozen, nn.Linear(5, 1)], optimizer=last_layer_alone)
+    model = Model(training, data_for("unused.py:build"))
+    optimization = Optimization(model)
+    before = {t.name: t.value.clone() for layer in range(2) for t in model.tensors_of(layer)}
+    for _, parameter in model.named_parameters(range(2)):
+        parameter.grad = torch.ones_like(parameter)
+    optimization.step(range(2))
+    changed = {
+        t.name for layer in range(2) for t in model.tensors_of(layer) if not t.value.equal(before[t.name])
+    }
+    assert changed == {"1.weight", "1.bias"}
 
 
 def test_an_optimizer_whose_state_cannot_move_is_rejected_at_its_first_step() -> None:

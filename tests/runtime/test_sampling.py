@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data.sampling import Sampler
+from runtime.data.sampling import Sampler, sample_indices
 
 
 @given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 2**40))
@@ -82,6 +82,12 @@ def test_scripts_get_the_indices_of_a_step_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [int(word) for word in done.stdout.split()] == GOLDEN
+
+
+def test_a_batch_that_is_left_out_moves_the_later_ones_to_earlier_steps() -> None:
+    batches = [sample_indices(1000, 6, 7, step) for step in range(1, 7)]
+    left_out = [sample_indices(1000, 6, 7, step, skipped_batches=(4, 2)) for step in range(1, 5)]
+    assert left_out == [batches[0], batches[2], batches[4], batches[5]]
 
 
 @pytest.mark.parametrize(("length", "batch"), [(0, 1), (1, 0)])

@@ -5,7 +5,6 @@ Only one test uses torchrun itself; the other processes are forked to keep the t
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -38,9 +37,19 @@ def name() -> Iterator[str]:
     shutil.rmtree(default_directory() / job, ignore_errors=True)
 
 
+LIBRARIES = """
+import importlib.util, sys
+import accelerate, pytorch_lightning, transformers, transformers.trainer
+
+# The package's own module imports Triton's kernels, which only an environment with CUDA has.
+sys.modules["torchtitan"] = importlib.util.module_from_spec(importlib.util.find_spec("torchtitan"))
+import torchtitan.components.checkpoint
+"""
+
+
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    made = Zygote()
+    made = Zygote(LIBRARIES)
     yield made
     made.close()
 
@@ -120,20 +129,157 @@ def test_a_killed_plain_loop_continues_with_the_same_losses(
     assert not (default_directory() / name).exists()
 
 
-def test_a_killed_hugging_face_trainer_continues_with_the_same_losses(
+def killed_at_any_step_and_whole(
+    zygote: Zygote, code: str, name: str, folder: Path, *length: object
+) -> tuple[dict[tuple[str, ...], str], dict[tuple[str, ...], str]]:
+    """Return the losses of a run that was killed and resumed, and those of an uninterrupted one.
+
+    The run is killed in its second epoch, and the resumed one does not begin from the first step.
+    """
+
+    def run(pause_s: float) -> list[Forked]:
+        return started(zygote, code, folder, "--name", name, *length, "--pause-s", pause_s)
+
+    lines = killed_when(run(0.05)[0], "^8 ")
+    resumed = finished(run(0))
+    assert min(int(step) for (step,) in losses(resumed)) >= 7
+    assert not (default_directory() / name).exists()
+    return losses(lines + resumed), losses(finished(run(0)))
+
+
+@pytest.mark.parametrize(
+    ("file", "length"),
+    [
+        ("hf_trainer.py", ("--steps", 13)),
+        ("lightning_trainer.py", ("--steps", 13)),
+        ("accelerate_loop.py", ("--epochs", 3)),
+    ],
+)
+def test_a_killed_script_that_one_line_protects_continues_with_the_same_losses(
+    zygote: Zygote, name: str, tmp_path: Path, file: str, length: tuple[object, ...]
+) -> None:
+    """Epochs have 5 steps, so the order of samples and the position within an epoch must be restored."""
+    found, whole = killed_at_any_step_and_whole(zygote, code_of(file), name, tmp_path, *length)
+    assert found == whole and len(whole) in (13, 15)
+
+
+def test_ddp_over_a_protected_loader_continues_with_the_same_losses(
     zygote: Zygote, name: str, tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: pip install 'ftd[hf]'")
-    lines, whole = killed_and_whole(zygote, "hf_trainer.py", name, tmp_path)
-    resumed = [int(m) for m in re.findall(r"resumes after step (\d+)", "".join(lines))]
-    assert len(resumed) == 2 and resumed[0] == 0 and resumed[1] >= 5
-    found, first = losses(lines), resumed[1] + 1
-    # The first loss that the Trainer logs is divided by the number of steps since step 0; it logs four
-    # digits.
-    right = pytest.approx(float(whole.pop((str(first),))), abs=1e-4 * (first + 1))
-    assert float(found.pop((str(first),))) * first == right
-    assert found == whole and len(whole) == 14
+    def run(pause_s: float) -> list[Forked]:
+        arguments = ("--name", name, "--epochs", 3, "--pause-s", pause_s)
+        return started(zygote, code_of("ddp_loader.py"), tmp_path, *arguments, ranks=2)
+
+    ranks = run(0.05)
+    lines = killed_when(ranks[1], "^1 8 ")
+    ranks[0].kill()
+    lines += ranks[0].text.splitlines(keepends=True)
+    resumed = finished(run(0))
+    assert min(int(step) for _, step in losses(resumed)) >= 7
+    whole = losses(finished(run(0)))
+    assert losses(lines + resumed) == whole and len(whole) == 30
+
+
+def test_ddp_over_a_protected_loader_skips_the_used_samples_on_another_number_of_ranks(
+    zygote: Zygote, name: str, tmp_path: Path
+) -> None:
+    """An epoch has 5 batches of each of two ranks, or 10 of one."""
+    arguments = ("--name", name, "--epochs", 3, "--pause-s")
+    ranks = started(zygote, code_of("ddp_loader.py"), tmp_path, *arguments, 0.05, ranks=2)
+    killed_when(ranks[1], "^1 8 ")
+    ranks[0].kill()
+    alone = losses(finished(started(zygote, code_of("ddp_loader.py"), tmp_path, *arguments, 0, ranks=1)))
+    restored = min(int(step) for _, step in alone) - 1
+    assert 7 <= restored <= 9
+    assert len(alone) == (10 - 2 * (restored - 5)) + 10
+
+
+TITAN = """
+import sys, time, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import IterableDataset
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import Checkpoint
+from ftd import protect
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+
+class Points(IterableDataset):
+    number = 0
+    def __iter__(self):
+        while True:
+            self.number += 1
+            yield torch.randn(8, generator=torch.Generator().manual_seed(2 * self.number + dist.get_rank()))
+    def state_dict(self):
+        return {"number": self.number}
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+class Trainer:
+    # The parts, and the calls of the checkpointer, are those of torchtitan.train.Trainer.
+    def __init__(self):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 1))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        self.model, self.step = model, 0
+        self.dataloader = ParallelAwareDataloader(Points(), dist.get_rank(), 2, batch_size=4)
+        self.optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 1e-2})
+        self.lr_schedulers = LRSchedulersContainer(self.optimizers, lambda step: 0.9**step)
+        self.checkpointer = CheckpointManager(
+            self.dataloader, [model], self.optimizers, self.lr_schedulers, {"train_state": self},
+            Checkpoint(enable=True, interval=100, folder=given["--folder"]), None,
+        )
+    def state_dict(self):
+        return {"step": self.step}
+    def load_state_dict(self, state):
+        self.step = state["step"]
+    def train(self, steps):
+        self.checkpointer.load(step=-1)
+        batches = iter(self.dataloader)
+        while self.step < steps:
+            self.step += 1
+            points = next(batches)
+            self.optimizers.zero_grad()
+            loss = (self.model(points)[:, 0] - points.sin().sum(dim=1)).square().mean()
+            loss.backward()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+            print(f"{dist.get_rank()} {self.step} {loss.item():.9f}", flush=True)
+            self.checkpointer.save(self.step, last_step=self.step == steps)
+            time.sleep(float(given["--pause-s"]))
+
+dist.init_process_group("gloo")
+trainer = Trainer()
+protect(trainer.checkpointer, given["--name"])
+trainer.train(12)
+trainer.checkpointer.close()
+dist.destroy_process_group()
+"""
+"""A trainer of torchtitan's components on processors: torchtitan's own needs an accelerator."""
+
+
+def test_torchtitan_s_checkpoint_manager_restores_fsdp2_from_memory(
+    zygote: Zygote, name: str, tmp_path: Path
+) -> None:
+    def run(folder: str, pause_s: float) -> list[Forked]:
+        arguments = ("--name", name, "--folder", tmp_path / folder, "--pause-s", pause_s)
+        return started(zygote, TITAN, tmp_path, *arguments, ranks=2)
+
+    ranks = run("killed", 0.05)
+    lines = killed_when(ranks[1], "^1 8 ")
+    ranks[0].kill()
+    lines += ranks[0].text.splitlines(keepends=True)
+    assert not list((tmp_path / "killed").glob("step-*"))
+    resumed = finished(run("killed", 0))
+    assert min(int(step) for _, step in losses(resumed)) >= 7
+    assert (tmp_path / "killed" / "step-12" / ".metadata").exists()
+    whole = losses(finished(run("whole", 0)))
+    assert losses(lines + resumed) == whole and len(whole) == 24
 
 
 def test_torchrun_restarts_ddp_and_all_ranks_continue_after_the_same_step(

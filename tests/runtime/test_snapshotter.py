@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import random
+import re
 import shutil
 import threading
 from collections import Counter
@@ -107,7 +108,9 @@ def corrupt_byte(path: Path, offset: int) -> None:
 # --- what comes back -----------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_continues_as_an_uninterrupted_one(place: Path) -> None:
+def test_an_interrupted_run_continues_as_an_uninterrupted_one(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = Script(place, name="whole")
     losses, drawn = whole.run(1, 12), whole.progress["drawn"]
     whole.leave()
@@ -116,7 +119,9 @@ def test_an_interrupted_run_continues_as_an_uninterrupted_one(place: Path) -> No
     begun = first.run(1, 7)
     first.leave()
     second = Script(place, seed=99)
+    assert caplog.messages == []
     assert second.snapshots.restore() == 7
+    assert "training continues after step 7" in caplog.text
     assert second.progress["samples"] == 7 * 16
     assert begun + second.run(8, 12) == losses
     assert second.progress["drawn"] == drawn
@@ -576,7 +581,26 @@ def test_a_manifest_that_was_cut_short_is_noticed(place: Path, caplog: pytest.Lo
     again.leave()
 
 
-def test_another_models_snapshot_is_skipped_and_not_overwritten(
+def test_corrupt_snapshots_alone_are_no_first_start(place: Path) -> None:
+    """A restart must not start over in silence, not even a second one."""
+    script = two_complete(place)
+    script.leave()
+    for manifest in (place / "job" / "rank-0").glob("step-*.json"):
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+    for _ in range(2):
+        again = Script(place)
+        with pytest.raises(SnapshotError, match=r"none of them can be restored: .* is truncated"):
+            again.snapshots.restore()
+        again.leave()
+    again = Script(place)
+    with pytest.raises(SnapshotError, match="missing must be 'raise' or 'fresh', not 'none'"):
+        again.snapshots.restore(missing="none")  # type: ignore[arg-type]
+    assert again.snapshots.restore(missing="fresh") is None
+    again.run(1, 1)
+    again.leave()
+
+
+def test_another_models_snapshot_is_rejected_and_replaced_only_on_request(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(place)
@@ -584,9 +608,9 @@ def test_another_models_snapshot_is_skipped_and_not_overwritten(
     script.leave()
     other = Script(place, width=32)
     weight = other.model[0].weight.detach().clone()
-    with caplog.at_level(logging.WARNING):
-        assert other.snapshots.restore() is None
-    assert "0.weight is float32 [64, 8] in the snapshot and float32 [32, 8] here" in caplog.text
+    why = "0.weight is float32 [64, 8] in the snapshot and float32 [32, 8] here"
+    with pytest.raises(SnapshotError, match=re.escape(why)):
+        other.snapshots.restore()
     assert torch.equal(other.model[0].weight, weight)
     other.step()
     with pytest.raises(SnapshotError, match="was not restored and would be lost"):
@@ -594,6 +618,17 @@ def test_another_models_snapshot_is_skipped_and_not_overwritten(
     other.leave()
     again = Script(place, seed=2)
     assert again.snapshots.restore() == 2
+    again.leave()
+    other = Script(place, width=32)
+    with caplog.at_level(logging.WARNING):
+        assert other.snapshots.restore(missing="fresh") is None
+    assert f"training starts over, and its first snapshot replaces what is there: step 2: model: {why}" in (
+        caplog.text
+    )
+    other.run(1, 1)
+    other.leave()
+    again = Script(place, width=32)
+    assert again.snapshots.restore() == 1
     again.leave()
 
 
@@ -609,7 +644,7 @@ def test_another_models_snapshot_is_skipped_and_not_overwritten(
     ],
 )
 def test_changes_between_two_runs_are_named(
-    place: Path, change: Callable[[nn.Sequential], tuple[nn.Module, type]], why: str, caplog: Any
+    place: Path, change: Callable[[nn.Sequential], tuple[nn.Module, type]], why: str
 ) -> None:
     script = Script(place)
     script.snapshots.remove()
@@ -620,12 +655,13 @@ def test_changes_between_two_runs_are_named(
     model, kind = change(script.model)
     optimizer = kind(model.parameters(), lr=1.0)
     again = Snapshotter("job", directory=place, optimizer=optimizer, model=model)
-    assert again.restore() is None and why in caplog.text
+    with pytest.raises(SnapshotError, match=re.escape(why)):
+        again.restore()
     assert optimizer.param_groups[0]["lr"] == 1.0
     again.close()
 
 
-def test_groups_and_shapes_of_an_optimizer_are_named(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_and_shapes_of_an_optimizer_are_named(place: Path) -> None:
     """Parameters are named by number if no module that knows their names was registered."""
 
     def kept(*groups: list[int]) -> Snapshotter:
@@ -641,30 +677,29 @@ def test_groups_and_shapes_of_an_optimizer_are_named(place: Path, caplog: pytest
         ([[2, 7], [4]], r"parameter 1 of group 0 is [3] in the snapshot and [7] here"),
     ):
         again = kept(*groups)
-        assert again.restore() is None and why in caplog.text
+        with pytest.raises(SnapshotError, match=re.escape(why)):
+            again.restore()
         again.close()
 
 
-def test_another_jobs_snapshot_is_skipped(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_jobs_snapshot_is_rejected(place: Path) -> None:
     script = Script(place, name="theirs")
     script.run(1, 2)
     script.leave()
     shutil.move(place / "theirs", place / "job")
     again = Script(place)
-    with caplog.at_level(logging.WARNING):
-        assert again.snapshots.restore() is None
-    assert "it belongs to job 'theirs'" in caplog.text
+    with pytest.raises(SnapshotError, match="it belongs to job 'theirs'"):
+        again.snapshots.restore()
     again.leave()
 
 
-def test_other_things_are_registered_now(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_things_are_registered_now(place: Path) -> None:
     script = Script(place)
     script.run(1, 2)
     script.leave()
     snapshots = Snapshotter("job", directory=place, model=script.model)
-    with caplog.at_level(logging.WARNING):
-        assert snapshots.restore() is None
-    assert "it holds model, optimizer, progress, scheduler, and model are registered" in caplog.text
+    with pytest.raises(SnapshotError, match="it holds model, optimizer, progress, scheduler, and model are"):
+        snapshots.restore()
     snapshots.close()
 
 

@@ -15,6 +15,7 @@ import torch
 from runtime.training import TrainingError, torch_device
 from statemachine.messages import trainer as p
 from statemachine.messages.common import Prepared
+from statemachine.messages.values import BuildProgress, BuildStage
 from storage.description import ModelDescription, decode_description
 from tests.helpers.harness import PATIENCE_S, Cluster, pipeline
 from tests.helpers.runtime_support import data_for, gpt_data, script
@@ -140,11 +141,10 @@ def test_a_trainer_reports_its_build_progress_until_it_is_prepared(cluster: Clus
     )
     (trainer,) = cluster.fork(1)
     trainer.send(p.PrepareJob(job_id="job", training=data_for("mine.py:build", tmp_path), profile=True))
-    eventually(
-        lambda: trainer.last_beat is not None and trainer.last_beat.build_progress == "measuring layer 2 of 2"
-    )
+    measuring = BuildProgress(stage=BuildStage.MEASURING, done=1, total=2)
+    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress == measuring)
     trainer.take(Prepared)
-    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress == "")
+    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress is None)
 
 
 def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_path: Path) -> None:

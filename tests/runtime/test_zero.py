@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from statemachine.messages import trainer as p
+from statemachine.messages.common import ReplicaDigests
 from tests.helpers.harness import Cluster, TrainerHandle, pipeline
-from tests.helpers.pipelines import TWO_AND_TWO, finish, losses_of, replicas_agree
+from tests.helpers.pipelines import LAYERS, TWO_AND_TWO, finish, losses_of, replicas_agree
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import gpt_data
 from tests.helpers.zero import Sharded
@@ -50,6 +51,27 @@ def test_losses_do_not_depend_on_the_layout(
     for trainer in trainers:
         assert losses_of(trainer, 1, 5) == pytest.approx(expected, rel=1e-9)
     replicas_agree(trainers)
+    finish(trainers)
+
+
+def test_parameters_are_compared_and_a_flipped_bit_is_found(cluster: Cluster) -> None:
+    """It is found in one step: then its owner's part is sent to all, or the copy is overwritten."""
+    steps = 30
+    sharded = Sharded(cluster=cluster, job=data(steps=steps, compare_replicas_every=1), protection="aor")
+    trainers = sharded.join(4)
+    sharded.start(trainers, TWO_AND_TWO)
+    differing = []
+    for step in range(1, steps):
+        found: dict[int, set[int]] = {}
+        for trainer in trainers:
+            for layer, digest in trainer.take(ReplicaDigests, step=step).digests.items():
+                found.setdefault(layer, set()).add(digest)
+        assert sorted(found) == list(range(LAYERS))
+        differing += [(step, layer) for layer, digests in found.items() if len(digests) > 1]
+        if step == 2:
+            assert not differing
+            trainers[3].send(p.FlipBit())
+    assert len(differing) == 1
     finish(trainers)
 
 

@@ -16,6 +16,7 @@ import pytest
 from ftd.config.daemon import load_daemon_config
 from ftd.config.job import job_from_data, load_job_data, profile_from_data
 from ftd.coordinator.journal import Journal
+from ftd.coordinator.public_state import public_state
 from ftd.errors import ConfigurationError, FtdError, JournalError, WireError
 from ftd.faults.chaos.scenario import load_scenario
 from ftd.faults.sim.simulation_run import run_seed
@@ -101,16 +102,7 @@ def test_a_hostile_node_and_a_hostile_coordinator_break_nothing(monkeypatch: pyt
                 codec.encode_to_node(effect.message)
             elif isinstance(effect, BroadcastCommand):
                 codec.encode_to_nodes(effect.message)
-        state = {
-            **twin.public_state(),
-            "planning": None,
-            "schema": 1,
-            "version": "",
-            "coordinator": 1,
-            "at": "",
-        }
-        if state["snapshot"] is not None:
-            state["snapshot"] = {**state["snapshot"], "at": ""}
+        state = public_state(twin.public_state(), {"coordinator": 1}, None, 1e9)
         assert checking.problem_of_state(msgspec.json.encode(state)) is None
         kept = msgspec.msgpack.decode(msgspec.msgpack.encode(twin.durable_state()))
         ClusterMachine.restore(Timing(), kept, 1e9, "c")

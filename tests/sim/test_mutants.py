@@ -501,6 +501,24 @@ def test_a_snapshot_that_is_retained_before_it_is_durable_is_found(monkeypatch: 
     found("the journal names")
 
 
+FLIPS = SeedOverrides(
+    corruption=True,
+    zero1=False,
+    protection="aec",
+    triggered_faults=(("SnapshotCompleted", faults.corrupt_parameter, 1),),
+)
+
+
+def test_a_snapshot_that_counts_before_it_is_compared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "is_verified", lambda c, step: True)
+    found("wrote a flipped bit", overrides=FLIPS)
+
+
+def test_corrupt_state_that_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decision, "without_state", lambda decision: decision)
+    found("goes on with state of which the copies differ", overrides=FLIPS)
+
+
 def test_a_rollback_to_an_abandoned_snapshot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def abandon_nothing(c: Cluster, why: str) -> None:
         underway = c.snapshots.pending

@@ -203,6 +203,7 @@ def test_a_lost_leaving_is_requested_and_a_lost_release_sent_again(s: Cluster) -
     s.acknowledged["node-3"] = {"leaving": True}
     assert kinds(s.heartbeat()) == {("node-3", RequestHello)}
     s.say("node-3", Leaving(reason="spot notice"))
+    s.check_drain()
     s.fire("join", 0.1)
     s.all_are(NodeActivity.QUIESCED, 2)
     for name in NODES:

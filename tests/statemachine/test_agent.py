@@ -7,6 +7,7 @@ import pytest
 from planner.values import StatePart
 from statemachine.agent.events import (
     AgentStarted,
+    SnapshotRepaired,
     StagingFailed,
     TerminationRequested,
     TrainerConnected,
@@ -56,7 +57,15 @@ from statemachine.messages.common import (
     Quiesce,
     Resumed,
 )
-from statemachine.messages.values import DeviceReport, Evaluation, NodeActivity, NodeState, TrainerState
+from statemachine.messages.values import (
+    BuildProgress,
+    BuildStage,
+    DeviceReport,
+    Evaluation,
+    NodeActivity,
+    NodeState,
+    TrainerState,
+)
 from statemachine.timing import Timing
 from tests.helpers.agent_machine import Daemon
 from tests.helpers.transcripts import Script, committed, facts, job, vote
@@ -144,11 +153,24 @@ def test_only_the_first_trainer_measures() -> None:
     assert [(e.device, e.profile) for e in d.all(PrepareTrainer)] == [(0, True), (1, False)]
 
 
+def test_the_heartbeat_says_how_many_trainers_have_started() -> None:
+    d = Daemon(devices=2)
+    d.fire("heartbeat", 0.25)
+    (heartbeat,) = d.signals()
+    assert isinstance(heartbeat, Heartbeat)
+    assert heartbeat.building == BuildProgress(stage=BuildStage.STARTING, done=0, total=2)
+    d.up()
+    d.fire("heartbeat", 0.5)
+    (heartbeat,) = d.signals()
+    assert isinstance(heartbeat, Heartbeat) and heartbeat.building is None
+
+
 def test_the_heartbeat_says_how_far_a_trainer_is_with_building_the_job() -> None:
     d = Daemon(devices=2)
     d.up()
     d.order(Prepare(job=job(), profile=True))
-    for device, doing in ((0, "measuring layer 3 of 10"), (1, "")):
+    measuring = BuildProgress(stage=BuildStage.MEASURING, done=2, total=10)
+    for device, doing in ((0, measuring), (1, None)):
         d.feed(
             TrainerReported,
             device=device,
@@ -156,7 +178,16 @@ def test_the_heartbeat_says_how_far_a_trainer_is_with_building_the_job() -> None
         )
     d.fire("heartbeat", 0.25)
     (heartbeat,) = d.signals()
-    assert isinstance(heartbeat, Heartbeat) and heartbeat.build_progress == "measuring layer 3 of 10"
+    assert isinstance(heartbeat, Heartbeat) and heartbeat.building == measuring
+
+
+def test_the_heartbeat_says_how_often_changed_bytes_were_repaired() -> None:
+    d = Daemon()
+    for number in (1, 2):
+        d.feed(SnapshotRepaired, step=5)
+        d.fire("heartbeat", 0.25 * number)
+        (heartbeat,) = d.signals()
+        assert isinstance(heartbeat, Heartbeat) and heartbeat.repairs == number
 
 
 def test_prepare_twice_is_answered_twice_and_done_once() -> None:

@@ -1,7 +1,6 @@
 """Tests of the cluster machine in particular situations; ``test_cluster_transcripts`` has the main ones."""
 
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,8 @@ from statemachine.cluster.durable.outbox import is_journaled
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.membership import device_mismatch
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Running
 from statemachine.cluster.rules import owned_layers
+from statemachine.cluster.startup import Startup, StartupStage
 from statemachine.cluster.state import Cluster
 from statemachine.effects import (
     AnswerRequest,
@@ -63,6 +62,8 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import Finished, OptimizerReplicaDiverged, PeerSuspected, Prepared, Quiesce
 from statemachine.messages.values import (
+    BuildProgress,
+    BuildStage,
     ClusterPhase,
     CommittedStep,
     Evaluation,
@@ -161,13 +162,40 @@ def test_templates_that_cannot_be_made_fail_the_job_with_the_remedy() -> None:
 
 def test_before_the_start_the_state_shows_how_far_the_nodes_are() -> None:
     s = measuring()
+
+    def startup() -> Startup:
+        found = s.machine.public_state()["startup"]
+        assert isinstance(found, Startup)
+        return found
+
     assert s.machine.public_state()["waiting_for"] == "node-0 to build and measure the model"
-    for doing in ("measuring layer 3 of 10", "x" * 1000):
-        s.say("node-0", Heartbeat(generation=0, committed=None, build_progress=doing))
+    assert startup() == Startup(stage=StartupStage.BUILDING, node="node-0")
+    for doing, stage in ((BuildStage.CHECKING, "building"), (BuildStage.MEASURING, "measuring")):
+        progress = BuildProgress(stage=doing, done=2, total=10)
+        s.say("node-0", Heartbeat(generation=0, committed=None, building=progress))
         assert s.all(PublishCluster), "people see it at once"
-        assert s.machine.public_state()["waiting_for"] == f"node-0, which is {doing[:100]}"
-    s.say("node-0", Heartbeat(generation=0, committed=None, build_progress="x" * 1000))
+        assert startup() == Startup(stage=StartupStage(stage), done=2, total=10, node="node-0", doing=doing)
+    s.say("node-0", Heartbeat(generation=0, committed=None, building=progress))
     assert not s.all(PublishCluster)
+    s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
+    assert startup() == Startup(stage=StartupStage.PLANNING)
+    s.feed(TemplatesReady, job_id="job-1")
+    assert startup().stage is StartupStage.FORMING
+
+
+def test_before_a_job_the_state_counts_nodes_whose_trainers_run() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    assert s.machine.public_state()["startup"] == Startup(stage=StartupStage.NODES)
+    s.hello("node-0", 100)
+    s.hello("node-1", 101)
+    for done in (0, 1):
+        progress = BuildProgress(stage=BuildStage.STARTING, done=done, total=2)
+        s.say("node-1", Heartbeat(generation=0, committed=None, building=progress))
+        assert s.all(PublishCluster)
+        assert s.machine.public_state()["startup"] == Startup(stage=StartupStage.NODES, done=1, total=2)
+    s.say("node-1", Heartbeat(generation=0, committed=None))
+    assert s.machine.public_state()["startup"] == Startup(stage=StartupStage.NODES, done=2, total=2)
 
 
 def test_another_node_measures_when_the_first_cannot() -> None:
@@ -472,6 +500,7 @@ def test_a_node_that_is_not_heard_at_all_is_lost_but_not_fenced() -> None:
 def test_a_boundary_that_is_not_reached_becomes_an_abort() -> None:
     s = running()
     s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
     s.fire("join", 0.1)
     assert {q.mode for q in sent(s, Quiesce).values()} == {"boundary"}
     s.fire("quiesce", 11.0)
@@ -631,20 +660,6 @@ def test_events_handled_together_are_one_step() -> None:
     ]
 
 
-def test_a_drain_that_would_stop_the_job_is_postponed() -> None:
-    s = running(2)
-    s.feed(DrainRequested, request="d", node="node-1")
-    s.fire("join", 0.1)
-    s.quiesced("node-0", 2, report(1, held=(0, 1)))
-    s.quiesced("node-1", 2, report(1, held=(2, 3)))
-    assert s.one(ComputePlan).situation.nodes == ("node-0",)
-    s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes")
-    assert s.one(ComputePlan).situation.nodes == ("node-0", "node-1")
-    s.plan()
-    assert set(sent(s, Resume)) == {"node-0", "node-1"}
-    assert not s.all(SetTimer) or "join" not in {t.name for t in s.all(SetTimer)}
-
-
 def test_a_node_that_is_drained_while_it_measures_the_job_is_replaced() -> None:
     s = measuring()
     s.feed(DrainRequested, request="d", node="node-0")
@@ -675,59 +690,6 @@ def test_a_recovery_s_phases_add_up_though_the_coordinator_is_restarted_in_it() 
     phases = {name: published[name] for name in ("quiesce_ms", "plan_ms", "state_ms", "resume_ms")}
     assert phases == {"quiesce_ms": 1000.0, "plan_ms": 500.0, "state_ms": 2000.0, "resume_ms": 250.0}
     assert published["total_ms"] == sum(phases.values())
-
-
-def test_a_drain_is_retried_once_others_have_the_layers_that_only_the_node_had() -> None:
-    s = running(4)
-    assert layers_of(s) == {"node-0": (0, 2), "node-1": (2, 4), "node-2": (0, 2), "node-3": (2, 4)}
-    s.say("node-2", Leaving(reason="SIGTERM"))
-    s.feed(NodeVanished, node="node-0", incarnation=100)
-    s.hello("node-4", 104)
-    s.say("node-4", Prepared(job_id="job-1", profile=None))
-    for name, held in (("node-1", (2, 3)), ("node-2", (0, 1)), ("node-3", (2, 3))):
-        s.quiesced(name, 2, report(1, held=held))
-    s.feed(PlanImpossible, generation=2, too_few=False, reason="lost", lost_layers=(0, 1))
-    s.plan()
-    for name in ("node-1", "node-2", "node-3"):
-        s.resumed(name, 2)
-    s.stepped("node-1", 2, 2)
-    assert set(sent(s, Release)) == set()
-    s.fire("join", 0.1)  # node-4 comes; the layers of node-2 are nowhere else yet
-    held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}
-    for name in ("node-1", "node-2", "node-3"):
-        s.quiesced(name, 3, report(2, held=held.get(name, ())))
-    s.quiesced("node-4", 3, report())
-    s.feed(PlanImpossible, generation=3, too_few=False, reason="lost", lost_layers=(0, 1))
-    s.plan()
-    for name in ("node-1", "node-2", "node-3", "node-4"):
-        s.resumed(name, 3)
-    s.stepped("node-1", 3, 3)
-    assert "join" in s.machine._c.due
-    group = restarted(s).machine._c.state
-    assert isinstance(group, Running)
-    assert group.required_draining_layers == (0, 1)
-    s.fire("join", 0.1)
-    assert set(sent(s, Quiesce)) == {"node-1", "node-2", "node-3", "node-4"}
-    held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}
-    for name, layers in held.items():
-        s.quiesced(name, 4, report(3, held=layers))
-    s.plan()
-    s.resumed("node-1", 4)
-    s.resumed("node-3", 4)
-    s.resumed("node-4", 4)
-    s.stepped("node-1", 4, 4)
-    assert set(sent(s, Release)) == {"node-2"}
-
-
-def layers_of(s: Coordination) -> dict[str, tuple[int, int]]:
-    """Return the first and end layer of each planned node."""
-    resumption = s.machine._c.resumption
-    assert resumption is not None
-    return {
-        stage.devices[0].node: (stage.first_layer, stage.end_layer)
-        for pipeline in resumption.plan.pipelines
-        for stage in pipeline.stages
-    }
 
 
 def test_drain_of_an_unknown_node_is_rejected_with_the_known_ones() -> None:
@@ -843,17 +805,6 @@ def test_steps_that_no_node_remembers_are_asked_of_each_once() -> None:
     assert not sent(s, RequestSteps), "it was not published yet"
 
 
-def test_steps_that_update_nothing_are_reported_now_and_then() -> None:
-    s = running(steps=20)
-    nothing = Vote(loss=math.nan, gradient_norm=math.nan, skipped=True)
-    steps = [CommittedStep(step=n, vote=vote(n) if n == 4 else nothing) for n in range(2, 16)]
-    s.say("node-0", Stepped(generation=1, steps=tuple(steps), step_s=0.1))
-    published = [e for e in s.all(EmitEvent) if e.name == "UpdateSkipped"]
-    assert [(e.step, e.details["steps"]) for e in published] == [(2, 1), (5, 1), (14, 10)]
-    assert published[0].reason == "the gradients of step 2 are not finite: no parameter was updated"
-    assert published[2].reason.endswith(", 10 steps in a row")
-
-
 def test_missed_steps_are_requested() -> None:
     s = running()
     s.stepped("node-0", 1, 4)
@@ -949,6 +900,7 @@ def test_a_coordinator_that_is_restarted_before_the_resume_of_a_join_waits_for_a
     """The reports are lost with it. No node is dead, so nothing has to be recomputed."""
     s = running(4)
     s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
     s.fire("join", 0.1)
     for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1)), ("node-3", (2, 3))):
         s.quiesced(name, 2, report(2, held=held))

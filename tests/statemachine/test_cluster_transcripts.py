@@ -113,6 +113,7 @@ def test_drain() -> None:
     s = Coordination()
     s.running(4)
     s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
     s.fire("join", 0.1)
     for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1)), ("node-3", (2, 3))):
         s.quiesced(name, 2, report(2, held=held))

@@ -42,9 +42,9 @@ from statemachine.events import (
     PlanImpossible,
     SubmitRequested,
 )
-from statemachine.messages.cluster import Acknowledgement, Heartbeat, TrainerLost
+from statemachine.messages.cluster import Acknowledgement, Heartbeat, Stepped, TrainerLost
 from statemachine.messages.common import PeerSuspected
-from statemachine.messages.values import NodeActivity
+from statemachine.messages.values import CommittedStep, NodeActivity, NotFinite, UpdatePolicy, Vote
 from statemachine.timing import Timing
 from tests.helpers.transcripts import GOLDEN, POLICY, Coordination, Script, committed, facts, job, report
 
@@ -101,11 +101,13 @@ def test_each_transcript_of_a_failure_is_linked_from_the_table() -> None:
 class Failing(Coordination):
     """Four nodes train in generation 1 and have committed step 1."""
 
-    def __init__(self, nodes: int = 4, steps: int = 10, timing: Timing | None = None) -> None:
+    def __init__(
+        self, nodes: int = 4, steps: int = 10, timing: Timing | None = None, **job_values: Any
+    ) -> None:
         super().__init__(ClusterMachine(timing) if timing is not None else None)
         self.weighing: ComparePlan | None = None
         """The last request for a comparison of plans."""
-        self.running(nodes, steps)
+        self.running(nodes, steps, **job_values)
 
     def took(self, effects: list[Effect]) -> list[Effect]:
         for effect in effects:
@@ -196,6 +198,29 @@ def test_code_raises() -> None:
     s.say("node-1", TrainerLost(generation=2, device=0, cause="raised", detail=detail))
     s.states()
     s.compare("code_raises")
+
+
+def test_values_not_finite() -> None:
+    s = Failing(steps=100, updates=UpdatePolicy(max_skipped=3))
+    s.failure(
+        "values are not finite",
+        "The loss is NaN from step 2 on: every rank skips the update, and the vote says where the first NaN was.",
+        "This is no failure of a node, so nothing is recovered, and the count goes on when a node is lost.",
+    )
+    place = NotFinite(layer=1, name="blocks.0 (Block)", value="output", nodes=("node-0", "node-2"))
+    nothing = Vote(loss=2.0, gradient_norm=1.0, skipped=True, not_finite=place)
+    s.say("node-0", Stepped(generation=1, steps=(CommittedStep(step=2, vote=nothing),), step_s=0.1))
+    s.say("node-1", Stepped(generation=1, steps=(CommittedStep(step=3, vote=nothing),), step_s=0.1))
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(3))
+    s.plan()
+    s.resume_all(2, "node-0", "node-1", "node-2")
+    s.states()
+    s.note("the third step in a row")
+    s.say("node-2", Stepped(generation=2, steps=(CommittedStep(step=4, vote=nothing),), step_s=0.1))
+    s.states()
+    s.compare("values_not_finite")
 
 
 def test_several_nodes_at_once() -> None:

@@ -89,6 +89,7 @@ def test_a_node_that_leaves_is_no_failure() -> None:
     s, _ = started(4)
     run(s, 1, names, for_s=100)
     s.say("node-3", Leaving(reason="SIGTERM"))
+    s.check_drain()
     s.fire("join", 0.1)
     for name in names:
         s.quiesced(name, 2, report(step=1))

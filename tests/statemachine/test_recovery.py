@@ -211,6 +211,7 @@ def test_all_nodes_lost_pauses_the_job_until_one_is_ready() -> None:
 def test_a_newcomer_that_is_lost_before_the_boundary_costs_nothing() -> None:
     s = Recovering()
     s.feed(DrainRequested, request="d", node="node-0")
+    s.check_drain()
     s.fire("join", 0.1)
     assert set(s.modes().values()) == {"boundary"}
     s.hello("node-4", 104)
@@ -351,26 +352,13 @@ def test_a_pause_that_ends_cancels_its_time_limit() -> None:
 def test_the_planner_plans_ahead_for_an_abort_and_not_for_a_boundary() -> None:
     s = Recovering()
     s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
     s.fire("join", 0.1)
     assert not s.all(PlanAhead)
     s.feed(NodeVanished, node="node-2", incarnation=102)
     assert set(s.one(PlanAhead).devices) == {"node-0", "node-1"}, "node-3 is to leave"
     s.say("node-0", Heartbeat(generation=1, committed=committed(1)))
     assert not s.all(PlanAhead)
-
-
-def test_a_drain_that_has_to_wait_is_reported_with_the_reason() -> None:
-    s = Recovering(2)
-    s.feed(DrainRequested, request="d", node="node-1")
-    s.fire("join", 0.1)
-    s.reports(2, "node-0", "node-1")
-    s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes")
-    [published] = s.events("NodeDraining")
-    assert published.reason == "node-1 cannot be released yet: 1 of 2 nodes" and published.details[
-        "nodes"
-    ] == ["node-1"]
-    s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes", needed=2)
-    assert s.machine.phase is ClusterPhase.PAUSED, "not even with it"
 
 
 # --- nodes' signals ------------------------------------------------------------------------------
@@ -672,15 +660,16 @@ def test_the_loss_of_all_nodes_while_reports_come_in_waits_for_one_node() -> Non
 
 
 def test_a_node_that_returns_while_the_others_go_to_a_boundary_makes_them_abort() -> None:
-    s = Recovering(3)
-    s.hello("node-3", 103)
-    s.say("node-3", Prepared(job_id="job-1", profile=None))
-    s.feed(NodeVanished, node="node-3", incarnation=103)
-    s.feed(DrainRequested, request="d", node="node-2")
+    s = Recovering()
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    s.feed(NodeVanished, node="node-4", incarnation=104)
+    s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
     s.fire("join", 0.1)
     assert set(s.modes().values()) == {"boundary"}
-    s.hello("node-3", 103, job_id="job-1", prepared=True)
-    assert set(s.modes()) == {"node-0", "node-1", "node-2", "node-3"} and set(s.modes().values()) == {"abort"}
+    s.hello("node-4", 104, job_id="job-1", prepared=True)
+    assert set(s.modes()) == {*HELD, "node-4"} and set(s.modes().values()) == {"abort"}
     assert s.machine.generation == 3
 
 

@@ -7,9 +7,9 @@ import pytest
 from ftd.coordinator.protection_choice import choose_protection
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
-from statemachine.events import BrokerConnected, NodeVanished, PlanReady, SnapshotRequested
+from statemachine.events import BrokerConnected, NodeVanished, PlanImpossible, PlanReady, SnapshotRequested
 from statemachine.messages.cluster import Heartbeat, Resume, SnapshotCompleted, Stepped, TakeSnapshot
-from statemachine.messages.common import Quiesce, SnapshotStarted
+from statemachine.messages.common import Quiesce, SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import Vote
 from statemachine.timing import Timing
 from tests.helpers.snapshot_machine import HELD, Snapshots
@@ -26,6 +26,8 @@ class Policies(Snapshots):
         """Whether a snapshot was ordered."""
         self.seen: list[EmitEvent] = []
         """Intervals that were chosen by measurement."""
+        self.said: dict[str, tuple[bool, str, str]] = {}
+        """Whether each request was accepted, with its outcome and the sentence."""
 
     def train(
         self, steps: int, *, step_s: float = 0.1, slower_s: float = 0.0, stall_s: float = 0.0
@@ -44,6 +46,10 @@ class Policies(Snapshots):
     def took(self, effects: list[Effect]) -> list[Effect]:
         super().took(effects)
         self.wanted = self.wanted or bool(self.commands(TakeSnapshot))
+        self.said |= {
+            answer.request: (answer.accepted, answer.outcome, answer.detail)
+            for answer in self.all(AnswerRequest)
+        }
         self.seen += [
             published
             for published in self.events("SnapshotIntervalChosen")
@@ -66,10 +72,19 @@ class Policies(Snapshots):
             self.say(name, Heartbeat(generation=1, committed=committed(self.step), retained_step=step))
         return step
 
+    def ask_now(self, request: str) -> None:
+        self.feed(SnapshotRequested, request=request, now=True)
+
     def ask(self, **wants: object) -> AnswerRequest:
         self.feed(SnapshotRequested, request="q", **wants)
         answer: AnswerRequest = self.one(AnswerRequest)
         return answer
+
+    def fails(self, detail: str) -> None:
+        """Let the ordered snapshot begin, and one node fail to take its part."""
+        self.wanted, step = False, self.step + 1
+        self.say("node-0", SnapshotStarted(generation=1, step=step))
+        self.say("node-0", SnapshotFailed(generation=1, step=step, detail=detail))
 
     @property
     def every(self) -> int:
@@ -82,6 +97,7 @@ def begun(**policy: object) -> Policies:
     s.begin(**policy)  # type: ignore[arg-type]
     for name in HELD:
         s.heartbeat(name)
+    s.said.clear()
     return s
 
 
@@ -143,14 +159,62 @@ def test_while_paused_only_the_requested_snapshot_is_taken() -> None:
     assert s.ask(every_steps=0).detail == "snapshots: none from now on; the newest stays"
     assert s.every == 0
     assert s.train(6) == []
-    assert s.ask(now=True).detail == "a snapshot follows the step in flight"
+    s.ask_now("now")
     assert s.wanted and s.snap(0.0) == 8
+    said = (True, "complete", "the snapshot of step 8 is complete in the memory of 4 nodes")
+    assert s.said["now"] == said
     assert s.train(4) == []
     assert (
         s.ask(every_steps="auto").detail
         == "snapshots: at an interval chosen from measurements, now every 2 steps"
     )
     assert s.train(4) != []
+
+
+def test_a_snapshot_now_is_answered_once_when_it_is_complete() -> None:
+    s = begun(every_steps=20)
+    s.ask_now("first")
+    assert s.wanted and "first" not in s.said
+    s.fails("its memory is full")
+    assert "first" not in s.said, "the next one answers it"
+    s.train(3)
+    assert s.said["first"][:2] == (True, "complete") and "snapshot_answer" not in s.due
+    s.said.clear()
+    s.train(4)
+    assert not s.said
+
+
+def test_a_snapshot_now_that_cannot_be_taken_is_refused_with_the_reason_and_promises_nothing() -> None:
+    s = begun(every_steps=20)
+    s.train(38)  # Step 40, the last one, is computed.
+    s.ask_now("late")
+    assert s.said["late"][0] is False and "computes its last step" in s.said["late"][2]
+    s = begun(every_steps=20)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.ask_now("in time")
+    s.ask_now("during a recovery")
+    assert not s.said
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(1, held=HELD[name]))
+    s.feed(PlanImpossible, generation=2, too_few=True, reason="too few nodes", needed=4)
+    for request in ("in time", "during a recovery"):
+        assert s.said[request] == (False, "", "no snapshot is taken: the job is paused: too few nodes")
+    s.ask_now("paused")
+    assert s.said["paused"][0] is False and "nothing has changed: the job is paused" in s.said["paused"][2]
+    assert not s.machine._c.snapshots.user_requested and "snapshot_answer" not in s.due
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_snapshot_now_that_takes_long_is_answered_with_what_is_known(ordered: bool) -> None:
+    s = begun(every_steps=20)
+    if not ordered:
+        s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.ask_now("slow")
+    s.fire("snapshot_answer", 20.0)
+    accepted, outcome, detail = s.said["slow"]
+    assert (accepted, outcome) == ((True, "under way") if ordered else (False, ""))
+    assert ("is under way, and not complete after 20 s" if ordered else "a recovery is under way") in detail
+    assert s.machine._c.snapshots.user_requested is False
 
 
 def test_a_request_to_a_job_without_snapshots_is_answered_with_the_remedy() -> None:

@@ -121,7 +121,12 @@ class _Probe:
         try:
             await asyncio.wait_for(self._fresh.wait(), STATE_TIMEOUT_S)
         except TimeoutError:
-            return ok("clock", "not compared, because the coordinator publishes nothing while no job runs")
+            detail = f"not compared: the coordinator published nothing within {STATE_TIMEOUT_S:g} s"
+            if self._state.get("phase") != "RUNNING":
+                return ok("clock", f"{detail}, as is usual while nothing trains")
+            return warning(
+                "clock", f"{detail}, although a job runs", "see whether the coordinator hangs: ftd status"
+            )
         if abs(self._skew_s) > MAX_SKEW_S:
             detail = f"{self._skew_s:+.1f} s relative to the coordinator's clock"
             return warning("clock", detail, "run a time service (chrony, systemd-timesyncd) on both hosts")

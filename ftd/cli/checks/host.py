@@ -1,5 +1,6 @@
 """Checks of this host alone: memory, limits, ports, host names, Python packages, devices."""
 
+import ipaddress
 import json
 import os
 import resource
@@ -62,14 +63,16 @@ def check_files() -> CheckResult:
     if soft < MIN_OPEN_FILES:
         return warning(
             "open files",
-            f"at most {soft}",
+            f"a process may open only {soft} files",
             f"run ulimit -n {16 * MIN_OPEN_FILES}, or set LimitNOFILE= in the unit",
         )
-    return ok("open files", f"at most {soft}")
+    return ok("open files", f"a process may open {soft} files")
 
 
 def check_names(config: DaemonConfig) -> CheckResult:
-    """Check lookups that could stall: of the broker's name, and reverse of the address that other nodes use."""
+    """Check the address that other nodes use for this host, and lookups that could stall: of the broker's name,
+    and reverse of that address.
+    """
     name = "names"
     began = time.monotonic()
     try:
@@ -87,7 +90,18 @@ def check_names(config: DaemonConfig) -> CheckResult:
             f"{backwards_s:.1f} s"
         )
         return warning(name, detail, "put the cluster's hosts into /etc/hosts, or repair this host's DNS")
-    return ok(name, f"{config.broker.host} is {found[0][4][0]}; other nodes use {config.host} for this host")
+    address = str(found[0][4][0])
+    broker = (
+        f"the broker's address {address} needs no lookup"
+        if address == config.broker.host
+        else f"the broker's name {config.broker.host} stands for {address}"
+    )
+    if not config.is_on_loopback:
+        return ok(name, f"{broker}; other nodes reach this host at {config.host}")
+    detail = f"{broker}; other nodes reach this node at {config.host} only if they run on this host, too"
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return ok(name, detail)
+    return warning(name, detail, "set node.host to an address of this host that other hosts can reach")
 
 
 def check_ports(config: DaemonConfig) -> Iterator[CheckResult]:
@@ -121,7 +135,8 @@ def check_directory(name: str, path: Path) -> CheckResult:
         return failed(
             name, f"{there} cannot be written", "let this user write there, or name another directory"
         )
-    return ok(name, f"{path}: {shutil.disk_usage(there).free / _GIB:.1f} GiB free")
+    missing = "" if path.exists() else "will be created, "
+    return ok(name, f"{path}: {missing}{shutil.disk_usage(there).free / _GIB:.1f} GiB free")
 
 
 def check_torch(config: DaemonConfig) -> CheckResult:
@@ -141,7 +156,9 @@ def check_torch(config: DaemonConfig) -> CheckResult:
         remedy = f"install it; to see the error, run {sys.executable} -c 'import torch'"
         return failed(name, f"it cannot be imported: {' '.join(last)}", remedy)
     devices = found["devices"]
-    detail = f"{found['torch']}, " + (f"{len(devices)} × {devices[0]}" if devices else "no GPU")
+    detail = f"{found['torch']}, " + (
+        f"{len(devices)} × {devices[0]}" if devices else "no GPU: trainers compute on the processor"
+    )
     if devices and config.devices > len(devices):
         remedy = f"set node.devices = {len(devices)}"
         return failed(name, f"{detail}, but node.devices is {config.devices}", remedy)

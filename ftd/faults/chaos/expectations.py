@@ -13,7 +13,7 @@ from statemachine.messages.values import ClusterPhase, NodeState
 TIERS = ("none", "live_replica", "replica", "memory", "decoded", "buddy", "persistent")
 CAUSES = (
     "start", "node_lost", "trainer_lost", "node_joined", "node_returned", "node_drained", "connection_lost",
-    "speed_changed", "protection_changed", "resumed",
+    "corruption", "speed_changed", "protection_changed", "resumed", "loss_spike",
 )  # fmt: skip
 RELATIVE = 1e-6
 """The default relative difference that losses may have: other layouts add numbers in another order."""

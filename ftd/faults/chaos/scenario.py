@@ -22,7 +22,7 @@ from statemachine.timing import Timing
 
 _TRIGGERS = ("at_step", "after_s", "on_event", "in_phase", "after_fault")
 _TARGETS = ("node", "nodes", "role", "random")
-_TRAINER_FAULTS = ("stop", "hang", "raise", "slow", "flip")
+_TRAINER_FAULTS = ("stop", "hang", "raise", "slow", "flip", "corrupt")
 """Faults that target the trainers by default; the others target the node."""
 _FIELD_OWNERS: dict[str, tuple[str, ...]] = {
     "target": ("kill", "stop"),

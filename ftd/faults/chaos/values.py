@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 NodeFault = Literal[
-    "kill", "term", "stop", "hang", "raise", "slow", "flip", "disconnect", "lossy", "fill_memory", "fill_disk"
+    "kill",
+    "term",
+    "stop",
+    "hang",
+    "raise",
+    "slow",
+    "flip",
+    "corrupt",
+    "disconnect",
+    "lossy",
+    "fill_memory",
+    "fill_disk",
 ]
 """Faults that a node injects into itself when it is asked over MQTT."""
 LocalFault = Literal["start", "cut"]

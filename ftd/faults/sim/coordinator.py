@@ -25,7 +25,14 @@ from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader, Peer
-from statemachine.events import DrainRequested, Event, SnapshotRequested, StopRequested, SubmitRequested
+from statemachine.events import (
+    DrainRequested,
+    Event,
+    ReadmitRequested,
+    SnapshotRequested,
+    StopRequested,
+    SubmitRequested,
+)
 from statemachine.messages.values import CheckpointRecord, Job
 
 STATE_PERIOD_S = 1.0
@@ -198,8 +205,11 @@ class SimCoordinator:
     def submit(self, job: Job, begin: CheckpointRecord | None) -> None:
         self._ask(SubmitRequested, request=job.job_id, job=job, start_checkpoint=begin)
 
-    def drain(self, node: str) -> None:
-        self._ask(DrainRequested, request="drain", node=node)
+    def drain(self, node: str, **fields: Any) -> None:
+        self._ask(DrainRequested, request="drain", node=node, **fields)
+
+    def readmit(self, node: str) -> None:
+        self._ask(ReadmitRequested, request="readmit", node=node)
 
     def request_snapshots(self, **fields: Any) -> None:
         self._ask(SnapshotRequested, request="ask", **fields)

@@ -14,6 +14,7 @@ from ftd.faults.sim.faults import (
     change_interval,
     close_checkpoint_store,
     corrupt_checkpoint,
+    corrupt_parameter,
     corrupt_shard,
     corrupt_shards,
     crash_coordinator,
@@ -26,6 +27,7 @@ from ftd.faults.sim.faults import (
     exit_trainer,
     fail_all_trainers,
     fail_builds,
+    fail_repeatedly,
     fill_disk,
     freeze_coordinator,
     freeze_daemon,
@@ -181,6 +183,16 @@ def _draw_hosts(
         )
 
 
+def _draw_flipped_bits(sim: Simulation, until_s: float) -> None:
+    """Let jobs compare replicas, and schedule bits that flip in parameters."""
+    rng = separate_rng(sim, "corruption", 0.2, sim.overrides.corruption)
+    if rng is None:
+        return
+    sim.compare_replicas_every = rng.choice((1, 3, 5, 100))
+    for _ in range(rng.randint(1, 4)):
+        sim.world.call_later(rng.uniform(1.5, until_s), sim.inject, corrupt_parameter)
+
+
 def _choose_faults(rng: Random, least: int, most: int) -> list[Fault]:
     kinds, weights = [fault for _, fault in FAULTS], [weight for weight, _ in FAULTS]
     return rng.choices(kinds, weights, k=rng.randrange(least, most))
@@ -205,6 +217,9 @@ def draw(sim: Simulation, until_s: float) -> None:
     _draw_hosts(
         sim, separate_rng(sim, "churn", 0.25, overrides.churn), 4, until_s, host_faults.replace_host, 3.0
     )
+    _draw_flipped_bits(sim, until_s)
+    if (bad := separate_rng(sim, "bad node", 0.3, overrides.bad_node)) is not None:
+        sim.world.call_later(bad.uniform(0.5, until_s), fail_repeatedly, sim, bad)
     _draw_hosts(
         sim, separate_rng(sim, "power", 0.2, overrides.power_losses), 3, until_s, host_faults.lose_power, 8.0
     )

@@ -26,7 +26,10 @@ class EvaluationOracle:
         self._published.clear()
 
     def rolled_back(self, step: int) -> None:
-        """Forget what came after ``step``, which was undone."""
+        """Forget what came after ``step``, which was undone. The job may return to before its first step, if the
+        checkpoint with which it began cannot be read any more.
+        """
+        self._first = min(self._first, step)
         self._published = {number: after for number, after in self._published.items() if number <= step}
 
     def on_published(self, event: EmitEvent) -> None:

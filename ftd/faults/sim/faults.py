@@ -1,5 +1,7 @@
 """Faults of nodes, trainers, links, the broker and coordinators, and requests of users."""
 
+from random import Random
+
 from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.network import MessageFaults
 from ftd.faults.sim.node import SimNode
@@ -47,6 +49,25 @@ def _fail_trainer(sim: Simulation, cause: str) -> None:
         device = sim.world.rng.randrange(node.devices)
         sim.log(f"trainer {node.name}/{device} {cause}")
         node.fail_trainer(device, "raised" if cause == "raised" else "exited")
+
+
+def fail_repeatedly(sim: Simulation, rng: Random) -> None:
+    """Let a trainer of one node raise again and again until the healing, as one on a bad device does. A user may
+    readmit the node when it was set aside.
+    """
+    node = rng.choice(list(sim.nodes.values()))
+    sim.log(f"bad {node.name}")
+    period_s = rng.uniform(0.3, 4.0)
+
+    def fail() -> None:
+        if sim.healed:
+            return
+        node.fail_trainer(rng.randrange(node.devices), "raised")
+        if rng.random() < 0.1:
+            sim.coordinator.readmit(node.name)
+        sim.world.call_later(period_s, fail)
+
+    fail()
 
 
 def fail_all_trainers(sim: Simulation) -> None:
@@ -162,10 +183,21 @@ def restart_broker(sim: Simulation) -> None:
 
 
 def drain_node(sim: Simulation) -> None:
+    """Drain a node, perhaps when possible, and perhaps think better of it."""
     node = some_node(sim)
-    if node is not None:
-        sim.log(f"drain {node.name}")
-        sim.coordinator.drain(node.name)
+    if node is None:
+        return
+    rng = Random(f"drain {sim.world.seed} {len(sim.faults)}")
+    waits = rng.random() < 0.6
+    sim.log(f"drain {node.name}{' when possible' if waits else ''}")
+    sim.coordinator.drain(node.name, when_possible=waits)
+    if rng.random() < 0.3:
+        sim.world.call_later(rng.uniform(0.0, 4.0), cancel_drain, sim, node.name)
+
+
+def cancel_drain(sim: Simulation, name: str) -> None:
+    sim.log(f"cancel the drain of {name}")
+    sim.coordinator.drain(name, cancel=True)
 
 
 def terminate_node(sim: Simulation) -> None:
@@ -323,6 +355,15 @@ def _corrupt(sim: Simulation, count: int) -> None:
         sim.log(f"corrupt {node.name}'s shard of the snapshot of step {key.step}")
         for shard in node.arena.parts(key).values():
             shard.corrupt = True
+
+
+def corrupt_parameter(sim: Simulation) -> None:
+    """Flip a bit of a parameter in the memory of a trainer that trains, if another one has a copy of its layer."""
+    trainers = [trainer for node in live_nodes(sim) for trainer in node.trainers.values()]
+    for trainer in sim.world.rng.sample(trainers, len(trainers)):
+        if trainer.flip_bit():
+            sim.log(f"a bit flips in a parameter of {trainer.node.name}/{trainer.device}")
+            return
 
 
 def fill_disk(sim: Simulation) -> None:

@@ -17,11 +17,12 @@ from ftd.transport.wire.public import encode_json
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster.durable.records import assemble
 from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.skipped_updates import is_counted
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
 from statemachine.messages.cluster import Command, Resume, RetainSnapshot
 from statemachine.messages.common import Quiesce
-from statemachine.messages.values import CheckpointRecord, Job
+from statemachine.messages.values import RECOVERY_PHASES, CheckpointRecord, Divergence, Job
 
 WRONG_CODE = "ValueError: the code is wrong"
 """The output of a trainer whose job code raises."""
@@ -42,11 +43,15 @@ class Invariants(Oracle):
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.announced: set[int] = set()
         """Generations that were announced by an event."""
+        self.leaving: set[str] = set()
+        """Nodes that were promised to leave the plan, until an event takes that back or they are gone."""
         self.published_events = PublishedEvents(self)
         self.evaluations = EvaluationOracle(self, self.published_events)
         self.first_leaders: dict[int, tuple[int, float]] = {}
         """Incarnation of each term's first leader, and the time."""
         self.next_to_publish = 1
+        self.first_step = 0
+        """The step from which the current job began."""
         self.wrong_code = False
         self.journal_tail_lost = False
         """Whether the end of the newest journal was ever lost with its host's power or the broker's memory."""
@@ -62,16 +67,31 @@ class Invariants(Oracle):
         self.evaluations.new_job(begin.step if begin is not None else 0, job.steps if job is not None else 0)
         self.published = {begin.step: int(begin.vote.loss)} if begin is not None else {}
         self.published_after.clear()
+        self.first_step = begin.step if begin is not None else 0
         self.newest_published = self.known_step = begin.step if begin is not None else 0
         self.next_to_publish = self.known_step + 1
         self.finished_job, self.failed_job = False, None
         self.resumed_job = False
         self.lineage, self.newest, self.groups.trained = 0, None, None
+        self.diverged = None
 
     # --- the coordinator -----------------------------------------------------------------------
 
     def check_start(self, machine: ClusterMachine) -> None:
         self.check_progress(machine)
+
+    def check_retained(self, machine: JournalView) -> None:
+        before = self.newest
+        super().check_retained(machine)
+        if self.newest is None or self.newest == before:
+            return
+        key = self.key_of(self.newest)
+        for node in self.nodes.values():
+            for shard in node.arena.parts(key).values():
+                if not self.versions.sound.keys().isdisjoint(shard.layers.values()):
+                    self.violated(
+                        f"the snapshot of step {key.step} counts, but {node.name} wrote a flipped bit"
+                    )
 
     def check_leader(self, leader: Leader, lost_state_at: float) -> None:
         """Check that each term has one leader. Positions in journals begin with the term, so two writers
@@ -98,10 +118,17 @@ class Invariants(Oracle):
             self.job_id = machine.job_id
             self.new_job(machine.checkpoint, machine.job)
         self.check_retained(machine)
-        self.writing = machine.writing
+        self.writing, self.skipped_updates = machine.writing, machine.skipped_updates
+        spiked = machine.skipped_batches != self.skipped_batches
+        self.skipped_batches = machine.skipped_batches
         if machine.lineage == self.lineage:
+            self.diverged = machine.diverged
             return
-        self._check_rollback_needed(machine)
+        if self.diverged is not None:
+            self._check_undone(self.diverged, machine.committed_step)
+        elif not spiked:
+            self._check_rollback_needed(machine)
+        self.diverged = None
         self.lineage, self.groups.trained = machine.lineage, None
         step = machine.committed_step
         if self.newest is None and machine.checkpoint is not None and machine.checkpoint.step == step:
@@ -143,6 +170,8 @@ class Invariants(Oracle):
             return  # Repeated for a node that may have missed it.
         self.newest_resume = resume.generation
         self.resumed_job = True
+        if self.diverged is not None and resume.lineage != resume.generation:
+            self.violated(f"generation {resume.generation} goes on with state of which the copies differ")
         if resume.step < self.newest_published and not self._is_lost_with_power(resume.step):
             self.violated(
                 f"a Resume at step {resume.step} after step {self.newest_published} was published as committed"
@@ -192,6 +221,7 @@ class Invariants(Oracle):
                 self.evaluations.on_published(event)
             case "JobFinished":
                 self.finished_job = True
+                self._check_skipped_updates()
                 self.evaluations.finished()
                 if self.newest_published < self.known_step:
                     self.violated(
@@ -201,20 +231,62 @@ class Invariants(Oracle):
                 self.failed_job = event.reason
                 self.on_failure(event.reason)
                 self._check_failure()
+            case "NodeDraining":
+                self.leaving.add(event.node or "")
+            case "NodeDrainWaiting" | "NodeDrainCancelled" | "NodeReleased" | "NodeLost" | "NodeJoined":
+                self.leaving.discard(event.node or "")
+            case "NodeDrainRefused":
+                if event.node in self.leaving:
+                    self.violated(f"a drain of {event.node} was refused after it was promised")
+            case "PlanChosen":
+                stages = [stage for pipeline in event.details["pipelines"] for stage in pipeline["stages"]]
+                used = {device.split("/")[0] for stage in stages for device in stage["devices"]}
+                if self.leaving & used:
+                    self.violated(f"{sorted(self.leaving & used)} were to leave, and the plan uses them")
             case "RecoveryCompleted":
                 self._check_protection_switch(event.details["recovery"])
+                self._check_phases(event.details["recovery"])
+                self._check_drained(event)
             case "CheckpointAbandoned":
                 self.checkpoint_store.on_abandoned(event)
             case "ReplicasDiverged":
-                self.violated(f"replicas diverged: {event.details}")
+                if not self.flips:
+                    self.violated(f"replicas diverged: {event.details}")
             case _:
                 pass
+
+    def _check_drained(self, event: EmitEvent) -> None:
+        """Check that the plan does without the nodes that are said to be drained."""
+        pipelines = event.details["recovery"]["pipelines_after"]
+        said = (
+            event.reason.partition("without ")[2].partition(", which")[0].replace(" and ", ", ").split(", ")
+        )
+        stages = [stage for pipeline in pipelines for stage in pipeline["stages"]]
+        used = {device.split("/")[0] for stage in stages for device in stage["devices"]}
+        if "drained" in event.reason and used.intersection(said):
+            self.violated(f"{event.reason}, and the plan uses them")
+
+    def _check_skipped_updates(self) -> None:
+        """Check that the journal counts the skipped updates of the published steps, if all were published."""
+        steps = sorted(self.published)
+        if steps != list(range(steps[0], steps[-1] + 1)) or steps[-1] != self.newest_published:
+            return
+        begin = self.first_step
+        counted = [n for n, v in self.published.items() if n > begin and is_counted(self.versions.vote(v))]
+        if steps[0] <= begin + 1 and len(counted) != self.skipped_updates:
+            self.violated(f"steps {counted} updated nothing, and the journal counts {self.skipped_updates}")
 
     def _check_protection_switch(self, recovery: dict[str, Any]) -> None:
         """Check that a mere change of the protection costs no step."""
         alone = recovery["cause"] == "protection_changed" and recovery["generations_tried"] == 1
         if alone and recovery["recomputed_steps"] + recovery["rolled_back_steps"]:
             self.violated("the protection is switched, but steps are computed again")
+
+    def _check_phases(self, recovery: dict[str, Any]) -> None:
+        """Check that the phases of a recovery add up to its duration."""
+        phases_us = [round(1e3 * (recovery[name] or 0.0)) for name in RECOVERY_PHASES.values()]
+        if min(phases_us) < 0 or sum(phases_us) != round(1e3 * recovery["total_ms"]):
+            self.violated(f"a recovery's phases do not add up to its duration: {recovery}")
 
     def _check_step_published(self, event: EmitEvent) -> None:
         step, version = event.step, int(event.details["loss"])
@@ -263,7 +335,8 @@ class Invariants(Oracle):
     # --- abandoned state ---------------------------------------------------------------------------
 
     def _check_failure(self) -> None:
-        if self.resumed_job and not self._is_wrong_code(self.failed_job or ""):
+        repeated = self.diverged is not None and "again after" in (self.failed_job or "")
+        if self.resumed_job and not repeated and not self._is_wrong_code(self.failed_job or ""):
             self._check_abandoned()  # Otherwise nobody could build it.
 
     def _is_wrong_code(self, reason: str) -> bool:
@@ -273,6 +346,14 @@ class Invariants(Oracle):
         if not self.wrong_code or WRONG_CODE not in reason:
             self.violated(f"a node's own failure counts as the job's: {reason}")
         return True
+
+    def _check_undone(self, diverged: Divergence, step: int) -> None:
+        """Check that a rollback since copies differ returns to a step before a bit flipped."""
+        since = self.flips.get(diverged.generation)
+        if since is None:
+            self.violated(f"copies of layers were found to differ, but no bit flipped: {diverged}")
+        elif step > since:
+            self.violated(f"the job returns to step {step}, but a bit flipped after step {since}")
 
     def _check_rollback_needed(self, machine: JournalView) -> None:
         """Check that a rollback is necessary.
@@ -322,7 +403,7 @@ class Invariants(Oracle):
             for trainer in node.trainers.values()
             if trainer.generation >= self.newest_resume and trainer.lineage == self.lineage
         ]
-        if not self.groups.missing_layers(
+        if self.diverged is None and not self.groups.missing_layers(
             counting, self.known_step, [t for t in counting if t.ready == self.known_step]
         ):
             self.violated("the job failed while live trainers hold all of its state")

@@ -293,7 +293,13 @@ class SimNode(SimHost):
             return
         sharded = effect.job.policy.zero1
         every = int(effect.job.training.get("evaluation_every_steps", 0))
-        trainer.build(len(self.profile.layers), effect.job.steps, evaluate_every=every, sharded=sharded)
+        trainer.build(
+            len(self.profile.layers),
+            effect.job.steps,
+            evaluate_every=every,
+            compare_every=effect.job.compare_replicas_every,
+            sharded=sharded,
+        )
         trainer.report(Prepared(job_id=effect.job.job_id, profile=self.profile if effect.profile else None))
 
     def _obey(self, trainer: SimTrainer, effect: InstructTrainer) -> None:

@@ -14,7 +14,7 @@ from planner.values import ModelProfile, Policy
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.snapshots.replica_peers import copy_of
 from statemachine.messages.cluster import Persist, ToNodes
-from statemachine.messages.values import HeldSnapshot, Restore, Snapshot, SnapshotGroup, Vote
+from statemachine.messages.values import Divergence, HeldSnapshot, Restore, Snapshot, SnapshotGroup, Vote
 
 VOTE_FIELDS = ("gradient_norm", "skipped", "weight", "loss_scale", "learning_rate", "metrics")
 
@@ -28,6 +28,8 @@ class JournalView:
         self.writing, self.lineage = machine.writing, machine.lineage
         self.committed_step, self.members = machine.committed_step, machine.members
         self.generation = machine.generation
+        self.diverged = machine.diverged
+        self.skipped_batches, self.skipped_updates = machine.skipped_batches, machine.skipped_updates
 
 
 class Oracle:
@@ -46,6 +48,10 @@ class Oracle:
         self.lineage = 0
         self.newest: Snapshot | None = None
         """The newest snapshot of the current job that the coordinator's journal names."""
+        self.skipped_batches: tuple[int, ...] = ()
+        """Batches that the newest journal leaves out of the sample order."""
+        self.skipped_updates = 0
+        """Number of skipped updates in the newest journal."""
         self.writing = ""
         """The attempt at a checkpoint that the coordinator's journal names; empty if there is none."""
         self.published: dict[int, int] = {}
@@ -60,6 +66,10 @@ class Oracle:
         """Nodes that ever completed their part of a snapshot, or received a snapshot copy."""
         self.fenced_incarnations: dict[str, set[int]] = {}
         """Incarnations of each node that obeyed a Fence."""
+        self.flips: dict[int, int] = {}
+        """The oldest step whose state a flipped bit changed on a trainer, by the generation that trained."""
+        self.diverged: Divergence | None = None
+        """Copies of layers that differ, as the coordinator's journal names them."""
         self.on_commit: Callable[[], None] = lambda: None
         """Callback for the moment when a rank commits, which is a good moment for faults."""
 
@@ -109,6 +119,10 @@ class Oracle:
                 )
         if self.published.get(record.step, int(record.vote.loss)) != int(record.vote.loss):
             self.violated(f"the snapshot of step {record.step} is not the published state of that step")
+
+    def on_corrupted(self, generation: int, step: int) -> None:
+        """Note that a bit of the state after ``step`` flipped on a trainer. Its gradients reach all others."""
+        self.flips[generation] = min(step, self.flips.get(generation, step))
 
     # --- snapshots in a host's memory ----------------------------------------------------------------
 
@@ -171,6 +185,13 @@ class Oracle:
     def check_signal(self, name: str, incarnation: int) -> None:
         if incarnation in self.fenced_incarnations.get(name, ()):
             self.violated(f"{name} publishes under incarnation {incarnation} after it was fenced")
+
+    def check_batch(self, before: int, version: int) -> None:
+        """Check that a step uses a batch that no earlier step of its past has used."""
+        batch = self.versions.batch
+        if batch[version] <= batch[before]:
+            step = self.versions.step[version]
+            self.violated(f"step {step} uses batch {batch[version]} after batch {batch[before]}")
 
     # --- votes --------------------------------------------------------------------------------------
 

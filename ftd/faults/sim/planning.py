@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from ftd.coordinator.plan_answer import answer_plan
+from ftd.coordinator.plan_answer import answer_drain_check, answer_plan
 from ftd.coordinator.ports import Feed
 from ftd.driver import Driver
 from ftd.faults.sim.plans import plan_for, planner_for
@@ -11,7 +11,14 @@ from ftd.faults.sim.process import ProcessLoop
 from ftd.faults.sim.world import World
 from planner.errors import PlanningError
 from planner.planner import Planner
-from statemachine.effects import BuildTemplates, CancelTemplates, ComparePlan, ComputePlan, PlanAhead
+from statemachine.effects import (
+    BuildTemplates,
+    CancelTemplates,
+    CheckDrain,
+    ComparePlan,
+    ComputePlan,
+    PlanAhead,
+)
 from statemachine.events import PlanCompared, TemplatesReady
 
 
@@ -48,14 +55,12 @@ class SimPlanning:
     def build(self, effect: BuildTemplates) -> None:
         self._later(self._world.between(0.01, 0.5), lambda: self._built(effect))
 
-    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
+    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan | CheckDrain) -> None:
         world = self._world
         if isinstance(effect, PlanAhead):
             return
         took_s = world.between(0.001, 0.1) + world.up_to(self._thinks_s())
-        self._later(
-            took_s, lambda: self._compare(effect) if isinstance(effect, ComparePlan) else self._plan(effect)
-        )
+        self._later(took_s, lambda: self._answer(effect))
 
     def _later(self, took_s: float, work: Callable[[], None]) -> None:
         due = max(self._busy_until, self._world.now + took_s)
@@ -66,6 +71,16 @@ class SimPlanning:
         job = effect.profiled.job
         self._planner = planner_for(effect.profiled.profile, job.policy)
         self._feed(TemplatesReady(at=self._now(), cause=effect.cause, job_id=job.job_id))
+
+    def _answer(self, effect: ComputePlan | ComparePlan | CheckDrain) -> None:
+        match effect:
+            case ComputePlan():
+                self._plan(effect)
+            case ComparePlan():
+                self._compare(effect)
+            case CheckDrain():
+                assert self._planner is not None, "drains are checked while a group trains"
+                self._feed(answer_drain_check(effect, partial(plan_for, self._planner), self._now))
 
     def _compare(self, effect: ComparePlan) -> None:
         assert self._planner is not None, "there is a plan to compare with"

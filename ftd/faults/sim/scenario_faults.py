@@ -75,6 +75,9 @@ def inject_into_node(cluster: SimCluster, fault: Fault, name: str) -> None:
             clock.call_later(for_s, _heal_messages, cluster, node)
         case "flip":
             _flip(cluster, fault, node)
+        case "corrupt":
+            if not any(node.trainers[device].flip_bit() for device in _devices(fault, node)):
+                raise PeerError(f"{node.name} trains no layer of which another node has a copy now")
         case "start":
             raise PeerError(f"{node.name} is running already")
         case _:

@@ -5,7 +5,7 @@ from random import Random
 
 from ftd.faults.sim.arena import is_unrecoverable
 from ftd.faults.sim.host import SimHost
-from statemachine.agent.events import SnapshotCorrupted
+from statemachine.agent.events import SnapshotCorrupted, SnapshotRepaired
 from statemachine.messages.values import HeldSnapshot, Restore
 
 _READING_S = (0.02, 0.6)
@@ -63,6 +63,7 @@ class SimScrubber:
             if repairable(retained, node, retained.sources):
                 for shard in shards:
                     shard.corrupt = False
+                node.feed(SnapshotRepaired(at=node.world.now, cause="scrub", step=retained.step))
             else:
                 if not self._after_rollback and repairable(retained, node, node.hosts):
                     what = f"its shard of step {retained.step}"

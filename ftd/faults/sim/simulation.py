@@ -10,7 +10,7 @@ from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.plans import MOST_NODES
 from ftd.faults.sim.world import World
 from planner.values import LayerProfile, ModelProfile, Policy
-from statemachine.messages.values import CheckpointPolicy, Job, SnapshotPolicy
+from statemachine.messages.values import CheckpointPolicy, Job, SnapshotPolicy, UpdatePolicy
 
 Fault = Callable[["Simulation"], None]
 
@@ -65,8 +65,14 @@ class SeedOverrides:
     """Whether nodes go for good and others come under new names."""
     power_losses: bool | None = None
     """Whether hosts lose power, so that their last wills come when the keep-alive expires."""
+    bad_node: bool | None = None
+    """Whether the trainers of one node raise again and again."""
     evaluations: bool | None = None
     """Whether jobs evaluate the state after some steps."""
+    corruption: bool | None = None
+    """Whether jobs compare replicas, and bits of parameters flip."""
+    spikes: bool | None = None
+    """Whether jobs that take snapshots leave out the batches of spikes of the loss."""
     rare_faults: bool | None = None
     """Whether rare faults are injected, and two faults at one instant."""
     triggered_faults: tuple[TriggeredFault, ...] = ()
@@ -143,6 +149,16 @@ class Simulation(SimCluster):
                 huggingface_every_steps=3 * (seed % 2),
                 huggingface_directory="/exports",
             )
+        self.compare_replicas_every = 0
+        # A loss is the number of a state, so one that follows a step that was redone may be a spike.
+        own = Random(f"{seed} spikes")
+        spikes = bool(self.snapshot.every_steps) and own.random() < 0.3
+        self.updates = UpdatePolicy(
+            max_skipped=0,
+            on_spike="skip" if (spikes if overrides.spikes is None else overrides.spikes) else "continue",
+            spike_deviations=own.choice((1.9, 2.2)),
+            spike_window=3,
+        )
         self.faults: list[str] = []
         self.healed = False
         self.job: Job | None = None

@@ -70,7 +70,9 @@ class SimulationRun(Simulation):
             policy=self.policy,
             snapshot=self.snapshot,
             checkpoint=self.checkpoint,
+            updates=self.updates,
             training={"evaluation_every_steps": self.invariants.evaluations.every_steps},
+            compare_replicas_every=self.compare_replicas_every,
         )
         self.coordinator.submit(self.job, begin)
         self.world.call_later(1.0, self.check_job, self.job)

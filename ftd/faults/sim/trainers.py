@@ -25,9 +25,17 @@ from planner.changes.parts import incomplete
 from planner.stages.layers import expected_ms
 from planner.values import Device, StatePart
 from statemachine.agent.events import TrainerReported
+from statemachine.cluster.replicas import copies_of
 from statemachine.cluster.rules import owned_layers
 from statemachine.messages.cluster import Resume
-from statemachine.messages.common import Finished, PeerSuspected, Resumed, SnapshotFailed, SnapshotStarted
+from statemachine.messages.common import (
+    Finished,
+    PeerSuspected,
+    ReplicaDigests,
+    Resumed,
+    SnapshotFailed,
+    SnapshotStarted,
+)
 from statemachine.messages.trainer import MachineReport, ShardWritten, TrainerQuiesced, TrainerStepped
 from statemachine.messages.values import Evaluation, HeldSnapshot, QuiesceMode
 
@@ -49,6 +57,8 @@ class SimTrainer:
         "asleep",
         "built",
         "committed",
+        "compare",
+        "compare_every",
         "copy",
         "device",
         "evaluate_every",
@@ -88,6 +98,10 @@ class SimTrainer:
         self.steps = 0
         self.evaluate_every = 0
         """The interval of evaluations, which also follow the last step; 0 means never."""
+        self.compare_every = 0
+        """The interval of comparisons of replicas; 0 means never."""
+        self.compare = False
+        """Whether the committed state is to be compared with that of other owners."""
         self.evaluated = 0
         """The newest step whose evaluation is known."""
         self.evaluation: Evaluation | None = None
@@ -119,8 +133,11 @@ class SimTrainer:
     def responsive(self) -> bool:
         return self.alive and not self.frozen and not self.asleep
 
-    def build(self, layers: int, steps: int, *, evaluate_every: int, sharded: bool) -> None:
+    def build(
+        self, layers: int, steps: int, *, evaluate_every: int, compare_every: int, sharded: bool
+    ) -> None:
         self.built, self.steps, self.evaluate_every = True, steps, evaluate_every
+        self.compare_every = compare_every
         self.layers = dict.fromkeys(range(layers), 0)
         self.parts = all_of(self.layers) if sharded else {}
 
@@ -171,6 +188,9 @@ class SimTrainer:
         self.snap_flag = False
         if self.copy is not None:  # The copy ends at the speed of memory, or there is no time for it.
             self._copied(self.copy, self.node.world.chance(0.7))
+        # A flipped bit that nobody found while the group trained cannot be found later for sure.
+        sound = self.node.versions.sound
+        self.layers = {layer: sound.get(version, version) for layer, version in self.layers.items()}
         group.left(self)
 
     def _report(self, token: int) -> None:
@@ -245,7 +265,8 @@ class SimTrainer:
         whole = alone if self.parts else layers
         self.layers = {n: child(v, generation) for n, v in self.layers.items() if n in whole}
         self.parts = {part: child(v, generation) for part, v in self.parts.items() if part in kept}
-        self.version = child(self.version, generation)
+        before, self.version = self.version, child(self.version, generation)
+        self.groups.oracle.check_batch(before, self.version)
         self.committed += 1
 
     # --- steps ------------------------------------------------------------------------------------
@@ -333,6 +354,7 @@ class SimTrainer:
         group = self.group
         if self.copy is not None:
             self._copied(self.copy, True)  # The copy must end before the next APPLY: a stall.
+        self._say_digests(group)
         self._apply(group)
         self.do(self._applied, token, group, stop, snap)
 
@@ -354,6 +376,8 @@ class SimTrainer:
         if self.phase == "gather":
             self.layers = dict.fromkeys(group.owned[self.rank], self.version)
         self._say_stepped(group)
+        every = self.compare_every
+        self.compare = every > 0 and (snap or self.committed % every == 0)
         if snap:
             self._begin_copy(group)
         if stop:
@@ -381,6 +405,37 @@ class SimTrainer:
                 microbatch_ms=group.expected_ms[self.rank] * node.slowness * node.world.between(0.9, 1.1),
             )
         )
+
+    def _say_digests(self, group: "SimGroup") -> None:
+        """Report digests of the state that is about to be updated, if replicas are compared."""
+        compare, self.compare = self.compare, False
+        if not compare:
+            return
+        digests = {
+            layer: version for layer, version in self.layers.items() if layer in group.replicated_layers
+        }
+        if digests:
+            self.report(
+                ReplicaDigests(
+                    generation=group.generation,
+                    step=self.committed,
+                    device=self.device,
+                    kind="device",
+                    digests=digests,
+                )
+            )
+
+    def flip_bit(self) -> bool:
+        """Corrupt a layer of which the group has another copy. Return whether there is one."""
+        group = self.group
+        if group is None or group.sharded or not self.responsive or self.phase not in (*STEPPING, "done"):
+            return False
+        owned = sorted(group.replicated_layers.intersection(group.owned[self.rank], self.layers))
+        if not owned or any(self.layers[layer] in self.node.versions.sound for layer in owned):
+            return False
+        self.layers[owned[0]] = self.node.versions.corrupt(self.layers[owned[0]])
+        self.node.oracle.on_corrupted(group.generation, self.committed)
+        return True
 
     def snap(self, generation: int) -> None:
         if self.responsive and self.group is not None and self.group.generation == generation:
@@ -472,6 +527,8 @@ class SimGroup:
         owned = owned_layers(resume.plan)
         self.owned = [owned[device] for device in devices]
         self.sharded = is_sharded(resume)
+        self.replicated_layers = frozenset(copies_of(resume.plan, zero1=oracle.policy.zero1))
+        """Layers of which the group has several copies."""
         self.kept_parts = [kept_parts(resume, device) if self.sharded else frozenset() for device in devices]
         self.size = len(devices)
         expected = expected_ms(oracle.profile, oracle.policy, resume.plan.pipelines)
@@ -682,7 +739,14 @@ class SimGroups:
         """The group of each generation."""
 
     def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
-        """Check that a trainer that obeys a Resume does not lose a step that it committed."""
+        """Check that a trainer that obeys a Resume does not lose a step that it committed, and that all trainers
+        of the generation leave out the same batches.
+        """
+        batches = self.oracle.versions.skipped_batches.setdefault(resume.generation, resume.skipped_batches)
+        if batches != resume.skipped_batches:
+            self.oracle.violated(
+                f"generation {resume.generation} leaves out batches {batches} and {resume.skipped_batches}"
+            )
         if trainer.committed > resume.step and trainer.lineage == resume.lineage:
             self.oracle.violated(
                 f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is ordered to "
@@ -769,6 +833,7 @@ class SimGroups:
                 self.oracle.violated(
                     f"rank {member.rank} starts without layer {layer} of step {group.resume.step}"
                 )
+        member.compare = False
         if member.layers:
             member.version = member.layers[min(group.owned[member.rank])]
 

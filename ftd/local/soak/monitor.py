@@ -74,7 +74,7 @@ class ObservedRecovery:
     cause: str
     tier: str
     total_ms: float
-    """The duration since the detection."""
+    """The recovery's own duration, from the fault or its best estimate."""
     generation: int
     rolled_back_steps: int
 
@@ -173,7 +173,7 @@ class SoakMonitor:
                 self.step = fact.to_step
             case GenerationStartedFact(generation=int(generation)):
                 self._check_generation("events", generation, at_s)
-            case RecoveryCompletedFact() as fact:
+            case RecoveryCompletedFact() as fact if not fact.recovery.is_start:
                 self._on_recovery(fact.recovery, at_s)
             case JobEndedFact() as fact:
                 self._on_end(fact.event, fact.reason, at_s)
@@ -309,7 +309,7 @@ class SoakMonitor:
                 at_s=round(at_s, 3),
                 cause=recovery.cause,
                 tier=recovery.tier,
-                total_ms=round(recovery.total_ms, 3),
+                total_ms=recovery.total_ms,
                 generation=recovery.generation,
                 rolled_back_steps=recovery.rolled_back_steps,
             )

@@ -86,10 +86,7 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
             f"{whole:.0f} %", (1.0, level), xycoords=("axes fraction", "data"), color=BLUE, fontsize=9
         )
     for recovery in report.recoveries:
-        if recovery.cause != "start":
-            axes.axvspan(
-                recovery.at_s - recovery.total_ms / 1000, recovery.at_s, color=ORANGE, alpha=0.25, lw=0
-            )
+        axes.axvspan(recovery.at_s - recovery.total_ms / 1000, recovery.at_s, color=ORANGE, alpha=0.25, lw=0)
     axes.set_ylim(0, _TOP)
     axes.set_ylabel("goodput, % of undisturbed", color=FAINT)
     axes.annotate(

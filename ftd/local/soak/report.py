@@ -106,11 +106,10 @@ def count_by_kind(faults: Sequence[FaultRecord]) -> dict[str, int]:
 
 
 def time_by_cause(recoveries: Sequence[ObservedRecovery]) -> dict[str, CauseTimes]:
-    """Return the recovery times by cause, without the starts of jobs."""
+    """Return the recovery times by cause."""
     found: dict[str, list[float]] = {}
     for recovery in recoveries:
-        if recovery.cause != "start":
-            found.setdefault(recovery.cause, []).append(recovery.total_ms)
+        found.setdefault(recovery.cause, []).append(recovery.total_ms)
     return {
         cause: CauseTimes(
             count=len(times), median_ms=round(statistics.median(times), 1), worst_ms=round(max(times), 1)

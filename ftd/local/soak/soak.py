@@ -11,7 +11,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,11 @@ _GRACE_S = 30.0
 _MOST_VIOLATIONS = 20
 """A soak stops after this many violations, since more would say nothing new."""
 _LEAST_UNDISTURBED_S = 120.0
+_LEAST_TIMED_STEPS = 5
+_LEAST_TIMED_S = 5.0
+"""Steps and seconds from which the duration of the whole job is estimated."""
+_TOO_LONG = 1.5
+"""Factor by which that estimate may exceed the limit, since first steps are slower."""
 _PAUSED_S = 5.0
 """A job that pauses for this long although nothing disturbs it will not go on."""
 _FURTHER_STEPS = 3
@@ -50,7 +55,12 @@ async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakR
     :raises FtdError: the cluster did not start, or the job does not even run undisturbed.
     """
     job = load_job_data(options.job, steps=options.steps)
-    cluster_options = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
+    cluster_options = ClusterOptions(
+        broker=options.broker,
+        cluster="soak",
+        coordinators=options.coordinators,
+        quarantine=False,  # The faults are on purpose, and the rules want all nodes to return.
+    )
     nodes = [f"node-{number}" for number in range(options.nodes)]
     resources = ClusterResources(memory_mib=options.memory_mib, memory_field="--memory-mib")
     driver = LocalDriver(cluster_options, nodes, resources=resources, logs=options.logs)
@@ -74,6 +84,25 @@ def _private(job: JobData, directory: Path, number: int) -> JobData:
     place.mkdir(parents=True, exist_ok=True)
     checkpoint = msgspec.structs.replace(job.checkpoint, url=str(place), resume=False)
     return msgspec.structs.replace(job, checkpoint=checkpoint)
+
+
+def require_short(steps: int, commits: Sequence[tuple[float, int]], limit_s: float) -> None:
+    """Check by the pace of the first steps that an undisturbed job can end in time.
+
+    :param commits: times of commits in seconds, each with the number of steps.
+    :raises PeerError: the job needs much longer.
+    """
+    took_s = commits[-1][0] - commits[0][0] if commits else 0.0
+    done = sum(count for _, count in commits[1:])
+    if done < _LEAST_TIMED_STEPS or took_s < _LEAST_TIMED_S:
+        return
+    expected_s = steps * took_s / done
+    if expected_s > _TOO_LONG * limit_s:
+        raise PeerError(
+            f"the job is too long for this soak: its {steps} steps of {took_s / done:.2g} s take about "
+            f"{expected_s / 60:.1f} minutes undisturbed, and {limit_s / 60:.3g} are allowed "
+            f"(give --steps {max(2, int(limit_s * done / took_s / 4))}, or more --minutes)"
+        )
 
 
 T = TypeVar("T", bound=Any)
@@ -152,12 +181,17 @@ class Soak:
         """
         await self._submit()
         limit_s = max(60.0 * self._options.minutes, _LEAST_UNDISTURBED_S)
+
+        def decided() -> bool:
+            require_short(self._job.steps, self.monitor.commits, limit_s)
+            return self.monitor.ended is not None or self._pauses()
+
         try:
-            await self._wait(lambda: self.monitor.ended is not None or self._pauses(), limit_s, "its end")
-        except PeerError as error:
+            await self._wait(decided, limit_s)
+        except TimeoutError:
             raise PeerError(
-                f"the undisturbed job: {error} (it is at step {self.monitor.step} of {self._job.steps}; "
-                "give fewer --steps, or more --minutes)"
+                f"the undisturbed job did not end within {limit_s:g} s (it is at step {self.monitor.step} of "
+                f"{self._job.steps}; give fewer --steps, or more --minutes)"
             ) from None
         if self.monitor.ended is None:
             raise PeerError(
@@ -227,8 +261,8 @@ class Soak:
             return (going and injector.all_recovered) or self._has_failed
 
         try:
-            await self._wait(well, 2 * self._options.limit_s, "")
-        except PeerError:
+            await self._wait(well, 2 * self._options.limit_s)
+        except TimeoutError:
             nodes = {name: node["state"] for name, node in (self.monitor.state.get("nodes") or {}).items()}
             details = (
                 f"{self.monitor.state.get('phase')} at step {self.monitor.step} of {goal}, nodes {nodes}"
@@ -244,8 +278,8 @@ class Soak:
         if self.monitor.job is not None and not self.monitor.ended:
             with contextlib.suppress(FtdError):
                 await self._driver.stop(self.monitor.job)
-            with contextlib.suppress(PeerError):
-                await self._wait(lambda: self.monitor.ended is not None, self._options.limit_s, "")
+            with contextlib.suppress(TimeoutError):
+                await self._wait(lambda: self.monitor.ended is not None, self._options.limit_s)
             await self._check_round()
         await injector.end_nodes(self.now_s, _GRACE_S)
 
@@ -323,15 +357,15 @@ class Soak:
     def _on_state(self, state: dict[str, Any]) -> None:
         self.monitor.on_state(state, self.now_s)
 
-    async def _wait(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
+    async def _wait(self, holds: Callable[[], bool], limit_s: float) -> None:
         """Wait until ``holds`` returns true.
 
-        :raises PeerError: ``holds`` was still false after ``limit_s``.
+        :raises TimeoutError: ``holds`` was still false after ``limit_s``.
         """
         deadline = time.monotonic() + limit_s
         while not holds():
             if time.monotonic() > deadline:
-                raise PeerError(f"not within {limit_s:g} s: {what}")
+                raise TimeoutError
             await asyncio.sleep(_TICK_S)
 
     # --- the end -----------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from ftd.observe.view.lines import event_text
+from ftd.observe.view.lines import event_text, event_title
 from ftd.observe.view.story import ChapterIndex
-from ftd.observe.view.text import event_words
 from ftd.transport.wire.public import EventMessage, encode_json
 
 Json = dict[str, Any]
@@ -35,7 +34,7 @@ def build_entry(message: EventMessage, number: int, index: ChapterIndex) -> Json
     return {
         "n": number,
         "event": name,
-        "words": event_words(name),
+        "words": event_title(plain),
         "severity": message.severity,
         "node": plain["node"],
         "nodes": _nodes(message.details),

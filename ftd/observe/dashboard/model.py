@@ -43,7 +43,7 @@ MAX_EVALUATIONS = 100
 MAX_LAYOUTS = 4
 MAX_ENTRIES = 1000
 """Number of entries that the run model keeps."""
-_NODE_FIELDS = ("state", "devices", "host", "in_plan", "draining", "speed")
+_NODE_FIELDS = ("state", "devices", "host", "in_plan", "draining", "drain_waits", "speed", "quarantine")
 """Fields of a node that are shown; fields that change with every step are left out."""
 _UNSHOWN = frozenset({"at", "nodes", "schema"})
 _MARKS = {
@@ -158,7 +158,7 @@ class DashboardModel:
                 self._evaluations = []
             case PhaseEndedFact(event="PlanChosen", generation=int(generation)):
                 self._keep_layout(generation, fact.pipelines)
-            case RecoveryCompletedFact():
+            case RecoveryCompletedFact() if not fact.recovery.is_start:
                 self.recoveries.add(fact, message.details["recovery"])
             case Fact(event="SnapshotCompleted"):
                 self._replica_peers, self._snapshot_layout_source = message.details["replica_peers"], None

@@ -4,7 +4,8 @@ from collections import deque
 from typing import Any
 
 from ftd.observe.dashboard.entries import MAX_NODES, MAX_REASON
-from ftd.observe.run_model import DetectionFact, RecoveryCompletedFact, RecoveryTimeline
+from ftd.observe.run_model import START, DetectionFact, RecoveryCompletedFact, RecoveryTimeline
+from ftd.observe.view.phases import shown_phases_ms
 from ftd.observe.view.text import CAUSE_WORDS
 
 Json = dict[str, Any]
@@ -22,6 +23,7 @@ def encode_recovery(timeline: RecoveryTimeline | None) -> Json | None:
         "attempts": timeline.attempts,
         "step": timeline.step,
         "mode": timeline.mode,
+        "start": timeline.cause == START,
         "reason": timeline.reason[:MAX_REASON],
         "losses": [_loss_json(loss) for loss in timeline.losses],
         "phases": [list(phase) for phase in timeline.phases],
@@ -50,9 +52,7 @@ class CompletedRecoveries:
                 "nodes": list(recovery.nodes)[:MAX_NODES],
                 "n": self.count,
                 "at": fact.at,
-                "detect_ms": min(
-                    (1e3 * (x.at - x.fault_at) for x in losses if x.fault_at is not None), default=None
-                ),
+                "phases": list(shown_phases_ms(recovery).items()),
                 "change": CAUSE_WORDS.get(recovery.cause, recovery.cause),
                 "failure": recovery.failure,
                 "decision": _short(timeline.decision) if timeline is not None else None,
@@ -69,6 +69,8 @@ def _loss_json(loss: DetectionFact) -> Json:
         "at": loss.at,
         "fault_at": loss.fault_at,
         "reason": loss.reason[:MAX_REASON],
+        "error": loss.error[:MAX_REASON],
+        "log": f"{loss.log} on {loss.host}"[:MAX_REASON] if loss.log else "",
     }
 
 

@@ -21,9 +21,8 @@ from ftd.observe.run_model import (
 )
 from ftd.transport.wire.public import EventMessage
 from statemachine.effects import EmitEvent
-from statemachine.messages.values import FailureCause
+from statemachine.messages.values import RECOVERY_PHASES, FailureCause
 
-PHASES = ("quiesce", "plan", "state", "resume")
 MAX_ENTRIES = 1000
 """Number of entries that the run model keeps."""
 _MAX_SUPPRESSED = 1_000_000
@@ -85,13 +84,13 @@ class ClusterMetrics:
         )
         self._recoveries = self.common.counter(
             "ftd_recoveries",
-            "Completed recoveries from failures, joins and drains, and the start.",
+            "Completed recoveries from failures, joins and drains.",
             "cause",
             "tier",
         )
         self._recovery_s = self.common.histogram(
             "ftd_recovery_seconds",
-            "Time from the detection to the next committed step.",
+            "Time from the fault, or its best estimate, to the next committed step.",
             RECOVERY_S,
             "cause",
         )
@@ -101,7 +100,7 @@ class ClusterMetrics:
         self._moved = self.common.counter(
             "ftd_recovery_moved_bytes", "State that trainers sent to each other in recoveries."
         )
-        for phase in PHASES:
+        for phase in RECOVERY_PHASES:
             self._phase_s.labels(phase)
 
     def _make_snapshots(self) -> None:
@@ -168,7 +167,7 @@ class ClusterMetrics:
         match self._run.on_event(envelope, self._clock()):
             case StepCommittedFact() as fact:
                 self._count_step(fact)
-            case RecoveryCompletedFact() as fact:
+            case RecoveryCompletedFact() as fact if not fact.recovery.is_start:
                 self._count_recovery(fact.recovery)
             case JobSubmittedFact():
                 self._checkpoint_at = None
@@ -208,8 +207,7 @@ class ClusterMetrics:
     def _count_recovery(self, recovery: RecoveryDetails) -> None:
         self._recoveries.labels(recovery.cause, recovery.tier).inc()
         self._recovery_s.labels(recovery.cause).observe(recovery.total_ms / 1e3)
-        phases_ms = (recovery.quiesce_ms, recovery.plan_ms, recovery.state_ms, recovery.resume_ms)
-        for phase, took_ms in zip(PHASES, phases_ms, strict=True):
+        for phase, took_ms in recovery.phases_ms.items():
             self._phase_s.labels(phase).observe(took_ms / 1e3)
         self._recomputed.inc(recovery.recomputed_steps)
         self._moved.inc(recovery.bytes_moved)

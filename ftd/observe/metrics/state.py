@@ -68,7 +68,9 @@ def _nodes(nodes: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     planned = sum(node["in_plan"] for node in nodes.values())
     yield from _gauge("ftd_nodes_in_plan", "Nodes that the plan uses.", planned)
     draining = sum(node["draining"] for node in nodes.values())
-    yield from _gauge("ftd_nodes_draining", "Nodes that are draining.", draining)
+    yield from _gauge("ftd_nodes_draining", "Nodes that are to leave, or have left.", draining)
+    aside = sum(node["quarantine"] is not None for node in nodes.values())
+    yield from _gauge("ftd_nodes_quarantined", "Nodes that are set aside.", aside)
     yield _by(
         "ftd_node_speed_ratio",
         "Speed of a node relative to the others; below 1 while it is a straggler.",

@@ -3,13 +3,15 @@
 W&B accepts the steps of a run only in rising order, so superseded values cannot be taken back. After a
 rollback, the run is ended and a new run of the same group with the whole valid history takes its place.
 Offline, every writer makes a directory of its own under the same run id. The sink reads from the files of
-earlier writers which steps they contain, because W&B buffers the newest steps in memory and a killed writer
-loses them.
+earlier writers which steps they contain, because W&B buffers the newest steps in memory and may lose them. W&B's
+service process outlives a killed writer and still writes what it had received, so the sink waits until it ends.
 """
 
+import logging
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ from ftd.observe.tracking.record import Cursor
 from ftd.observe.tracking.rows import LoggedRow
 from statemachine.messages.values import WandbPolicy
 
+_log = logging.getLogger(__name__)
+
+_SERVICE_END_S = 30.0
+"""Seconds for which the service process of a killed writer is awaited; it ends within one after the writer."""
 _BLOCK = 32768
 _MAGIC = 7
 _HEADER = struct.Struct("<IHB")
@@ -50,6 +56,7 @@ class WandbSink:
         cursor = Cursor()
         if offline:
             files = sorted(self._directory.glob(f"wandb/offline-run-*-{identity}/*.wandb"))
+            _wait_until_written(files)
             for path in files:
                 cursor = _advance(path, cursor)
             # W&B names directories by the second and would overwrite files in an existing one.
@@ -95,6 +102,31 @@ class WandbSink:
                 run.finish(exit_code=0 if outcome != "FAILED" else 1)
             finally:
                 wandb.teardown()  # Ends W&B's service process, which still holds the run's id and the end of its file.
+
+
+def _wait_until_written(files: Sequence[Path]) -> None:
+    """Wait until no process has one of the files open, for at most ``_SERVICE_END_S``."""
+    wanted = {str(path.resolve()) for path in files}
+    deadline = time.monotonic() + _SERVICE_END_S
+    while wanted and not wanted.isdisjoint(_open_files()):
+        if time.monotonic() > deadline:
+            _log.warning(
+                "a process still writes a W&B file of this run; its newest steps may be logged twice"
+            )
+            return
+        time.sleep(0.05)
+
+
+def _open_files() -> Iterator[str]:
+    """Yield the paths that the processes of this user have open."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                for descriptor in (process / "fd").iterdir():
+                    with suppress(FileNotFoundError):
+                        yield str(descriptor.readlink())
+            except (FileNotFoundError, PermissionError, ProcessLookupError):
+                continue  # The process has ended or belongs to another user.
 
 
 def _advance(path: Path, cursor: Cursor) -> Cursor:

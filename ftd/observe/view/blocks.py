@@ -93,17 +93,24 @@ def _roles(pipelines: Sequence[JsonMap]) -> dict[str, str]:
 
 
 def _role_text(node: JsonMap, role: str | None) -> Text:
-    if node.get("draining"):
+    waits = bool(node.get("drain_waits"))
+    if node.get("draining") and not waits:
         return Text("draining", style="yellow") if node.get("in_plan") else Text("drained", style="dim")
     if node["state"] == "OFFLINE":
         return Text("–", style="dim")
+    if node.get("quarantine"):
+        return Text("set aside", style="red")
     if node["state"] == "UNHEALTHY":
         return Text("restarting", style="yellow")
     if node.get("in_plan") and role:
         text = Text(role, no_wrap=True, overflow="ellipsis")
         if (speed := float(node.get("speed", 1.0))) < 1:
             text.append(f"  at {speed:.0%} speed", style="yellow")
+        if waits:
+            text.append("  waits to leave", style="yellow")
         return text
+    if waits:
+        return Text("waits to leave", style="yellow")
     return Text("idle" if role is None else "waiting", style="dim")
 
 

@@ -7,7 +7,7 @@ the monotonic clock.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -117,23 +117,29 @@ class ReportedRecovery:
 
     cause: str
     """``start``, ``node_lost``, ``trainer_lost``, ``connection_lost``, ``node_joined``, ``node_returned``,
-    ``node_drained``, ``speed_changed``, ``protection_changed``, or ``resumed`` (enough nodes again after a
-    pause)."""
+    ``node_drained``, ``speed_changed``, ``protection_changed``, ``resumed`` (a pause ended), or ``loss_spike``."""
     node: str | None
     """The first of ``nodes``."""
     nodes: tuple[str, ...]
     detected_how: str | None
-    measured_from: Literal["fault", "detection"]
-    """Begin of ``total_ms``: the injected fault, or the moment when the coordinator first knew."""
+    measured_from: Literal["fault", "estimate", "detection"]
+    """Begin of ``total_ms``: the injected fault, the last sign of life of what failed, or the moment when the
+    coordinator first knew.
+    """
     at_s: float
     """Time of the detection."""
     detected_ms: float | None
-    """Time from the fault to its detection; ``None`` if measured from the detection."""
+    """Time from the fault to its detection; ``None`` if measured from the detection. The phases, from this one
+    to ``resume_ms``, add up to ``total_ms``.
+    """
+    waited_ms: float = 0.0
+    """Time in which training was paused."""
     quiesce_ms: float
     plan_ms: float
     state_ms: float
     resume_ms: float
     total_ms: float
+    """Time to the next committed step, as ``RecoveryCompleted`` has it."""
     commit_gap_ms: float | None
     """Time between the last commit before and the first commit after, as the coordinator saw them."""
     rolled_back_steps: int
@@ -159,13 +165,50 @@ class ReportedRecovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedFailure:
+    """A failure with its reason. Those of a node that differ in numbers at most are one entry, and the last one
+    is shown.
+    """
+
+    event: str
+    """``TrainerLost``, ``CheckpointAbandoned``, …"""
+    node: str | None
+    cause: str
+    """For a trainer ``raised``, ``exited``, ``hung``, …; else empty."""
+    error: str
+    """The reason in a line; for a trainer the exception, or how the process ended."""
+    times: int
+    injected: bool
+    """Whether faults that were injected on purpose caused all of them."""
+    first_at_s: float
+    last_at_s: float
+    detail: str
+    """Traceback or output of the last one; empty if there is none."""
+    host: str
+    log: str
+    """Command or file on the host with the full traceback; empty: there is none that lasts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedPause:
-    """A time with too few nodes; it ends with the next recovery."""
+    """A time in which training was paused, with the reason; it ends with the next recovery."""
 
     at_s: float
     needed: int | None
     present: int | None
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedQuarantine:
+    """A node that failed repeatedly and was set aside, and was not readmitted during the run."""
+
+    node: str
+    at_s: float
+    cause: str
+    """Category of its failures, as in ``NodeQuarantined``."""
+    reason: str
+    """Text with the number of failures, the last error, and the command that readmits the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +272,11 @@ class Report:
     snapshots: SaveSummary = SaveSummary()
     checkpoints: SaveSummary = SaveSummary()
     evaluations: tuple[ReportedEvaluation, ...] = ()
+    quarantined: tuple[ReportedQuarantine, ...] = ()
+    failures: tuple[ReportedFailure, ...] = ()
+    """Failures with their reasons, in order of the first time."""
+    events: tuple[dict[str, Any], ...] = ()
+    """Newest events of the run but ``StepCommitted``, from which ``ftd story`` tells what happened."""
 
     @property
     def under_way(self) -> bool:

@@ -1,9 +1,11 @@
-"""Writes the files that a command was asked for: pages and images, whose suffix names the format."""
+"""Writes the files that a command was asked for: pages and images, whose suffix names the format. Reads reports."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from ftd.errors import ConfigurationError
+from ftd.observe.view.document import Report, ReportError
 
 
 def require_format(path: Path, formats: Sequence[str], field: str) -> None:
@@ -21,3 +23,23 @@ def write_file(path: Path, content: bytes, field: str) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise ConfigurationError(f"cannot write {path}: {error.strerror}", field=field) from None
+
+
+def read_report(path: Path, field: str) -> Report:
+    """Return the report in a file.
+
+    :param field: argument that named the file.
+    :raises ConfigurationError: the file cannot be read, or is no report.
+    """
+    try:
+        return Report.from_json(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error.strerror}", field=field, remedy="check the path"
+        ) from None
+    except (ValueError, ReportError) as error:
+        raise ConfigurationError(
+            f"{path} is not a report: {error}",
+            field=field,
+            remedy="name a file that ftd local --report or ftd report --json wrote",
+        ) from None

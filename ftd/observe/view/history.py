@@ -21,7 +21,7 @@ ANOTHER_CLOCK_S = 1.0
 """Change of the difference between wall clock and monotonic clock above which the coordinator moved to
 another host or the host rebooted.
 """
-_NESTED = ("at", "detected_at", "fault_at")
+_NESTED = ("at", "detected_at", "began_at", "fault_at")
 """Details that are times on the monotonic clock."""
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 from rich.text import Text
 
+from ftd.observe.run_model import START
 from ftd.observe.view.text import (
     EVENT_MARKS,
+    LOG_TITLES,
     JsonMap,
     event_words,
     format_clock,
@@ -24,12 +26,20 @@ def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     if with_clock:
         line.append(f"{format_clock(event.get('at'))}  ", style="dim")
-    line.append(f"{mark} {event_words(name)}", style=style)
+    line.append(f"{mark} {event_title(event)}", style=style)
     if event.get("node"):
         line.append(f"  {event['node']}", style="bold")
     if suffix := event_text(name, event):
         line.append(f"  {suffix}")
     return line
+
+
+def event_title(event: JsonMap) -> str:
+    """Return an event's name as words; the first plan of a job takes the path of a recovery, and is none."""
+    name, details = str(event.get("event", "?")), event.get("details")
+    recovery = details.get("recovery") if isinstance(details, dict) else None
+    first = name == "RecoveryCompleted" and isinstance(recovery, dict) and recovery.get("cause") == START
+    return "training started" if first else event_words(name)
 
 
 def plain_event(event: JsonMap) -> str:
@@ -58,6 +68,8 @@ def event_text(name: str, event: JsonMap) -> str:
         ]
         return ", ".join(filter(None, parts))
     reason = " ".join(str(event.get("reason") or "").split())
+    if name in LOG_TITLES and details.get("log"):
+        reason += f" ({LOG_TITLES[name]}: {details['log']} on {details.get('host')})"
     recovery: JsonMap | None = details.get("recovery")
     if name == "RecoveryCompleted" and recovery:
         reason += (

@@ -6,40 +6,54 @@ twice, and the event of an injected fault may arrive after the recovery that it 
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from ftd.observe.run_model import FAILURE_CAUSES, DetectionFact, EvaluatedFact, RunModel, StepCommittedFact
+from ftd.observe.run_model import (
+    FAILURE_CAUSES,
+    DetectionFact,
+    EvaluatedFact,
+    Fact,
+    RunModel,
+    StepCommittedFact,
+)
 from ftd.observe.run_model import RecoveryDetails as Completed
 from ftd.observe.view.document import (
     FinalState,
     Outcome,
     Report,
     ReportedEvaluation,
+    ReportedFailure,
     ReportedFault,
     ReportedJob,
     ReportedPause,
     ReportedPipeline,
     ReportedProcesses,
+    ReportedQuarantine,
     ReportedRecovery,
     ReportedStep,
     SaveSummary,
 )
 from ftd.observe.view.text import JsonMap
+from statemachine.error_text import mask_numbers
 
 _OUTCOMES: dict[str, Outcome] = {"JobFinished": "finished", "JobFailed": "failed", "JobStopped": "stopped"}
 _CHANGE_HOW = {
-    "start": "submitted",
     "node_joined": "prepared",
     "node_returned": "prepared",
     "node_drained": "request",
     "speed_changed": "measured",
     "protection_changed": "request",
     "resumed": "prepared",
+    "loss_spike": "measured",
 }
-"""Way in which a change that is not a failure was noticed."""
+"""Circumstance of a change that is not a failure, by its cause. A start has none."""
 _SAME_MOMENT_S = 0.05
+MAX_EVENTS = 20_000
+"""Largest number of events in a report; the newest stay."""
+_LAYOUTS = frozenset({"pipelines", "considered", "pipelines_before", "pipelines_after"})
+"""Details that the report has elsewhere, and whose size grows with the cluster."""
 
 
 def build_report(run: RunModel) -> Report:
@@ -57,12 +71,6 @@ class _Builder:
         """Return the report of everything that was seen so far."""
         run, job, end = self._run, self._run.job, self._run.ended
         owners = _attribute(run)
-        recoveries = [
-            self._recovery(
-                one.recovery, [key for key, generations in owners.items() if generations[:1] == [number]]
-            )
-            for number, one in sorted(run.recoveries.items())
-        ]
         steps = tuple(self._step(one) for one in run.exclude_undone(run.steps))
         return Report(
             job=ReportedJob(name=job.name, job_id=job.id, steps=job.steps, global_batch=job.global_batch),
@@ -71,9 +79,15 @@ class _Builder:
             started_at=run.first_event_time,
             duration_s=self._since(run.last_at),
             steps=steps,
-            start=next((r for r in recoveries if r.cause == "start"), None),
-            recoveries=tuple(r for r in recoveries if r.cause != "start"),
+            start=self._recovery(run.start.recovery) if run.start is not None else None,
+            recoveries=tuple(self._recovery(one.recovery) for _, one in sorted(run.recoveries.items())),
             faults=tuple(self._fault(key, owners[key]) for key in sorted(owners, key=lambda k: k[1])),
+            quarantined=tuple(
+                ReportedQuarantine(
+                    node=str(one.node), at_s=self._since(one.at), cause=one.cause, reason=one.reason
+                )
+                for one in run.quarantined.values()
+            ),
             pauses=tuple(
                 ReportedPause(
                     at_s=self._since(one.at), needed=one.needed, present=one.present, reason=one.reason
@@ -95,7 +109,40 @@ class _Builder:
             snapshots=self._summarise_saves("snapshots"),
             checkpoints=self._summarise_saves("checkpoints"),
             evaluations=tuple(self._evaluation(one) for one in run.exclude_undone(run.evaluations)),
+            failures=self._failures(),
+            events=tuple(_without_layouts(event) for event in run.events[-MAX_EVENTS:]),
         )
+
+    def _failures(self) -> tuple[ReportedFailure, ...]:
+        """Return the failures with their reasons; those of a node that differ in numbers at most are one entry."""
+        alike: dict[tuple[str, str | None, str, str], list[Fact]] = {}
+        for fact in sorted(self._run.problems, key=lambda fact: fact.at):
+            cause, error = (fact.how, fact.error) if isinstance(fact, DetectionFact) else ("", "")
+            key = (fact.event, fact.node, cause, mask_numbers(error or _first_line(fact.reason)))
+            alike.setdefault(key, []).append(fact)
+        return tuple(self._failure(*key[:3], facts) for key, facts in alike.items())
+
+    def _failure(self, event: str, node: str | None, cause: str, facts: Sequence[Fact]) -> ReportedFailure:
+        last = facts[-1]
+        trainer = last if isinstance(last, DetectionFact) else None
+        return ReportedFailure(
+            event=event,
+            node=node,
+            cause=cause,
+            error=(trainer.error if trainer is not None else "") or _first_line(last.reason),
+            times=len(facts),
+            injected=all(self._was_injected(fact) for fact in facts),
+            first_at_s=self._since(facts[0].at),
+            last_at_s=self._since(last.at),
+            detail=trainer.detail if trainer is not None else "",
+            host=trainer.host if trainer is not None else "",
+            log=trainer.log if trainer is not None else "",
+        )
+
+    def _was_injected(self, fact: Fact) -> bool:
+        """Return whether a fault that was injected into this node caused this failure."""
+        since = fact.fault_at if isinstance(fact, DetectionFact) and fact.fault_at is not None else fact.at
+        return any(node == fact.node and abs(since - at) < _SAME_MOMENT_S for node, at in self._run.faults)
 
     def _summarise_saves(self, kind: str) -> SaveSummary:
         details = sorted((one for one in self._run.saves if one.kind == kind), key=lambda one: one.at)
@@ -145,37 +192,21 @@ class _Builder:
             weight=_finite(fact.weight),
         )
 
-    def _recovery(self, details: Completed, faults: Sequence[tuple[str | None, float]]) -> ReportedRecovery:
-        detected_at = details.detected_at
-        fault_at = min([at for _, at in faults], default=None)
-        if fault_at is None:
-            fault_at = details.fault_at
-        if (
-            fault_at is not None and fault_at > detected_at
-        ):  # It took effect while the recovery was in progress.
-            fault_at = None
-        waited_ms = detected_ms = None if fault_at is None else (detected_at - fault_at) * 1000
-        how = self._noticed_by(details)
-        if details.cause == "resumed" and fault_at is not None:
-            # It was noticed before the pause that this recovery ended.
-            known = [d for node, at in faults if (d := self._detection(node, at, detected_at))]
-            if known:
-                first = min(known, key=lambda one: one.detected_at)
-                how, detected_ms = first.how, (first.detected_at - fault_at) * 1000
-        measured_from: Literal["fault", "detection"] = "detection" if fault_at is None else "fault"
+    def _recovery(self, details: Completed) -> ReportedRecovery:
         return ReportedRecovery(
             cause=details.cause,
             node=next(iter(details.nodes), None),
             nodes=tuple(details.nodes),
-            detected_how=how,
-            measured_from=measured_from,
-            at_s=self._since(detected_at),
-            detected_ms=_rounded(detected_ms),
-            quiesce_ms=round(details.quiesce_ms, 3),
-            plan_ms=round(details.plan_ms, 3),
-            state_ms=round(details.state_ms, 3),
-            resume_ms=round(details.resume_ms, 3),
-            total_ms=round((waited_ms or 0.0) + details.total_ms, 3),
+            detected_how=self._noticed_by(details),
+            measured_from=details.measured_from,
+            at_s=self._since(details.detected_at),
+            detected_ms=details.detected_ms,
+            waited_ms=details.waited_ms,
+            quiesce_ms=details.quiesce_ms,
+            plan_ms=details.plan_ms,
+            state_ms=details.state_ms,
+            resume_ms=details.resume_ms,
+            total_ms=details.total_ms,
             commit_gap_ms=self._gap_ms(details.step),
             rolled_back_steps=details.rolled_back_steps,
             recomputed_steps=details.recomputed_steps,
@@ -211,8 +242,7 @@ class _Builder:
         detected_ms = None if detected is None else (detected.detected_at - at) * 1000
         total_ms = None
         if generations:
-            details = run.recoveries[generations[0]].recovery
-            total_ms = (details.detected_at - at) * 1000 + details.total_ms
+            total_ms = (run.recoveries[generations[0]].recovery.completed_at - at) * 1000
         return ReportedFault(
             fault=run.faults[key].fault,
             target=run.faults[key].target,
@@ -254,6 +284,18 @@ def _attribute(run: RunModel) -> dict[tuple[str | None, float], list[int]]:
             if owned or details.cause in FAILURE_CAUSES or details.cause == "node_drained":
                 owned.append(generation)
     return owners
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _without_layouts(event: JsonMap) -> dict[str, Any]:
+    """Return an event without the pipelines of plans and recoveries."""
+    details = {key: value for key, value in (event.get("details") or {}).items() if key not in _LAYOUTS}
+    if isinstance(recovery := details.get("recovery"), dict):
+        details["recovery"] = {key: value for key, value in recovery.items() if key not in _LAYOUTS}
+    return {**event, "details": details}
 
 
 def _pipelines(pipelines: Sequence[JsonMap]) -> tuple[ReportedPipeline, ...]:

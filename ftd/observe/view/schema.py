@@ -3,6 +3,7 @@
 """
 
 import sys
+from collections.abc import Mapping
 
 import msgspec
 
@@ -17,13 +18,17 @@ def schema_of(document: type[msgspec.Struct]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(document)), indent=2) + b"\n"
 
 
-def main() -> int:
-    if len(sys.argv) != 2 or sys.argv[1] not in DOCUMENTS:
-        sys.stderr.write(f"python -m ftd.observe.view.schema {'|'.join(DOCUMENTS)}\n")
+def print_schema(module: str, documents: Mapping[str, type[msgspec.Struct]]) -> int:
+    """Print the schema of the document that the command line names, and return the exit code.
+
+    :param module: name of the module that was started, for its usage.
+    """
+    if len(sys.argv) != 2 or sys.argv[1] not in documents:
+        sys.stderr.write(f"python -m {module} {'|'.join(documents)}\n")
         return 2
-    sys.stdout.buffer.write(schema_of(DOCUMENTS[sys.argv[1]]))
+    sys.stdout.buffer.write(schema_of(documents[sys.argv[1]]))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_schema("ftd.observe.view.schema", DOCUMENTS))

@@ -11,11 +11,14 @@ from ftd.observe.view.text import (
     PHASE_STYLES,
     JsonMap,
     NodeColours,
+    drain_words,
     format_duration,
     format_number,
     format_size,
     ineligible_words,
     leader_words,
+    startup_of,
+    startup_words,
     waiting_words,
 )
 
@@ -24,7 +27,7 @@ _MEANINGS = {
     "RUNNING": "training",
     "QUIESCING": "stopping for a new plan",
     "RECOVERING": "starting under a new plan",
-    "PAUSED": "too few nodes; the survivors hold their state and wait",
+    "PAUSED": "training waits; the nodes keep the state that they hold",
     "FINISHED": "all steps are done",
     "FAILED": "the job cannot continue",
     "UNREACHABLE": "no coordinator; training continues without it",
@@ -46,19 +49,20 @@ def render_status(state: JsonMap) -> RenderableType:
         "cluster",
         Text.assemble((phase, PHASE_STYLES.get(phase, "white")), f"  {_meaning(state, phase)}"),
     )
-    if waiting := waiting_words(state):
+    if startup := startup_of(state):
+        grid.add_row("start-up", _bar(float(startup["share"])).append(f" {startup_words(state)}"))
+    elif waiting := waiting_words(state):
         head, _, why = waiting.partition(" ") if phase != "PAUSED" else ("reason", "", waiting)
         grid.add_row(head, Text(why, style="yellow"))
     if planning := state.get("planning"):
         done, total = int(planning["done"]), int(planning["total"])
-        filled = done * _BAR_WIDTH // max(total, 1)
-        bar = Text.assemble(("━" * filled, "green"), ("━" * (_BAR_WIDTH - filled), "dim"))
+        bar = _bar(done / max(total, 1))
         grid.add_row("planning", bar.append(f" {done} of {total} numbers of nodes"))
     job = state.get("job")
     if job:
         grid.add_row("job", f"{job['name']} ({job['id']}), global batch {job['global_batch']}")
         grid.add_row("step", _step(state, job["steps"]))
-    else:
+    elif not startup:
         grid.add_row("job", Text("none; submit one with: ftd submit JOB.toml", style="dim"))
     if state.get("generation") is not None:
         grid.add_row("plan", f"generation {state['generation']}")
@@ -66,6 +70,8 @@ def render_status(state: JsonMap) -> RenderableType:
         grid.add_row("coordinator", leader)
     for sentence in ineligible_words(state):
         grid.add_row("", Text(sentence, style="yellow"))
+    for number, sentence in enumerate(drain_words(state)):
+        grid.add_row("" if number else "drain", Text(sentence, style="yellow"))
     if snapshot := state.get("snapshot"):
         grid.add_row("snapshot", _snapshot(state, snapshot))
     if checkpoint := state.get("checkpoint"):
@@ -81,6 +87,10 @@ def render_status(state: JsonMap) -> RenderableType:
 def _meaning(state: JsonMap, phase: str) -> str:
     """Return what the phase means; for a finished or failed job and for a missing coordinator, also why."""
     meaning = _MEANINGS.get(phase, "")
+    if startup_of(state):
+        return "the job is starting" if state.get("job") else "the nodes are starting"
+    if phase == "WAITING" and state.get("job"):
+        return "the job has not started yet"
     if reason := str(state.get("outcome") or state.get("reason") or ""):
         return {
             "FINISHED": reason,
@@ -88,6 +98,11 @@ def _meaning(state: JsonMap, phase: str) -> str:
             "UNREACHABLE": f"{reason}; {meaning}",
         }.get(phase, meaning)
     return meaning
+
+
+def _bar(share: float) -> Text:
+    filled = int(share * _BAR_WIDTH)
+    return Text.assemble(("━" * filled, "green"), ("─" * (_BAR_WIDTH - filled), "dim"), f" {share:4.0%}")
 
 
 def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:

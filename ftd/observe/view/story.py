@@ -24,22 +24,23 @@ MAX_GENERATIONS = 10_000
 """Number of newest generations whose cause is remembered."""
 
 
-def render_story(events: Iterable[JsonMap], node: str) -> RenderableType:
-    """Return the chapters of ``node``, oldest first, with times relative to the chapter's beginning."""
+def render_story(events: Iterable[JsonMap], node: str | None = None) -> RenderableType:
+    """Return the chapters of ``node``, or of all, oldest first, with times relative to the chapter's beginning."""
     found = chapters(events, node)
     if not found:
-        return Text(f"Nothing is known of a node named {node}.", style="yellow")
+        nothing = f"Nothing is known of a node named {node}." if node else "The report has no events."
+        return Text(nothing, style="yellow")
     count = sum(len(c) for c in found)
     parts: list[RenderableType] = [
-        Text.assemble((f"The story of {node}", "bold"), f": {plural(count, 'event')}")
+        Text.assemble((f"The story of {node or 'the run'}", "bold"), f": {plural(count, 'event')}")
     ]
     for chapter in found:
         parts += ["", _title(chapter), _lines(chapter, node)]
     return Group(*parts)
 
 
-def chapters(events: Iterable[JsonMap], node: str) -> list[list[JsonMap]]:
-    """Return the events of ``node``'s story in chapters, each in order of time and without repeated
+def chapters(events: Iterable[JsonMap], node: str | None = None) -> list[list[JsonMap]]:
+    """Return the events of ``node``'s story, or of all, in chapters, each in order of time and without repeated
     deliveries.
     """
     known = {_identity(e): e for e in events if e.get("event") not in QUIET_EVENTS}
@@ -69,8 +70,12 @@ class ChapterIndex:
         return cause
 
 
-def concerns(event: JsonMap, node: str) -> bool:
-    """Return whether the event is about this node: as its own node, or among the nodes of a recovery."""
+def concerns(event: JsonMap, node: str | None) -> bool:
+    """Return whether the event is about this node, as its own node or among the nodes of a recovery; every event
+    is about ``None``.
+    """
+    if node is None:
+        return True
     recovery = (event.get("details") or {}).get("recovery") or {}
     return event.get("node") == node or node in recovery.get("nodes", ())
 
@@ -89,7 +94,7 @@ def _title(chapter: Sequence[JsonMap]) -> Text:
     return title
 
 
-def _lines(chapter: Sequence[JsonMap], node: str) -> Table:
+def _lines(chapter: Sequence[JsonMap], node: str | None) -> Table:
     begun_s = float(chapter[0]["monotonic"])
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=12, justify="right", style="dim")

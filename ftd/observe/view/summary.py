@@ -11,24 +11,36 @@ from rich.text import Text
 
 from ftd.observe.run_model import is_failure
 from ftd.observe.view.blocks import natural_key, pipeline_lines, plain_table
-from ftd.observe.view.document import Report, ReportedFault, ReportedPipeline, ReportedRecovery, SaveSummary
+from ftd.observe.view.document import (
+    Report,
+    ReportedFailure,
+    ReportedFault,
+    ReportedPipeline,
+    ReportedRecovery,
+    SaveSummary,
+)
 from ftd.observe.view.live.chart import LossHistory, loss_chart
+from ftd.observe.view.phases import phase_cells, shown_phases
 from ftd.observe.view.rates import median_throughput
 from ftd.observe.view.sentences import (
     describe_attempts,
     describe_change,
     describe_decision,
+    describe_failing_nodes,
+    describe_failure,
+    describe_log,
+    describe_losses,
     describe_uneventful_run,
 )
 from ftd.observe.view.text import (
     NodeColours,
     format_duration,
-    format_milliseconds,
     format_number,
     format_size,
     how_words,
     learning_rate_words,
     metrics_words,
+    notice_words,
     plural,
 )
 
@@ -39,6 +51,10 @@ _OUTCOME_STYLES = {
     "unfinished": "yellow",
 }
 CHART_HEIGHT = 5
+MAX_FAILURES = 10
+"""Largest number of different failures that are listed."""
+TRACEBACK_LINES = 12
+"""Lines of a traceback that are printed, the last ones."""
 _WIDE = 97
 """Columns that the table needs to show all of its columns."""
 
@@ -55,6 +71,8 @@ def render_summary(report: Report) -> RenderableType:
         parts += ["", Text("Decisions and their reasons", style="bold"), _decisions(report)]
     else:
         parts += ["", Text(describe_uneventful_run(report))]
+    if report.failures:
+        parts += ["", Text("Failures and their reasons", style="bold"), _failures(report.failures)]
     unmatched = [f for f in report.faults if not f.generations]
     if unmatched:
         parts += [
@@ -62,6 +80,8 @@ def render_summary(report: Report) -> RenderableType:
             Text("Injected faults without a recovery", style="bold"),
             _unmatched(unmatched),
         ]
+    for aside in report.quarantined:
+        parts.append(Text(aside.reason, style="red"))
     for pause in report.pauses:
         parts.append(Text(f"Paused after {format_duration(pause.at_s)}: {pause.reason}", style="yellow"))
     return Group(*parts)
@@ -79,11 +99,18 @@ def _headline(report: Report) -> RenderableType:
     why = report.outcome_reason if report.outcome != "finished" else ""
     if report.under_way:
         grid.add_row(
-            "outcome", Text.assemble(("running", style), f" for {format_duration(report.duration_s)}")
+            "outcome",
+            Text.assemble(
+                ("running", style), f" for {format_duration(report.duration_s)} when the report was made"
+            ),
         )
     else:
         took = f" after {format_duration(report.duration_s)}  "
         grid.add_row("outcome", Text.assemble((report.outcome, style), took, (why, "dim")))
+    if failing := describe_failing_nodes(report):
+        grid.add_row(
+            "", Text(f"but {failing}" if report.outcome == "finished" else failing, style="bold yellow")
+        )
     grid.add_row(
         "steps",
         f"{report.final.step}{f' of {total}' if total else ''} committed, {lost} lost, {redone} recomputed",
@@ -97,7 +124,11 @@ def _headline(report: Report) -> RenderableType:
     grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
     _add_saves(grid, "snapshots", report.snapshots, "in the nodes' memory")
     _add_saves(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.protection_or_location}")
-    none = "none: the job is still running" if report.under_way else "none: the job did not finish"
+    none = (
+        "none: the job was running when the report was made"
+        if report.under_way
+        else "none: the job did not finish"
+    )
     grid.add_row("checksum", Text(report.final.checksum or none, overflow="fold"))
     parts: list[RenderableType] = [grid]
     if report.steps:
@@ -128,7 +159,7 @@ def _add_skipped(grid: Table, report: Report) -> None:
     skipped = [s.step for s in report.steps if s.skipped]
     if skipped:
         where = f"step {skipped[0]}" if len(skipped) == 1 else f"steps {skipped[0]} to {skipped[-1]}"
-        text_of = f"{len(skipped)} of {len(report.steps)} skipped: gradients were not finite ({where})"
+        text_of = f"{len(skipped)} of {len(report.steps)} skipped, which trained nothing ({where})"
         grid.add_row("updates", Text(text_of, style="yellow"))
 
 
@@ -204,7 +235,8 @@ class _RecoveryTable:
         if wide:
             table.add_column("what happened", min_width=18)
             table.add_column("noticed by", min_width=8)
-        for phase in ("detect", "quiesce", "plan", "state", "resume"):
+        phases = shown_phases(self._report)
+        for phase in phases:
             table.add_column(phase, justify="right", no_wrap=True, min_width=5)
         table.add_column("total", justify="right", no_wrap=True, min_width=6, style="bold")
         table.add_column("moved", justify="right", no_wrap=True, min_width=8)
@@ -213,7 +245,10 @@ class _RecoveryTable:
         for index, recovery in enumerate(self._report.recoveries, start=1):
             who: list[RenderableType] = [_what(recovery, self._report), how_words(recovery.detected_how)]
             table.add_row(
-                _number(index, recovery), str(recovery.step), *(who if wide else []), *_cells(recovery)
+                _number(index, recovery),
+                str(recovery.step),
+                *(who if wide else []),
+                *_cells(recovery, phases),
             )
         yield table
 
@@ -223,17 +258,9 @@ def _number(index: int, recovery: ReportedRecovery) -> Text:
     return Text(str(index), style="red" if failure else "green")
 
 
-def _cells(recovery: ReportedRecovery) -> list[RenderableType]:
-    times_ms = (
-        recovery.detected_ms,
-        recovery.quiesce_ms,
-        recovery.plan_ms,
-        recovery.state_ms,
-        recovery.resume_ms,
-        recovery.total_ms,
-    )
+def _cells(recovery: ReportedRecovery, phases: Sequence[str]) -> list[RenderableType]:
     return [
-        *(format_milliseconds(t) for t in times_ms),
+        *phase_cells(recovery, phases),
         format_size(recovery.bytes_moved),
         Text(str(recovery.rolled_back_steps), style="bold red" if recovery.rolled_back_steps else ""),
         str(recovery.recomputed_steps),
@@ -256,11 +283,11 @@ def _decisions(report: Report) -> RenderableType:
         grid.add_column(width=7, style="dim", no_wrap=True)
         grid.add_column(ratio=1, overflow="fold")
         method = f"{recovery.method}: " if recovery.method else ""
-        noticed = how_words(recovery.detected_how)
-        happened = Text.assemble(
-            _what(recovery, report), (f" at step {recovery.step}; noticed by: {noticed}", "dim")
-        )
+        noticed = notice_words(recovery.detected_how)
+        happened = Text.assemble(_what(recovery, report), (f" at step {recovery.step}{noticed}", "dim"))
         grid.add_row(_number(index, recovery), "what", happened)
+        for loss in describe_losses(recovery, report):
+            grid.add_row("", "why", Text(loss))
         grid.add_row("", "plan", Text(f"{method}{recovery.reason}"))
         if (sentence := describe_decision(recovery)) is not None:
             grid.add_row("", "state" if recovery.rolled_back_steps else "step", sentence)
@@ -295,6 +322,21 @@ def _pipelines(pipelines: Sequence[ReportedPipeline], colours: NodeColours) -> T
     if not pipelines:
         return Text("nothing ran", style="dim")
     return pipeline_lines(msgspec.to_builtins(pipelines), colours)
+
+
+def _failures(failures: Sequence[ReportedFailure]) -> RenderableType:
+    """Return a paragraph for each failure. A traceback that no log keeps is printed, since it is nowhere else."""
+    parts: list[RenderableType] = []
+    for failure in failures[:MAX_FAILURES]:
+        parts.append(Text(describe_failure(failure), style="" if failure.injected else "yellow"))
+        if where := describe_log(failure):
+            parts.append(Text(f"  full output: {where}", style="dim"))
+        elif not failure.injected:
+            lines = failure.detail.strip().splitlines()[-TRACEBACK_LINES:]
+            parts += [Text(f"  {line}", style="dim") for line in lines if line.strip() != failure.error]
+    if (more := len(failures) - MAX_FAILURES) > 0:
+        parts.append(Text(f"and {more} more, in ftd report --json", style="dim"))
+    return Group(*parts)
 
 
 def _unmatched(faults: Sequence[ReportedFault]) -> Text:

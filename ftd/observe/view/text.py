@@ -36,6 +36,8 @@ EVENT_MARKS = {
     "TrainerLost": ("✖", "red"),
     "NodeFenced": ("✖", "red"),
     "NodeRejected": ("✖", "yellow"),
+    "NodeQuarantined": ("✖", "bold red"),
+    "QuarantineSkipped": ("▲", "yellow"),
     "JobFailed": ("✖", "bold red"),
     "TakeoverRejected": ("✖", "bold red"),
     "ReplicasDiverged": ("✖", "bold red"),
@@ -48,10 +50,12 @@ EVENT_MARKS = {
     "PeerSuspected": ("▲", "yellow"),
     "OptimizerReplicaDiverged": ("▲", "yellow"),
     "UpdateSkipped": ("▲", "yellow"),
+    "LossSpiked": ("▲", "yellow"),
     "StragglerDetected": ("▲", "yellow"),
     "MessageRejected": ("▲", "yellow"),
     "NodeJoined": ("✚", "bold green"),
     "NodeRecovered": ("✚", "green"),
+    "NodeReadmitted": ("✚", "green"),
     "StragglerRecovered": ("✚", "green"),
     "RecoveryCompleted": ("✔", "bold green"),
     "JobFinished": ("✔", "bold green"),
@@ -89,14 +93,17 @@ CAUSE_WORDS = {
     "start": "started",
     "node_lost": "lost",
     "trainer_lost": "lost a trainer",
-    "connection_lost": "a connection broke",
+    "connection_lost": "lost a connection",
+    "corruption": "had silent corruption",
     "node_joined": "joined",
     "node_returned": "came back",
     "node_drained": "drained",
     "speed_changed": "changed speed",
     "protection_changed": "changed its protection",
-    "resumed": "enough nodes again",
+    "resumed": "ended the pause",
+    "loss_spike": "had a spike of the loss",
 }
+"""Predicates of sentences about the nodes of a recovery, or about the cluster."""
 
 HOW_WORDS = {
     "last_will": "last will",
@@ -107,6 +114,16 @@ HOW_WORDS = {
     "hung": "no progress",
     "peer": "a peer's report",
 }
+
+LOG_TITLES = {"TrainerLost": "full output", "NodeLost": "its log"}
+"""Title of the log that the event of a loss names: a trainer's output is in the log of its node."""
+
+CHANGE_WORDS = {
+    "prepared": "once the job was built there",
+    "request": "as requested",
+    "measured": "as measured",
+}
+"""Circumstances of a change that nobody had to notice, since it is no failure, by ``detected_how``."""
 
 _NODE_COLOURS = (
     "#5fafff",
@@ -140,18 +157,53 @@ def event_words(name: str) -> str:
 
 
 def how_words(how: str | None) -> str:
-    """Return how a failure was noticed; ``–`` if unknown."""
-    return HOW_WORDS.get(how, how.replace("_", " ")) if how else "–"
+    """Return how a failure was noticed; ``–`` if unknown, or if there was none."""
+    return HOW_WORDS.get(how, how.replace("_", " ")) if how and how not in CHANGE_WORDS else "–"
+
+
+def notice_words(how: str | None) -> str:
+    """Return how a failure was noticed, or how a change came about, as the end of a sentence with its
+    punctuation; empty if unknown.
+    """
+    if how in CHANGE_WORDS:
+        return f", {CHANGE_WORDS[how]}"
+    return f"; noticed by: {how_words(how)}" if how else ""
 
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {nouns or noun + 's'}"
 
 
+def startup_of(state: JsonMap) -> JsonMap | None:
+    """Return the progress of the start; ``None`` if nothing is starting, or nobody coordinates it."""
+    return state.get("startup") if state.get("phase") != "UNREACHABLE" else None
+
+
+def startup_words(state: JsonMap) -> str:
+    """Return how far the start of the nodes or of a job is; empty if nothing is starting."""
+    startup = startup_of(state)
+    return f"{startup['text']} (stage {startup['number']} of {startup['stages']})" if startup else ""
+
+
 def waiting_words(state: JsonMap) -> str:
-    """Return what the cluster waits for, or the reason of a pause; empty if it does not wait."""
+    """Return how far the start is, what the cluster waits for, or the reason of a pause; empty if it does not
+    wait.
+    """
+    if startup := startup_words(state):
+        return startup
     waiting = str(state.get("waiting_for") or "")
     return waiting if state.get("phase") == "PAUSED" or not waiting else f"waiting for {waiting}"
+
+
+def drain_words(state: JsonMap) -> list[str]:
+    """Return a sentence for each node that is to leave and has to stay for now."""
+    nodes: JsonMap = state.get("nodes") or {}
+    waiting = {
+        name: node["drain_waits"]
+        for name, node in nodes.items()
+        if node.get("drain_waits") and node["state"] != "OFFLINE"
+    }
+    return [f"{name} waits until a plan without it exists: {reason}" for name, reason in waiting.items()]
 
 
 def planning_words(state: JsonMap) -> str:
@@ -196,13 +248,6 @@ def format_size(size_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
-
-
-def format_milliseconds(value_ms: float | None) -> str:
-    """Return a time for a column headed ``ms``: whole from 10 on, else one decimal; ``–`` if unknown."""
-    if value_ms is None:
-        return "–"
-    return f"{value_ms:.0f}" if value_ms >= 9.95 else f"{value_ms:.1f}"
 
 
 def format_duration(value_s: float) -> str:

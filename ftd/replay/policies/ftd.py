@@ -8,7 +8,8 @@ checkpoint.
 
 Assumptions: an aborted step is computed again (a step that some rank has committed rolls forward in reality); the
 durations of the phases are constants, measured on real recoveries; state moves at the rate of one device's link, the
-busiest device first (``planner.changes.tradeoff``); the time of a step is the planner's estimate.
+busiest device first (``planner.changes.tradeoff``); the time of a step is the planner's estimate; training stops for
+as long as a snapshot or checkpoint delays it, at its beginning.
 """
 
 from collections.abc import Sequence
@@ -106,21 +107,29 @@ class FtdPolicy(RecoveryPolicy):
         return Reaction(pauses=pauses, running=self._running(), undo="iteration", keep_iterations=0)
 
     def _running(self) -> Running | None:
-        plan, parameters = self._cluster.plan, self._parameters
+        plan = self._cluster.plan
         if plan is None:
             return None
         best_s = self._job.iteration_s(self._present) or plan.estimated_iteration_s
-        checkpoints = None
-        if parameters.snapshot_every and parameters.snapshot_stall_s:
-            checkpoints = Checkpoints(
-                every_iterations=parameters.snapshot_every, stall_s=parameters.snapshot_stall_s
-            )
         return Running(
             iteration_s=plan.estimated_iteration_s,
             samples=self._job.samples,
             efficiency=min(1.0, best_s / plan.estimated_iteration_s),
-            checkpoints=checkpoints,
+            checkpoints=self._stalls(plan.estimated_iteration_s),
         )
+
+    def _stalls(self, step_s: float) -> Checkpoints | None:
+        """Return how often training is delayed by snapshots and persistent checkpoints; ``None``: never.
+
+        What a persistent checkpoint costs is spread evenly over the snapshots in between, if those cost time, too.
+        """
+        parameters = self._parameters
+        every = parameters.checkpoint_steps(self._job.state_bytes, step_s)
+        stall_s = parameters.checkpoint_cost_s(self._job.state_bytes)
+        if parameters.snapshot_every and parameters.snapshot_stall_s:
+            stall_s = parameters.snapshot_stall_s + stall_s * parameters.snapshot_every / every
+            every = parameters.snapshot_every
+        return Checkpoints(every_iterations=every, stall_s=stall_s) if stall_s else None
 
     def _wake(self, running_since_s: float) -> None:
         """Note when to react next: at the cluster's next event, or after the first commit of a group.

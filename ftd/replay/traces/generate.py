@@ -107,14 +107,14 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "the model has no failures", remedy=f"give at least one of {', '.join(causes)}"
             )
         for key, law in causes.items():
-            _check_failure_law(law, key)
+            _check_law(law, key)
         if self.racks is not None and self.racks.size < 1:
             raise ConfigurationError(
                 f"{self.racks.size} is not allowed", field="racks.size", remedy="write at least 1 node"
             )
-        _check_absence_law(self.repair, "repair")
+        _check_law(self.repair, "repair")
         if self.preemptions is not None:
-            _check_absence_law(self.preemptions.replacement, "preemptions.replacement")
+            _check_law(self.preemptions.replacement, "preemptions.replacement")
             if not 0 <= self.preemptions.notice_s < math.inf:
                 raise ConfigurationError(
                     f"{self.preemptions.notice_s} is not allowed",
@@ -255,36 +255,29 @@ class _Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(stream, number)))
 
 
-def _check_failure_law(law: FailureLaw | None, key: str) -> None:
+def _check_law(law: FailureLaw | AbsenceLaw | None, key: str) -> None:
+    """Check the mean, and the further parameter that one of the laws needs and the others do not have."""
     if law is None:
         return
     require_positive(law.mean_h, f"{key}.mean_h")
-    if (law.law == "weibull") != (law.shape is not None):
+    if isinstance(law, FailureLaw):
+        name, value, needed_by = "shape", law.shape, "weibull"
+    else:
+        name, value, needed_by = "sigma", law.sigma, "lognormal"
+    if (law.law == needed_by) != (value is not None):
         raise ConfigurationError(
-            f"the law {law.law} has {'no' if law.shape is not None else 'a'} shape",
-            field=f"{key}.shape",
-            remedy="give a shape with the law weibull and with no other",
+            f"the law {law.law} has {'no' if value is not None else 'a'} {name}",
+            field=f"{key}.{name}",
+            remedy=f"give a {name} with the law {needed_by} and with no other",
         )
-    if law.shape is not None and not SHAPES[0] <= law.shape <= SHAPES[1]:
+    if name == "sigma" and value is not None:
+        require_positive(value, f"{key}.{name}")
+    if name == "shape" and value is not None and not SHAPES[0] <= value <= SHAPES[1]:
         raise ConfigurationError(
-            f"{law.shape} is not allowed",
-            field=f"{key}.shape",
+            f"{value} is not allowed",
+            field=f"{key}.{name}",
             remedy=f"write a number from {SHAPES[0]:g} to {SHAPES[1]:g}",
         )
-
-
-def _check_absence_law(law: AbsenceLaw | None, key: str) -> None:
-    if law is None:
-        return
-    require_positive(law.mean_h, f"{key}.mean_h")
-    if (law.law == "lognormal") != (law.sigma is not None):
-        raise ConfigurationError(
-            f"the law {law.law} has {'no' if law.sigma is not None else 'a'} sigma",
-            field=f"{key}.sigma",
-            remedy="give a sigma with the law lognormal and with no other",
-        )
-    if law.sigma is not None:
-        require_positive(law.sigma, f"{key}.sigma")
 
 
 def _summary(model: FailureModel) -> str:

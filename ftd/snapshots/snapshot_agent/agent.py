@@ -1,10 +1,12 @@
 """The snapshot agent: it protects the snapshots of scripts among hosts and holds copies for other hosts.
 
 Ranks write into ``<root>/<job>/rank-<r>`` themselves; ``copy-<r>`` holds the copy of a rank of another
-host. The agent of rank 0 leads. It follows the snapshots that rank 0 completes. For the newest one it has
-every host of the run retain it (``pin``), then has every host copy its part (``copy``), and when all have
-done so, it has every host release older snapshots (``release``). So one and the same step is protected
-everywhere, however quickly snapshots follow each other. docs/tutorials/snapshotter.md has the states and messages.
+host, and ``parity-<h>`` this host's parity of other hosts' ranks (``ftd.snapshots.snapshot_agent.parity``).
+The agent of rank 0 leads. It follows the snapshots that rank 0 completes. For the newest one it has every
+host of the run retain it (``pin``), then has every host copy or encode its part (``copy``), and when all
+have done so, it has every host release older snapshots (``release``). So one and the same step is protected
+everywhere, however quickly snapshots follow each other. docs/tutorials/snapshotter.md has the states and
+messages.
 """
 
 import asyncio
@@ -22,12 +24,18 @@ import structlog
 
 from ftd.errors import PeerError
 from ftd.snapshots.shards.arenas import NodeArenas
+from ftd.snapshots.shards.protocol import AsyncRateLimiter
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
+from ftd.snapshots.snapshot_agent.parity import PARITY_PART, ParityGroup, own_parts, rank_images
 from runtime.wire.snapshot_agent_protocol import (
+    HeldParity,
     HeldRankSnapshot,
+    HeldSnapshots,
+    ParityLayout,
     ProtectedRun,
     ProtectRequest,
+    RankImage,
     RankSnapshotLayout,
     SnapshotKey,
     read_retained,
@@ -39,7 +47,7 @@ from storage.manifest import SnapshotManifest, SnapshotPart, read_record, write_
 
 log = structlog.get_logger("ftd.node")
 
-ARENA_NAMES = re.compile(r"(?:rank|copy)-(\d{1,6})()", re.ASCII)
+ARENA_NAMES = re.compile(r"(?:rank|copy|parity)-(\d{1,6})()", re.ASCII)
 JOB_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 RUN_FILE = "run.json"
 ProtectionPhase = Literal["pin", "copy", "release"]
@@ -75,7 +83,8 @@ class SnapshotAgent:
         self._arenas, self._client, self._peers = arenas, client, peers
         self._rate_bytes_s = rate_bytes_s
         self._leading: dict[str, asyncio.Task[None]] = {}
-        self._copies: dict[tuple[str, int], Arena] = {}
+        self._copies: dict[tuple[str, str], Arena] = {}
+        """Arenas that this agent writes, by job and name of the directory."""
         self._copying: dict[str, asyncio.Lock] = {}
         self._newest: dict[str, int] = {}
         """The newest known generation of each job."""
@@ -98,18 +107,23 @@ class SnapshotAgent:
 
     # --- held snapshots --------------------------------------------------------------------------
 
-    def held(self, job: str) -> list[HeldRankSnapshot]:
+    def held(self, job: str) -> HeldSnapshots:
         """Return what is complete here, by the manifests; bytes are verified when they are read."""
-        found = []
+        ranks: list[HeldRankSnapshot] = []
+        parity: list[HeldParity] = []
         for directory in sorted(self._job(job).glob("*-*")):
             if not ARENA_NAMES.fullmatch(directory.name):
                 continue
             for path in directory.glob("step-*.json"):
                 with contextlib.suppress(CorruptDataError, OSError, msgspec.ValidationError):
                     manifest = read_record(path, SnapshotManifest)
-                    layout = msgspec.convert(manifest.layout, RankSnapshotLayout)
-                    if manifest.job_id == job:
-                        found.append(
+                    if manifest.job_id != job:
+                        continue
+                    if directory.name.startswith("parity-"):
+                        parity.append(self._held_parity(manifest))
+                    else:
+                        layout = msgspec.convert(manifest.layout, RankSnapshotLayout)
+                        ranks.append(
                             HeldRankSnapshot(
                                 address=self.address,
                                 generation=manifest.generation,
@@ -118,15 +132,30 @@ class SnapshotAgent:
                                 is_copy=directory.name.startswith("copy-"),
                             )
                         )
-        return found
+        return HeldSnapshots(ranks=tuple(ranks), parity=tuple(parity))
 
-    async def held_by_all(self, job: str) -> list[HeldRankSnapshot]:
+    def _held_parity(self, manifest: SnapshotManifest) -> HeldParity:
+        """:raises msgspec.ValidationError: the manifest is not one of parity."""
+        layout = msgspec.convert(manifest.layout, ParityLayout)
+        return HeldParity(
+            address=self.address,
+            generation=manifest.generation,
+            step=manifest.step,
+            scheme=layout.scheme,
+            position=layout.position,
+            ranks=tuple(tuple(image.rank for image in member) for member in layout.members),
+            own_bytes=tuple(tuple(image.own_bytes for image in member) for member in layout.members),
+        )
+
+    async def held_by_all(self, job: str) -> HeldSnapshots:
         """Return what is held here and at the configured peers that answer."""
         found = self.held(job)
 
         async def ask(peer: str) -> None:
+            nonlocal found
             try:
-                found.extend(await self._client.held(peer, job))
+                theirs = await self._client.held(peer, job)
+                found = found + theirs
             except PeerError as error:
                 log.warning("held_request_failed", job=job, reason=str(error))
 
@@ -206,9 +235,9 @@ class SnapshotAgent:
             raise PeerError(f"{self.address} cannot retain step {message.step}: {error}") from None
 
     async def copy(self, message: ProtectRequest) -> None:
-        """Return when this host holds its copies of other hosts' ranks.
+        """Return when this host holds its copies of other hosts' ranks, or its parity of them.
 
-        :raises PeerError: a copy cannot be fetched, or there is no memory for it.
+        :raises PeerError: other hosts' bytes cannot be fetched, or there is no memory for them.
         """
         run = message.run
         self._check_not_over(run)
@@ -217,10 +246,10 @@ class SnapshotAgent:
                 for host in run.hosts_copied_by(self.address):
                     for rank in run.ranks_of(run.hosts[host]):
                         await self._copy(run, rank, run.hosts[host], message.key)
+                if group := run.parity_group(self.address):
+                    await self._encode(run, group, message.key)
             except (OSError, ArenaFullError) as error:
-                raise PeerError(
-                    f"{self.address} cannot hold copies of step {message.step}: {error}"
-                ) from None
+                raise PeerError(f"{self.address} cannot protect step {message.step}: {error}") from None
 
     def _check_not_over(self, run: ProtectedRun) -> None:
         if run.generation <= self._removed.get(run.job, 0):
@@ -236,10 +265,7 @@ class SnapshotAgent:
 
     async def _copy(self, run: ProtectedRun, rank: int, host: str, key: SnapshotKey) -> None:
         """Copy what is the rank's own from its host, as soon as it is complete there."""
-        arena = self._copies.get((run.job, rank))
-        if arena is None:
-            path = self._job(run.job) / f"copy-{rank}"
-            arena = self._copies[run.job, rank] = await asyncio.to_thread(Arena.open, path)
+        arena = await self._arena(run.job, f"copy-{rank}")
         if any((m.generation, m.step) == key for m in arena.snapshots):
             return
         source = SnapshotSource(node=host, address=host)
@@ -266,6 +292,59 @@ class SnapshotAgent:
             )
         )
 
+    async def _arena(self, job: str, name: str) -> Arena:
+        arena = self._copies.get((job, name))
+        if arena is None:
+            arena = self._copies[job, name] = await asyncio.to_thread(Arena.open, self._job(job) / name)
+        return arena
+
+    async def _encode(self, run: ProtectedRun, group: tuple[int, ...], key: SnapshotKey) -> None:
+        """Compute this host's parity of the other hosts of its group.
+
+        :raises PeerError: a host's images cannot be read.
+        """
+        host = run.hosts.index(self.address)
+        arena = await self._arena(run.job, f"parity-{host}")
+        if any((m.generation, m.step) == key for m in arena.snapshots):
+            return
+        members = await asyncio.gather(*(self._images(run, run.hosts[other], key) for other in group))
+        layout = ParityLayout(scheme=run.parity, position=group.index(host), members=tuple(members))
+        addresses = {rank: run.hosts[other] for other in group for rank in run.ranks_of(run.hosts[other])}
+        encoder = ParityGroup(self._client, run.job, key[1], layout, addresses, {})
+        self._make_room(run, arena)
+        slot = await asyncio.to_thread(arena.begin, encoder.parity_bytes)
+        await encoder.compute(AsyncRateLimiter(self._rate_bytes_s), slot.view)
+        part = await asyncio.to_thread(SnapshotPart.from_bytes, PARITY_PART, 0, slot.view)
+        arena.commit(
+            SnapshotManifest(
+                job_id=run.job,
+                step=key[1],
+                generation=key[0],
+                slot=slot.number,
+                parts=(part,),
+                layout=msgspec.to_builtins(layout),
+            )
+        )
+
+    async def _images(self, run: ProtectedRun, host: str, key: SnapshotKey) -> tuple[RankImage, ...]:
+        """Return the images of a host's ranks.
+
+        :raises PeerError: it has released them, or they are corrupt.
+        """
+        source, ranks = SnapshotSource(node=host, address=host), run.ranks_of(host)
+        if host == self.address:
+            found = [one.manifest for one in self._arenas.find(run.job, key[1])]
+        else:
+            answer = await self._client.manifest(source, run.job, key[1])
+            found = list(answer.manifests) if answer is not None else []
+            corrupt = set(answer.corrupt) if answer is not None else set()
+            if bad := [p.name for m in found for p in own_parts(m) if p.name in corrupt]:
+                raise PeerError(f"{source} has a corrupt {bad[0]} of step {key[1]}")
+        images = rank_images(found, ranks, key[0])
+        if images is None:
+            raise PeerError(f"{source} has released step {key[1]}")
+        return images
+
     def _make_room(self, run: ProtectedRun, arena: Arena) -> None:
         retained = (read_retained(self._job(run.job)).common, run.restored)
         spare = sorted((m.generation, m.step) for m in arena.snapshots)
@@ -281,6 +360,8 @@ class SnapshotAgent:
         wanted = {f"rank-{rank}" for rank in run.ranks_of(self.address)}
         for host in run.hosts_copied_by(self.address):
             wanted |= {f"copy-{rank}" for rank in run.ranks_of(run.hosts[host])}
+        if run.parity_group(self.address):
+            wanted.add(f"parity-{run.hosts.index(self.address)}")
         for directory in job.iterdir():
             if directory.name.startswith("fetched-"):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -310,7 +391,7 @@ class SnapshotAgent:
             if (task := self._leading.pop(job, None)) is not None:
                 task.cancel()
             self._removed[job] = self._newest.get(job, 0)
-            for directory in path.glob("copy-*"):
+            for directory in path.glob("*-*"):
                 self._close_copies(job, directory.name)
             shutil.rmtree(path, ignore_errors=True)
         if everywhere:
@@ -320,7 +401,7 @@ class SnapshotAgent:
                         await self._client.remove(other, job)
 
     def _close_copies(self, job: str, name: str) -> None:
-        if name.startswith("copy-") and (arena := self._copies.pop((job, int(name[5:])), None)) is not None:
+        if (arena := self._copies.pop((job, name), None)) is not None:
             arena.close()
 
     def _job(self, job: str) -> Path:
@@ -331,12 +412,6 @@ class SnapshotAgent:
         if not JOB_NAMES.fullmatch(job):
             raise PeerError(f"{job[:80]!r} cannot be the name of a job")
         return self.root / job
-
-
-def own_parts(manifest: SnapshotManifest) -> list[SnapshotPart]:
-    """Return the parts that are the rank's own, in order: its image and the header after it."""
-    own = (part for part in manifest.parts if not part.name.partition("/")[2].startswith("shared-"))
-    return sorted(own, key=lambda part: part.offset)
 
 
 def _keys(directory: Path) -> list[SnapshotKey]:

@@ -6,7 +6,7 @@ from ftd.errors import PeerError
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.sources import SnapshotSource
 from runtime.wire.snapshot_agent_protocol import (
-    HeldRankSnapshot,
+    HeldSnapshots,
     ProtectRequest,
     RankSnapshotLayout,
     SnapshotKey,
@@ -19,14 +19,14 @@ _ASK_S = 5.0
 class PeerAgentClient(ShardClient):
     """The client; use it as ``async with PeerAgentClient(token) as client``."""
 
-    async def held(self, address: str, job: str) -> list[HeldRankSnapshot]:
+    async def held(self, address: str, job: str) -> HeldSnapshots:
         """Return what the agent at ``address`` holds of a job.
 
         :raises PeerError: the agent cannot be reached, or its answer is malformed.
         """
         body = await self.request("GET", address, f"/scripts/held/{job}", b"", _ASK_S)
         try:
-            return msgspec.json.decode(body, type=list[HeldRankSnapshot])
+            return msgspec.json.decode(body, type=HeldSnapshots)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PeerError(f"{address} sent a malformed list of snapshots: {error}") from None
 

@@ -1,6 +1,7 @@
 """Fetching a script's snapshot from other hosts into memory files of this host, for its ranks.
 
-A rank's own image is copied from its former host or from a holder of its copy. What all ranks have in
+A rank's own image is copied from its former host or from a holder of its copy, or decoded from other hosts' images
+and parity. What all ranks have in
 common is assembled from the hosts' shards: from this host's shard alone if its parity suffices, otherwise
 from all. Lost or corrupt shards are decoded. Every fetched byte is checked against its digest.
 """
@@ -18,9 +19,15 @@ import structlog
 from ftd.errors import PeerError
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
-from ftd.snapshots.snapshot_agent.agent import gather_all, own_parts
+from ftd.snapshots.snapshot_agent.agent import gather_all
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
-from runtime.wire.snapshot_agent_protocol import FetchRequest, FetchResult, RankSnapshotLayout
+from ftd.snapshots.snapshot_agent.parity import BadMember, own_parts, read_group
+from runtime.wire.snapshot_agent_protocol import (
+    DecodeSources,
+    FetchRequest,
+    FetchResult,
+    RankSnapshotLayout,
+)
 from storage.codes import make_code, solve_lost_cells
 from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.shards import Bytes, ShardLayout, decode_bucket, ranges_to_decode
@@ -50,7 +57,7 @@ class SnapshotFetcher:
                 if older != directory:
                     shutil.rmtree(older, ignore_errors=True)
             directory.mkdir(mode=0o700, exist_ok=True)
-            own = directory / f"own-{wanted.rank}" if wanted.own else None
+            own = directory / f"own-{wanted.rank}" if wanted.own or wanted.decode else None
             shared = directory / "shared" if wanted.shards else None
             if own is not None:
                 await self._once(own, lambda draft: self._fetch_own(wanted, draft))
@@ -96,7 +103,32 @@ class SnapshotFetcher:
             except PeerError as error:
                 problem = error
                 log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(error))
-        raise problem
+        if wanted.decode is None:
+            raise problem
+        await self._decode_own(wanted, wanted.decode, draft)
+
+    async def _decode_own(self, wanted: FetchRequest, sources: DecodeSources, draft: Path) -> None:
+        """Decode the rank's image from other hosts' images and parity.
+
+        :raises PeerError: too many of them are lost or corrupt.
+        """
+        code, lost = make_code(sources.scheme, len(sources.ranks)), frozenset[int]()
+        while True:
+            present = sources.present - lost
+            if solve_lost_cells(code, frozenset(range(code.owners)) - present) is None:
+                raise PeerError(
+                    f"rank {wanted.rank} of step {wanted.step} cannot be decoded: {code.owners - len(present)} of "
+                    f"{code.owners} hosts are lost or corrupt, too many for {sources.scheme}"
+                )
+            try:
+                key = wanted.generation, wanted.step
+                group = await read_group(self._client, wanted.job, key, sources, lost)
+                with _MappedFile(draft, group.size_of(wanted.rank)) as data:
+                    await group.decode(wanted.rank, present, data)
+                return
+            except BadMember as error:
+                lost |= {error.position}
+                log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(error))
 
     # --- shared state ----------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ _STAGE: Json = {
 _PIPELINES: list[Json] = [{"stages": [_STAGE], "microbatches": 8}]
 _RECOVERY: Json = {
     "cause": "node_lost", "nodes": ["node-2"], "detected_how": "last_will", "detected_at": 1005.003,
-    "quiesce_ms": 25.0, "plan_ms": 4.0, "state_ms": 31.0, "resume_ms": 190.0, "total_ms": 250.0,
+    "began_at": 1005.0, "measured_from": "fault", "detected_ms": 3.0, "waited_ms": 0.0,
+    "quiesce_ms": 25.0, "plan_ms": 4.0, "state_ms": 31.0, "resume_ms": 190.0, "total_ms": 253.0,
     "rolled_back_steps": 0, "recomputed_steps": 1, "tier": "live_replica", "bytes_moved": 3145728,
     "method": "simple", "reason": "the pipeline of node-2 goes on with the node that is left of it",
     "generation": 2, "generations_tried": 1, "step": 40, "pipelines_before": _PIPELINES,
@@ -27,6 +28,18 @@ _BACK: Json = {
     "tier": "decoded",
     "sources": ["node-0", "node-1"],
 }
+_FAILED: Json = {
+    "cause": "raised",
+    "evidence": [
+        {
+            "cause": "raised",
+            "ago_s": 12.5,
+            "step": 41,
+            "generation": 2,
+            "detail": "OSError: Input/output error",
+        },
+    ],
+}
 _SLOW: Json = {"speed": 0.25, "previous_speed": 1.0, "microbatch_ms": [41.5]}
 
 DETAILS: dict[str, Json] = {
@@ -38,18 +51,31 @@ DETAILS: dict[str, Json] = {
     },
     "Evaluated": {"loss": 2.7, "weight": 65536.0, "metrics": {"accuracy": 0.4}, "took_s": 1.2},
     "JobFinished": {"checksum": "9f2c6a1e0b7d4c35"},
-    "UpdateSkipped": {"loss": None, "steps": 1},
-    "ReplicasDiverged": {"layer": 3, "digests": ["9f2c6a1e", "07be11d4"]},
+    "UpdateSkipped": {
+        "loss": None, "steps": 1, "value": "output", "layer": 3,
+        "layer_name": "model.layers.2 (LlamaDecoderLayer)", "nodes": ["node-1"],
+    },
+    "LossSpiked": {"loss": 9.31, "threshold": 4.2, "batch": 57, "skipped": True},
+    "ReplicasDiverged": {
+        "layer": 3, "digests": ["07be11d4", "9f2c6a1e"], "layers": [3], "nodes": ["node-0", "node-1", "node-2"],
+        "minority": ["node-2"], "agreed_step": 100,
+    },
     "NodeJoined": {"devices": 1, "host": "10.0.0.3", "incarnation": 17200003},
-    "NodeLost": {"how": "last_will", "detected_at": 1005.003, "incarnation": 17200003},
-    "TrainerLost": {"device": 0, "cause": "exited", "detail": "killed by SIGKILL"},
+    "NodeLost": {"how": "last_will", "detected_at": 1005.003, "fault_at": 1005.0, "incarnation": 17200003,
+                 "host": "10.0.0.3", "log": "journalctl -u ftd-node.service"},
+    "TrainerLost": {"device": 0, "cause": "exited", "fault_at": None, "error": "killed by SIGKILL",
+        "host": "10.0.0.3", "log": "journalctl -u ftd-node.service", "detail": "killed by SIGKILL",
+    },
     "TrainerStarted": {"device": 0, "pid": 4711, "daemon_pid": 4702},
     "StragglerDetected": _SLOW,
     "StragglerRecovered": {"speed": 1.0, "previous_speed": 0.25, "microbatch_ms": [10.2]},
+    "NodeQuarantined": {**_FAILED, "readmit": "ftd readmit node-2"},
+    "QuarantineSkipped": _FAILED,
+    "NodeReadmitted": {"by": "user", "cause": "raised"},
     "NodeRemoved": {"incarnation": 17200003},
     "NodeRejected": {"incarnation": 17200009},
     "NodeFenced": {"incarnation": 17200003},
-    "GenerationStarted": {"mode": "abort", "why": "node-2 is lost"},
+    "GenerationStarted": {"mode": "abort", "why": "node-2 is lost", "recovery_cause": "node_lost"},
     "Quiesced": {"decision": "redo", "in_flight": True},
     "PlanChosen": {
         "method": "simple", "reason": "the pipeline of node-2 goes on with the node that is left of it",
@@ -137,6 +163,10 @@ EXAMPLES: dict[str, Json] = {
         "schema": 2, "version": "0.1.0", "coordinator": 1720000000123, "leader": "host-a", "term": 3,
         "standbys": ["host-b"], "ineligible": {}, "at": _AT, "phase": "RUNNING",
         "generation": 3, "step": 90, "loss": 2.6112, "step_s": 0.1, "samples_per_s": 320.0, "waiting_for": "",
+        "startup": {
+            "stage": "measuring", "number": 3, "stages": 7, "done": 2, "total": 10, "node": "node-0", "share": 0.314,
+            "text": "node-0 is measuring layer 3 of 10",
+        },
         "pause_limited": False, "outcome": "", "planning": None,
         "snapshot": {
             "step": 80, "generation": 3, "at": _AT, "size_bytes": 48200192, "protection": "aec", "owners": 4,
@@ -151,7 +181,7 @@ EXAMPLES: dict[str, Json] = {
         "nodes": {
             "node-3": {
                 "state": "HEALTHY", "incarnation": 17200001, "devices": 1, "host": "10.0.0.1",
-                "in_plan": True, "draining": False, "step": 90, "speed": 1.0,
+                "in_plan": True, "draining": False, "drain_waits": "", "step": 90, "speed": 1.0,
             },
         },
     },
@@ -165,7 +195,8 @@ EXAMPLES: dict[str, Json] = {
     },
     "Answer": {
         "schema": 2, "request": "5f1c09aa77d0e1b2", "accepted": True, "data": None,
-        "detail": "node-2 will be released at the next step boundary",
+        "detail": "node-2 leaves at the next step boundary: the other nodes have a plan without it",
+        "outcome": "leaving",
     },
     "SubmitRequest": {
         **_ASK, "do": "submit",
@@ -176,6 +207,7 @@ EXAMPLES: dict[str, Json] = {
     },
     "StopRequest": {**_ASK, "do": "stop", "job": "gpt"},
     "DrainRequest": {**_ASK, "do": "drain", "node": "node-2"},
+    "ReadmitRequest": {**_ASK, "do": "readmit", "node": "node-2"},
     "SnapshotRequest": {**_ASK, "do": "snapshot", "now": True},
     "StatusRequest": {**_ASK, "do": "status"},
     "HistoryRequest": {**_ASK, "do": "history", "what": "events", "after": 0, "limit": 200, "newest": False},

@@ -11,7 +11,13 @@ from typing import Literal
 import msgspec
 
 from planner.values import Recompute, Within
-from statemachine.messages.values import FailureCause, QuiesceMode
+from statemachine.messages.values import (
+    FailureCause,
+    MeasuredFrom,
+    NotFiniteValue,
+    QuarantineCause,
+    QuiesceMode,
+)
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,20 +124,55 @@ class JobStopped(Details, frozen=True, kw_only=True):
 
 
 class UpdateSkipped(Details, frozen=True, kw_only=True):
-    """The gradients of a committed step were not finite, so nothing was updated. The event is published for
-    the first such step in a row, the tenth, the hundredth …
+    """A value of a committed step was not finite, or no term of its loss counted, so nothing was updated. The
+    event is published for the first such step in a row, the tenth, the hundredth … Steps that only lower the
+    loss scale of float16 are left out.
     """
 
     loss: float | None
     steps: int
     """Number of such steps in a row, including this one."""
+    value: NotFiniteValue | None = None
+    """First value that was not finite: the output of ``layer``, the loss, the gradient that the layer's backward
+    pass computed, or the gradient of one of its parameters; null if none was found.
+    """
+    layer: int | None = None
+    layer_name: str | None = None
+    """Name of the layer for messages, as the model has it, with its class."""
+    nodes: list[str] = []
+    """Nodes that computed this value."""
+
+
+class LossSpiked(Details, frozen=True, kw_only=True):
+    """The loss of a step was far above the last ones."""
+
+    loss: float | None
+    """Loss of the step; null if it was not finite."""
+    threshold: float
+    """Loss above which it counts as a spike."""
+    batch: int
+    """Batch on which the step trained."""
+    skipped: bool
+    """Whether the step is undone and the batch left out; otherwise the loss was accepted, as the reason says."""
 
 
 class ReplicasDiverged(Details, frozen=True, kw_only=True):
-    """The owners of a layer ended with different parameters."""
+    """Copies of layers that must be equal differ: the state of some device is corrupt. Where the job compares
+    them as it trains, it returns to a snapshot of a step after which they agreed.
+    """
 
     layer: int
+    """The first layer whose copies differ."""
     digests: list[str]
+    """Different digests of its copies."""
+    layers: list[int] = []
+    """All layers whose copies differ."""
+    nodes: list[str] = []
+    """Nodes that hold copies of these layers."""
+    minority: list[str] = []
+    """Nodes whose copies differ from those of the majority; empty: no majority proves it."""
+    agreed_step: int = 0
+    """The newest step before, after which all copies were compared and agreed; 0: none."""
 
 
 # --- nodes ---------------------------------------------------------------------------------------
@@ -148,10 +189,17 @@ class NodeJoined(Details, frozen=True, kw_only=True):
 class NodeLost(Details, frozen=True, kw_only=True):
     """A node is OFFLINE."""
 
-    how: Literal["last_will", "silence", "goodbye", "no_answer"]
+    how: Literal["last_will", "silence", "goodbye", "no_answer", "quarantine"]
     detected_at: float
     """Seconds on the coordinator's CLOCK_MONOTONIC."""
+    fault_at: float | None = None
+    """Time of the injected fault, or of the node's last message if it is silent, on the same clock; null if
+    nothing is known before the detection.
+    """
     incarnation: int
+    host: str = ""
+    log: str = ""
+    """Command or file on that host with the node's log, which says why it ended; empty: nowhere that lasts."""
 
 
 class TrainerLost(Details, frozen=True, kw_only=True):
@@ -159,6 +207,15 @@ class TrainerLost(Details, frozen=True, kw_only=True):
 
     device: int
     cause: FailureCause
+    fault_at: float | None = None
+    """Time of the injected fault, or of the trainer's last progress if it hung, in seconds on the coordinator's
+    CLOCK_MONOTONIC; null if nothing is known before the detection.
+    """
+    error: str = ""
+    """The failure in a line: the exception, or how the process ended."""
+    host: str = ""
+    log: str = ""
+    """Command or file on that host with the node's log, which has the full traceback; empty: nowhere that lasts."""
     detail: str
     """Exit status, traceback, or the end of its stderr."""
 
@@ -189,11 +246,62 @@ class StragglerRecovered(StragglerDetected, frozen=True, kw_only=True):
     """A straggler is as fast as the other nodes again."""
 
 
+class FailureData(Details, frozen=True, kw_only=True):
+    """A failure of a node, as evidence for its quarantine."""
+
+    cause: QuarantineCause
+    ago_s: float
+    """Seconds from the failure to this event."""
+    step: int
+    """The step that was being computed."""
+    generation: int
+    detail: str
+    """Last line of the exception, or a sentence."""
+
+
+class NodeQuarantined(Details, frozen=True, kw_only=True):
+    """A node failed repeatedly for the same reason and was set aside: it gets no work until it is readmitted."""
+
+    cause: QuarantineCause
+    evidence: list[FailureData]
+    """The failures that led to it, oldest first."""
+    readmit: str
+    """Command that readmits the node."""
+
+
+class QuarantineSkipped(Details, frozen=True, kw_only=True):
+    """A node that should be set aside stays, because training needs it or too many nodes are set aside."""
+
+    cause: QuarantineCause
+    evidence: list[FailureData]
+
+
+class NodeReadmitted(Details, frozen=True, kw_only=True):
+    """A node that was set aside may take part in training again."""
+
+    by: Literal["user", "need", "job"]
+    """A user's request; the other nodes cannot train without it; its failures turned out to be the job's."""
+    cause: QuarantineCause
+    """Category of the failures for which it was set aside."""
+
+
 class NodeDraining(Details, frozen=True, kw_only=True):
-    """A node was asked to leave, or cannot be released yet."""
+    """A node leaves at the next step boundary: the other nodes have a plan without it."""
 
     nodes: list[str] = []
-    """The waiting nodes, if there are several."""
+    """The nodes that leave together, if there are several."""
+
+
+class NodeDrainWaiting(Details, frozen=True, kw_only=True):
+    """A node that is to leave stays for now, because there is no plan without it; the reason says why."""
+
+
+class NodeDrainRefused(Details, frozen=True, kw_only=True):
+    """A request to drain a node was refused and changed nothing, because there is no plan without the node."""
+
+
+class NodeDrainCancelled(Details, frozen=True, kw_only=True):
+    """A node stays after all: a user cancelled its drain, or its daemon was restarted before it could leave."""
 
 
 class NodeReleased(Details, frozen=True, kw_only=True):
@@ -230,6 +338,8 @@ class GenerationStarted(Details, frozen=True, kw_only=True):
 
     mode: QuiesceMode
     why: str
+    recovery_cause: str = ""
+    """``cause`` of the recovery that it belongs to; ``start`` for the first plan, which is no recovery."""
 
 
 class Quiesced(Details, frozen=True, kw_only=True):
@@ -278,7 +388,7 @@ class ReplanSkipped(Details, frozen=True, kw_only=True):
 
 
 class ClusterPaused(Details, frozen=True, kw_only=True):
-    """Training stopped because too few nodes are left."""
+    """Training stopped: too few nodes are left, or only absent nodes or checkpoints may have the state."""
 
     needed: int | None
     present: int
@@ -299,11 +409,20 @@ class RecoveryData(Details, frozen=True, kw_only=True):
     nodes: list[str]
     detected_how: str | None
     detected_at: float
+    """Time at which the coordinator knew, in seconds on its CLOCK_MONOTONIC."""
+    began_at: float
+    """Time of the fault or its best estimate, on the same clock."""
+    measured_from: MeasuredFrom
+    """Meaning of ``began_at``: the injected fault, the last sign of life, or the detection."""
+    detected_ms: float | None
+    """First phase, from ``began_at``; null if that is the detection. All phases add up to ``total_ms``."""
+    waited_ms: float
     quiesce_ms: float
     plan_ms: float
     state_ms: float
     resume_ms: float
     total_ms: float
+    """Time from ``began_at`` to the next committed step."""
     rolled_back_steps: int
     recomputed_steps: int
     tier: str

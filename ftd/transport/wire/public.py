@@ -165,6 +165,18 @@ class StopRequest(Request, frozen=True, kw_only=True, tag="stop"):
 
 
 class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
+    """Request that a node leaves. It is rejected if there is no plan without the node."""
+
+    node: str
+    when_possible: bool = False
+    """Wait until there is a plan without the node."""
+    cancel: bool = False
+    """Let the node stay: cancel the drain that was requested before."""
+
+
+class ReadmitRequest(Request, frozen=True, kw_only=True, tag="readmit"):
+    """Request to let a node that was set aside (``NodeQuarantined``) take part again."""
+
     node: str
 
 
@@ -172,7 +184,7 @@ class SnapshotRequest(Request, frozen=True, kw_only=True, tag="snapshot"):
     """Request that changes the given values from the next step on."""
 
     now: bool = False
-    """Take a snapshot after the step in flight."""
+    """Take a snapshot after the step in flight. The answer comes when it is complete, or cannot be taken."""
     every_steps: int | Literal["auto"] | None = None
     """0: no snapshots at present."""
     protection: str | None = None
@@ -195,7 +207,15 @@ class HistoryRequest(Request, frozen=True, kw_only=True, tag="history"):
     newest: bool = False
 
 
-AnyRequest = SubmitRequest | StopRequest | DrainRequest | SnapshotRequest | StatusRequest | HistoryRequest
+AnyRequest = (
+    SubmitRequest
+    | StopRequest
+    | DrainRequest
+    | ReadmitRequest
+    | SnapshotRequest
+    | StatusRequest
+    | HistoryRequest
+)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +224,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     request: str
     accepted: bool
     detail: str
+    outcome: str = ""
+    """Consequence of an accepted request to drain a node: ``leaving`` (at the next step boundary),
+    ``waiting`` (until there is a plan without it), ``released`` (it may be stopped) or ``cancelled``; of one to
+    take a snapshot now: ``complete``, or ``under way`` if it takes long.
+    """
     data: dict[str, Any] | None = None
     schema: int = SCHEMA
 
@@ -223,6 +248,7 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "raise",
         "slow",
         "flip",
+        "corrupt",
         "disconnect",
         "lossy",
         "fill_memory",

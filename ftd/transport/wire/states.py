@@ -5,7 +5,8 @@ from typing import Literal
 import msgspec
 
 from ftd.transport.wire.event_details import PipelineData
-from statemachine.messages.values import ClusterPhase, NodeState
+from statemachine.cluster.startup import StartupStage
+from statemachine.messages.values import ClusterPhase, NodeState, QuarantineCause
 
 
 class StateData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,6 +18,25 @@ class PlanningData(StateData, frozen=True, kw_only=True):
 
     done: int
     total: int
+
+
+class StartupState(StateData, frozen=True, kw_only=True):
+    """Progress of the start, from the nodes' processes to a job's first step."""
+
+    stage: StartupStage
+    number: int
+    """Number of this stage, from 1 on."""
+    stages: int
+    """Number of stages."""
+    done: int
+    total: int
+    """Number of nodes, layers or plans of this stage in total; 0: it cannot be counted."""
+    node: str | None
+    """Node that builds or measures the model."""
+    share: float
+    """Share of the stages that are done, from 0 to 1."""
+    text: str
+    """The stage and its progress, in words."""
 
 
 class SnapshotState(StateData, frozen=True, kw_only=True):
@@ -68,6 +88,17 @@ class JobState(StateData, frozen=True, kw_only=True):
     global_batch: int
 
 
+class QuarantineState(StateData, frozen=True, kw_only=True):
+    """A node's quarantine: it gets no work until it is readmitted."""
+
+    cause: QuarantineCause
+    at: str
+    """ISO-8601, UTC."""
+    reason: str
+    readmit: str
+    """Command that readmits the node."""
+
+
 class NodeSummary(StateData, frozen=True, kw_only=True):
     """A node, as the coordinator knows it."""
 
@@ -77,9 +108,14 @@ class NodeSummary(StateData, frozen=True, kw_only=True):
     host: str
     in_plan: bool
     draining: bool
+    """Whether the node is to leave, or has left."""
     step: int
     speed: float
     """Speed relative to the other nodes; below 1 while the node is a straggler."""
+    quarantine: QuarantineState | None = None
+    """Present while the node is set aside."""
+    drain_waits: str = ""
+    """Reason why a node that is to leave stays for now: there is no plan without it."""
 
 
 class ClusterState(StateData, frozen=True, kw_only=True):
@@ -109,6 +145,8 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     samples_per_s: float | None
     waiting_for: str
     """Condition that has to be fulfilled next, in words; empty while training runs."""
+    startup: StartupState | None = None
+    """Progress of the start; null if nothing is starting."""
     pause_limited: bool = False
     """Whether the PAUSED phase has a time limit. Afterwards the job returns to a checkpoint, looks for one
     again, or fails.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from planner.values import Device, Plan
 from statemachine.cluster.durable.durability import raise_generation
@@ -35,13 +36,13 @@ from statemachine.cluster.phases import (
 )
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite, JobCheckpoints, JobSnapshots
-from statemachine.cluster.state import Cluster, TrainingProgress
+from statemachine.cluster.state import Cluster, ReplicaComparisons, TrainingProgress
 from statemachine.messages.values import PROTOCOL, ClusterPhase, NodeFacts
 from statemachine.timing import Timing
 
 T = TypeVar("T")
 
-SCHEMA = 3
+SCHEMA = 4
 """Schema that ``write`` produces. Raise it by one if an older program could not read the result."""
 OLDEST = 3
 """Oldest schema that ``read`` accepts."""
@@ -94,7 +95,7 @@ def _hosts(said: tuple[list[str], list[int], list[NodeFacts]]) -> dict[str, Any]
     return {"name": names, "incarnation": incarnations, "facts": columns(facts, _FACTS)}
 
 
-MOMENTS = ("quiesced_at", "planned_at", "resumed_at")
+MOMENTS = ("began_at", "detected_at", "waited_until", "quiesced_at", "planned_at", "resumed_at")
 """Times of a recovery that separate its phases."""
 
 
@@ -103,7 +104,7 @@ def _recovery(record: ActiveRecovery) -> dict[str, Any]:
         "cause": record.cause,
         "nodes": list(record.nodes),
         "detected_how": record.detected_how,
-        "detected_at": record.detected_at,
+        "measured_from": record.measured_from,
         "tried": record.tried,
         "recomputed_steps": record.recomputed_steps,
         "rolled_back_steps": record.rolled_back_steps,
@@ -207,8 +208,9 @@ def write(c: Cluster) -> dict[str, Any]:
     Large parts that have not changed since the last call are the same objects; none changes once it was
     returned.
     """
-    phase, record, resumption, progress = c.state, c.recovery, c.resumption, c.progress
+    phase, resumption, progress = c.state, c.resumption, c.progress
     paused = phase if isinstance(phase, Paused) else None
+    record = c.recovery if paused is None else paused.interrupted
     state: dict[str, Any] = {
         "schema": SCHEMA,
         "phase": str(c.phase),
@@ -219,11 +221,14 @@ def write(c: Cluster) -> dict[str, Any]:
         "raised": c.raised,
         "repeated_error": c.repeated_error,
         "last_failure": c.last_failure,
+        "failing": dict(c.failing),
         "job": c.job,
         "profiled": c.profiled,
         "known": progress.known,
         "published_step": progress.published_step,
         "evaluated": progress.evaluated,
+        "skipped": progress.skipped,
+        "spikes": c.spikes,
         "loss": progress.loss,
         "step_s": progress.step_s,
         **_nodes(c),
@@ -234,15 +239,25 @@ def write(c: Cluster) -> dict[str, Any]:
         "snapshot_user_requested": c.snapshots.user_requested
         or (c.snapshots.pending is not None and c.snapshots.pending.user_requested),
         "lineage": c.lineage,
+        "replicas": {
+            "agreed_step": c.replicas.agreed_step,
+            "copied": c.replicas.copied,
+            "diverged": c.replicas.diverged,
+            "diverged_step": c.replicas.diverged_step,
+            "tries": c.replicas.tries,
+        },
         "persisting": _persisting(c),
+        "quarantine": {
+            node.name: {"failures": node.failures, "quarantine": node.quarantine}
+            for node in c.nodes.values()
+            if node.failures or node.quarantine is not None
+        },
     }
     if not isinstance(phase, Waiting | Ended):
         group = phase if isinstance(phase, TrainingGroup) else None
         state["attempt"] = {
             "generation": phase.generation,
             "mode": phase.mode if isinstance(phase, Quiescing | Planning) else "abort",
-            "required_draining": sorted(group.required_draining) if group is not None else [],
-            "required_draining_layers": list(group.required_draining_layers) if group is not None else [],
             "resume_sent": group is not None,
             "sources": [] if isinstance(phase, Quiescing) else list(phase.sources),
         }
@@ -259,12 +274,25 @@ def write(c: Cluster) -> dict[str, Any]:
 def shift_clock(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
     """Return the state on another host's monotonic clock, which is ``by_s`` ahead of the writer's."""
     state = dict(durable)
-    recovery = [("recovery", field) for field in ("detected_at", *MOMENTS)]
+    recovery = [("recovery", field) for field in MOMENTS]
     for name, field in (*recovery, ("exposure", "since"), ("snapshot", "at")):
         part = state.get(name)
         if isinstance(part, dict) and isinstance(part.get(field), float):
             state[name] = {**part, field: part[field] + by_s}
+    quarantine = state.get("quarantine")
+    if isinstance(quarantine, dict):
+        state["quarantine"] = _shifted(quarantine, by_s)
     return state
+
+
+def _shifted(value: Any, by_s: float) -> Any:
+    """Return plain data with each number under a key ``at`` raised by ``by_s``."""
+    if isinstance(value, dict):
+        return {
+            key: one + by_s if key == "at" and isinstance(one, float) else _shifted(one, by_s)
+            for key, one in value.items()
+        }
+    return [_shifted(one, by_s) for one in value] if isinstance(value, list | tuple) else value
 
 
 UNSEEN = 1000
@@ -305,6 +333,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         raised=journal.raised,
         repeated_error=journal.repeated_error,
         last_failure=journal.last_failure,
+        failing=journal.failing,
         job=journal.job,
         profiled=journal.profiled,
         progress=TrainingProgress(
@@ -313,6 +342,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
             loss=journal.loss,
             step_s=journal.step_s,
             evaluated=journal.evaluated,
+            skipped=journal.skipped,
         ),
         from_journal=True,
         at=at,
@@ -324,7 +354,15 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
             user_requested=journal.snapshot_user_requested,
         ),
         checkpoints=_read_persisting(journal.persisting, at),
+        spikes=journal.spikes,
         lineage=journal.lineage,
+        replicas=ReplicaComparisons(
+            agreed_step=journal.replicas.agreed_step,
+            copied=journal.replicas.copied,
+            diverged=journal.replicas.diverged,
+            diverged_step=journal.replicas.diverged_step,
+            tries=journal.replicas.tries,
+        ),
         exposure=Exposure(
             failures=journal.exposure.failures,
             state_losses=journal.exposure.state_losses,
@@ -342,6 +380,10 @@ def _read_generation(c: Cluster, journal: JournalState) -> None:
     at = c.at
     for name, record in journal.nodes.items():
         c.nodes[name] = _read_node(name, record, at)
+    for name, past in journal.quarantine.items():
+        if name in c.nodes:
+            failures = tuple(replace(failure, at=min(failure.at, at)) for failure in past.failures)
+            c.nodes[name].failures, c.nodes[name].quarantine = failures, past.quarantine
     if journal.plan is not None:
         c.resumption = Resumption(
             generation=journal.resumed_generation,
@@ -370,6 +412,9 @@ def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
         nodes=list(old.nodes),
         detected_how=old.detected_how,
         detected_at=min(old.detected_at, at),
+        began_at=min(old.detected_at if old.began_at is None else old.began_at, at),
+        measured_from=old.measured_from,
+        waited_until=_not_after(old.waited_until, at),
         tried=old.tried,
         recomputed_steps=old.recomputed_steps,
         rolled_back_steps=old.rolled_back_steps,
@@ -405,6 +450,7 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
             sources=past.sources,
             reason=journal.pause_reason,
             pause_limited=journal.pause_limited,
+            interrupted=_read_recovery(journal, at),
         )
     recovery = _read_recovery(journal, at)
     if past.resume_sent and resumption is not None:
@@ -414,8 +460,6 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
             "members": set(past.members),
             "resumption": resumption,
             "planned": resumption.plan.nodes,
-            "required_draining": frozenset(past.required_draining),
-            "required_draining_layers": past.required_draining_layers,
             "sources": past.sources,
         }
         if phase is ClusterPhase.RUNNING:
@@ -445,6 +489,9 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         prepared=record.prepared,
         build_error=record.build_error,
         draining=record.draining,
+        drain_granted=record.drain_granted,
+        drain_waits=record.drain_waits,
+        fenced=record.fenced,
         leaving=record.leaving,
         released=record.released,
         returning=record.returning,
@@ -455,4 +502,5 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         speed=record.speed,
         retired=record.retired,
         snapshots=frozenset(record.snapshots),
+        repairs=None,
     )

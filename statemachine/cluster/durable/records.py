@@ -10,16 +10,23 @@ from typing import Any
 import msgspec
 
 from planner.values import Device, PipelinePlacement, Plan, StatePart
+from statemachine.cluster.loss_spikes import LossSpikes
+from statemachine.cluster.skipped_updates import SkippedUpdates
 from statemachine.messages.values import (
     CheckpointRecord,
     ClusterPhase,
     CommittedStep,
+    Divergence,
     HeldPart,
     HeldSnapshot,
     Job,
+    MeasuredFrom,
+    NodeErrors,
     NodeFacts,
+    NodeFailure,
     NodeState,
     ProfiledJob,
+    Quarantine,
     QuiesceMode,
     RepeatedError,
     Restore,
@@ -46,6 +53,17 @@ class NodeRecord:
     retired: tuple[int, ...]
     speed: float = 1.0
     snapshots: tuple[HeldSnapshot, ...] = ()
+    drain_granted: bool = False
+    drain_waits: str = ""
+    fenced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineRecord:
+    """Failures of a node that count, and its quarantine if it is set aside."""
+
+    failures: tuple[NodeFailure, ...] = ()
+    quarantine: Quarantine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +72,8 @@ class GenerationRecord:
     mode: QuiesceMode
     expected: tuple[str, ...]
     members: tuple[str, ...]
-    required_draining: tuple[str, ...]
     resume_sent: bool
     sources: tuple[str, ...] = ()
-    required_draining_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +90,9 @@ class RecoveryRecord:
     quiesced_at: float | None = None
     planned_at: float | None = None
     resumed_at: float | None = None
+    began_at: float | None = None
+    measured_from: MeasuredFrom = "detection"
+    waited_until: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +116,15 @@ class PersistingRecord:
     record: Snapshot | None = None
     """Snapshot that is being written."""
     writers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasRecord:
+    agreed_step: int = 0
+    copied: bool = False
+    diverged: Divergence | None = None
+    diverged_step: int = 0
+    tries: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +192,14 @@ class JournalState:
     resumed_replica_peers: dict[str, str] = field(default_factory=dict)
     persisting: PersistingRecord = PersistingRecord()
     repeated_error: RepeatedError | None = None
+    failing: dict[str, NodeErrors] = field(default_factory=dict)
+    replicas: ReplicasRecord = ReplicasRecord()
     evaluated: int = 0
     resumed_evaluated: int = 0
+    quarantine: dict[str, QuarantineRecord] = field(default_factory=dict)
+    """Nodes with failures that count, or that are set aside."""
+    skipped: SkippedUpdates = field(default_factory=SkippedUpdates)
+    spikes: LossSpikes = field(default_factory=LossSpikes)
 
 
 def assemble(durable: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Intervals of persistent checkpoints that follow from what they cost and from how often they are needed
 (``planner.intervals`` and ``planner.state_loss`` have the formulas).
 
-Training continues while a checkpoint is written, so its cost is the time by which it makes those steps
-longer: of a write of W seconds it is W·(1 − s/s_w), where a step takes s seconds, and s_w during a write.
-Until enough of both are measured it counts as all of W, the most that it can be. The first snapshot of a
-job is written as a checkpoint, which measures W and shows that the location works.
+Training continues while a checkpoint is written, so its cost is the share of the write by which it makes
+those steps longer (``planner.intervals.checkpoint_cost_share``). Until enough steps with and without a
+write are measured it counts as all of the write, the most that it can be. The first snapshot of a job is
+written as a checkpoint, which measures the write and shows that the location works.
 
 A checkpoint is needed once no memory holds the state. What the plan's layers withstand, the learned failure
 rate, and the job's own share of failures that did lose the state give the expected time to that.
@@ -17,11 +17,10 @@ import math
 from collections.abc import Mapping
 from statistics import median
 
-from msgspec.structs import replace
-
-from planner.intervals import IntervalCost, choose_checkpoint_interval
+from planner.intervals import IntervalCost, checkpoint_cost_share, choose_checkpoint_interval
 from planner.state_loss import HolderGroup, common_cause_share, state_loss_horizon_s
 from planner.values import Plan
+from statemachine.cluster.snapshots.interval_change import change_interval
 from statemachine.cluster.snapshots.snapshot_state import CheckpointCost, CheckpointCosts
 from statemachine.cluster.state import Cluster
 
@@ -55,7 +54,7 @@ def note_checkpoint(c: Cluster, *, took_s: float) -> None:
         return  # A coordinator that took over knows no step yet.
     write_s, share = median(costs.took_s), 1.0
     if min(len(costs.plain_s), len(costs.writing_s)) >= ENOUGH_STEPS:
-        share = max(0.0, 1 - step_s / median(costs.writing_s))
+        share = checkpoint_cost_share(step_s, median(costs.writing_s))
     _choose(c, CheckpointCost(step_s=step_s, cost_s=write_s * share, write_s=write_s))
 
 
@@ -105,20 +104,14 @@ def _choose(c: Cluster, measured: CheckpointCost) -> None:
         write_s=measured.write_s,
         settled=settled,
     )
-    if choice.every_steps == policy.every_steps and settled:
-        return
-    c.job = replace(job, checkpoint=replace(policy, every_steps=choice.every_steps))
-    c.persist()
-    c.emit(
+    change_interval(
+        c,
+        choice,
+        settled,
         "CheckpointIntervalChosen",
-        choice.reason,
-        every_steps=choice.every_steps,
-        before=policy.every_steps,
         step_s=round(measured.step_s, 6),
         cost_s=round(measured.cost_s, 6),
         write_s=round(measured.write_s, 6),
         failure_horizon_s=failure_s,
         loss_horizon_s=round(loss_s, 1),
-        lost_share=round(choice.lost_share, 6),
     )
-    c.publish()

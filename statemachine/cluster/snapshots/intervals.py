@@ -9,11 +9,10 @@ since a failure changes the estimate of the next one.
 
 from statistics import median
 
-from msgspec.structs import replace
-
 from planner.intervals import IntervalCost, choose_interval
 from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import checkpoint_intervals
+from statemachine.cluster.snapshots.interval_change import change_interval
 from statemachine.cluster.snapshots.snapshot_state import SnapshotCosts
 from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Stepped
@@ -101,19 +100,13 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
         settled=settled,
     )
     c.snapshots.measured = cost
-    if choice.every_steps == policy.every_steps and settled:
-        return
-    c.job = replace(job, snapshot=replace(policy, every_steps=choice.every_steps))
-    c.persist()
-    c.emit(
+    change_interval(
+        c,
+        choice,
+        settled,
         "SnapshotIntervalChosen",
-        choice.reason,
-        every_steps=choice.every_steps,
-        before=policy.every_steps,
         by="measurement",
         step_s=round(step_s, 6),
         cost_s=round(cost_s, 6),
         horizon_s=expected_s,
-        lost_share=round(choice.lost_share, 6),
     )
-    c.publish()

@@ -8,7 +8,7 @@ the next one is tried sooner than it would be due: after the next step, then two
 from msgspec.structs import replace
 
 from statemachine.cluster.phases import Running
-from statemachine.cluster.snapshots import intervals
+from statemachine.cluster.snapshots import intervals, requests
 from statemachine.cluster.snapshots.protections import AUTO
 from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
 from statemachine.cluster.snapshots.snapshots import abandon, is_whole
@@ -50,7 +50,9 @@ def reconcile(c: Cluster, group: Running) -> None:
         last=last,
         urgent=snapshots.urgent,
         user_requested=snapshots.user_requested,
+        requests=snapshots.requests,
     )
+    snapshots.requests = {}
     snapshots.last_order_step, snapshots.urgent, snapshots.user_requested = known, False, False
     c.send_all((c.nodes[name] for name in asked), TakeSnapshot(generation=group.generation, after_step=known))
     c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
@@ -100,16 +102,18 @@ def take_request(c: Cluster, event: SnapshotRequested) -> None:
             'stop it, write [snapshot] every_steps = "auto" into its file, and submit it again',
         )
         return
+    if event.now and (obstacle := requests.find_obstacle(c)):
+        c.answer(event.request, False, f"no snapshot is taken, and nothing has changed: {obstacle}")
+        return
     said: list[str] = []
     if event.every_steps is not None:
         said.append(_set_interval(c, event.every_steps))
     if event.protection is not None:
         said.append(_set_protection(c, event.protection))
     if event.now:
-        c.snapshots.user_requested, c.dirty = True, True
-        c.persist()
-        said.append(f"a snapshot follows the {'step in flight' if c.planned else 'first step'}")
-    c.answer(event.request, True, "; ".join(said) or "nothing was requested")
+        requests.add(c, event.request, "; ".join(said))
+    else:
+        c.answer(event.request, True, "; ".join(said) or "nothing was requested")
 
 
 def _set_interval(c: Cluster, every: int | str) -> str:

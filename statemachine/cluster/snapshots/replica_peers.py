@@ -36,7 +36,7 @@ def choose_replica_peers(plan: Plan, protection: str, able: Collection[str]) -> 
 def eligible_peers(c: Cluster, members: Collection[str]) -> list[str]:
     """Return those of ``members`` that may hold copies."""
     here = [c.nodes[name] for name in sorted(members)]
-    return [n.name for n in here if n.alive and n.draining is None and n.facts.snapshot_port > 0]
+    return [n.name for n in here if n.alive and not n.departing and n.facts.snapshot_port > 0]
 
 
 def copy_of(key: HeldSnapshot, owner: str) -> HeldSnapshot:

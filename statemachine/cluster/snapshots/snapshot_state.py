@@ -27,6 +27,8 @@ class PendingSnapshot:
     """Whether the snapshot was ordered because the newest one lacks a part."""
     user_requested: bool = False
     """Whether the snapshot was ordered because a user requested one."""
+    requests: dict[str, str] = field(default_factory=dict)
+    """Requests that this snapshot answers once it is complete (``requests``)."""
     step: int | None = None
     """Step of the snapshot, known once the first node began."""
     completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
@@ -65,6 +67,8 @@ class JobSnapshots:
     """Whether the newest snapshot may lack a part; a snapshot that does is replaced at once."""
     user_requested: bool = False
     """Whether a user requested a snapshot that was not ordered yet."""
+    requests: dict[str, str] = field(default_factory=dict)
+    """Users' requests that wait for it to be ordered, with what else they changed (``requests``)."""
     abandoned_in_a_row: int = 0
     """Number of consecutive snapshots that were abandoned under this generation."""
     costs: SnapshotCosts = field(default_factory=SnapshotCosts)

@@ -12,9 +12,11 @@ from planner.values import Plan
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import Running
 from statemachine.cluster.progress import learn, publish_steps
-from statemachine.cluster.snapshots import intervals
+from statemachine.cluster.replicas import is_verified
+from statemachine.cluster.snapshots import intervals, requests
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, same_snapshot
 from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
+from statemachine.cluster.spikes import is_judged
 from statemachine.cluster.state import SNAPSHOT, Cluster, join_names
 from statemachine.messages.cluster import Heartbeat, Hello, RetainSnapshot, SnapshotCompleted
 from statemachine.messages.common import SnapshotFailed, SnapshotStarted
@@ -131,11 +133,23 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
         c.persist()
         publish_steps(c)
         c.dirty = True
-    if is_complete_everywhere(c, pending):
+    record_if_complete(c)
+    c.publish()
+
+
+def record_if_complete(c: Cluster) -> None:
+    """Record the pending snapshot if it is complete everywhere, the replicas were compared after its step, and no
+    loss up to it is a spike.
+    """
+    pending = c.snapshots.pending
+    if pending is None or not pending.completed or not is_complete_everywhere(c, pending):
+        return
+    signal = next(iter(pending.completed.values()))
+    if is_verified(c, signal.step) and is_judged(c, signal.step):
         c.dirty = True
         record_complete(c, pending, signal)
         c.persist()
-    c.publish()
+        c.publish()
 
 
 def is_complete_everywhere(c: Cluster, pending: PendingSnapshot) -> bool:
@@ -184,6 +198,7 @@ def record_complete(c: Cluster, pending: PendingSnapshot, signal: SnapshotComple
         took_s=round(c.at - pending.began_at, 6),
     )
     intervals.note_snapshot(c, stall_s=max(one.stall_s for one in parts))
+    requests.accept_completed(c, pending.requests, record)
 
 
 def _unprotected_words(alone: list[SnapshotGroup]) -> str:
@@ -208,7 +223,8 @@ def overdue(c: Cluster) -> None:
     if pending is None:
         return
     missing = [name for name in c.planned if name not in pending.completed]
-    _abandon_pending(c, f"{', '.join(missing)} did not complete it in time")
+    late = f"{', '.join(missing)} did not complete it in time"
+    _abandon_pending(c, late if missing else "it was not known in time whether its state is sound")
 
 
 def _abandon_pending(c: Cluster, why: str) -> None:
@@ -254,6 +270,7 @@ def abandon(c: Cluster, why: str) -> None:
     snapshots.pending, c.dirty = None, True
     snapshots.urgent = snapshots.urgent or pending.urgent
     snapshots.user_requested = snapshots.user_requested or pending.user_requested
+    snapshots.requests = pending.requests | snapshots.requests
     snapshots.abandoned_in_a_row += 1
     c.cancel_timer(SNAPSHOT)
     for node in c.nodes.values():
@@ -292,26 +309,37 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
     )
 
 
-def take_retained(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+def take_retained(c: Cluster, node: NodeMachine, signal: Heartbeat) -> bool:
     """Record the retained snapshot that a heartbeat names; it counts only after a Hello, which reports the
-    node's pending work.
+    node's pending work. Return whether it reports for the first time that the newest snapshot is corrupt there.
     """
     newest = c.snapshots.newest
     if not node.said_hello or not c.active:
-        return
+        return False
     changed, node.retained_step = node.retained_step != signal.retained_step, signal.retained_step
     # Only the last node's confirmation changes what others wait for.
     c.dirty = c.dirty or (
         changed and not any(c.nodes[name].retained_step != signal.retained_step for name in c.planned)
     )
     if newest is None or not node.prepared:
-        return
+        return False
     if signal.retained_step != newest.step:
         c.snapshots.retain_unconfirmed.add(node.name)
     elif signal.corrupt_step == newest.step and not node.part_failures[key_of(c, newest)]:
         # A new one is wanted at once. For a rollback the sound parts here still count.
         node.part_failures[key_of(c, newest)] += 1
         c.snapshots.urgent = c.dirty = True
+        return True
+    return False
+
+
+def take_repairs(node: NodeMachine, signal: Heartbeat) -> int:
+    """Return how many times bytes of a snapshot changed in a node's memory and were repaired since it last
+    reported. A coordinator that has just started only records the number.
+    """
+    known = node.repairs
+    node.repairs = max(known or 0, signal.repairs)
+    return 0 if known is None else node.repairs - known
 
 
 def repeat_retain(c: Cluster) -> None:

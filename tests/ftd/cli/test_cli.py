@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from ftd.config.profile_file import profile_document, save_profile
-from ftd.errors import UnreachableError
+from ftd.errors import RequestRejected, UnreachableError
 from ftd.transport.address import BrokerAddress, ClusterAddress
 from ftd.transport.client import ClusterClient
 from ftd.transport.mqtt.mosquitto import free_port
-from ftd.transport.wire.public import StatusRequest
+from ftd.transport.wire.public import Answer, StatusRequest
 from planner.values import LayerProfile, ModelProfile
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.commands import ftd_here
@@ -38,6 +38,7 @@ COMMANDS = [
     "events",
     "story",
     "drain",
+    "readmit",
     "stop",
     "top",
     "report",
@@ -124,6 +125,50 @@ def test_an_error_is_one_line_and_the_exit_code_of_the_process(tmp_path: Path) -
     assert done.stderr.startswith("ftd: ") and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_refused_drain_has_exit_code_1_and_its_reason_in_every_form(
+    tmp_path: Path, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **asked: Any) -> None:
+        assert asked == {"node": "node-1", "when_possible": False, "cancel": False}
+        raise RequestRejected("node-1 is not drained")
+
+    monkeypatch.setattr("ftd.cli.client.ask", refuse)
+    arguments = ["drain", "node-1", "--broker", "mqtt://h", *(["--json"] if as_json else [])]
+    code, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
+    assert code == 1 and "node-1 is not drained" in err
+    if as_json:
+        assert json.loads(out) == {
+            "node": "node-1", "cluster": "ftd", "outcome": "refused", "detail": "node-1 is not drained",
+        }  # fmt: skip
+    else:
+        assert out == ""
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_snapshot_now_has_one_answer_and_exit_code_1_if_there_is_none(
+    as_json: bool, refused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    detail = "no snapshot is taken: the job is paused" if refused else "the snapshot of step 7 is complete"
+
+    def answer(*_: Any, **asked: Any) -> Answer:
+        assert asked == {"now": True}
+        if refused:
+            raise RequestRejected(detail)
+        return Answer(request="r", accepted=True, detail=detail, outcome="complete")
+
+    monkeypatch.setattr("ftd.cli.snapshot.ask", answer)
+    arguments = ["snapshot", "now", "--broker", "mqtt://h", *(["--json"] if as_json else [])]
+    code, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
+    assert code == (1 if refused else 0) and (detail in err) is refused
+    outcome = "refused" if refused else "complete"
+    if as_json:
+        assert json.loads(out) == {"outcome": outcome, "detail": detail, "cluster": "ftd"}
+    else:
+        assert out == ("" if refused else f"{detail}\n")
+
+
 def test_no_broker_is_exit_code_3(tmp_path: Path) -> None:
     url = f"mqtt://127.0.0.1:{free_port()}"
     done = ftd("drain", "node-0", "--broker", url, directory=tmp_path)
@@ -154,6 +199,28 @@ def test_a_missing_answer_names_the_possible_causes() -> None:
     assert "may grafana write there (ftd acl)" in asyncio.run(message_for({"leader": "host-a"}))
     assert "it was stopped" in asyncio.run(message_for({"phase": "UNREACHABLE", "reason": "it was stopped"}))
     assert "is the node up, and may grafana" in asyncio.run(message_for({}, "ftd/v2/lab/chaos/host-a"))
+
+
+def test_a_request_to_a_node_that_is_not_there_is_rejected_at_once() -> None:
+    """Nobody would answer it: the names that the cluster has are more use than a wait."""
+
+    async def ask(state: dict[str, Any], node: str) -> str:
+        client = ClusterClient(ClusterAddress(broker=BrokerAddress(host="h", port=1), cluster="lab"))
+        client._on_message(client.topics.cluster_state, json.dumps(state).encode(), True)
+        try:
+            await client.require_present(node)
+        except RequestRejected as error:
+            return str(error)
+        return ""
+
+    nodes = {"b": {"state": "HEALTHY"}, "a": {"state": "UNHEALTHY"}, "c": {"state": "OFFLINE"}}
+    state = {"phase": "RUNNING", "nodes": nodes}
+    assert asyncio.run(ask(state, "d")) == "there is no node 'd'; nodes: a, b, c"
+    assert asyncio.run(ask(state, "c")) == "c is offline; nodes that are not: a, b"
+    assert asyncio.run(ask({"phase": "WAITING", "nodes": {}}, "d")) == "there is no node 'd'; nodes: none"
+    assert asyncio.run(ask(state, "a")) == ""
+    unknown = {"phase": "UNREACHABLE", "reason": "it was stopped", "nodes": {}}
+    assert asyncio.run(ask(unknown, "d")) == "", "nodes answer without a coordinator"
 
 
 @pytest.fixture
@@ -218,6 +285,8 @@ def test_a_session_with_a_cluster(
         ["report", "x"],
     ):
         assert command[1] in run(*command, code=1)
+    for command in (["drain", "node-9"], ["readmit", "node-9"], ["chaos", "kill", "node-9"]):
+        assert "there is no node 'node-9'; nodes: none" in run(*command, code=1)
 
     assert json.loads(run("stop", "mlp", "--json"))["job"] == "mlp"
 

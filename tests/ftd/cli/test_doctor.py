@@ -125,6 +125,24 @@ def test_the_doctor_continues_with_the_valid_part(tmp_path: Path) -> None:
     assert not is_broker_known(collector)
 
 
+def test_the_line_about_names_says_who_reaches_this_node(tmp_path: Path) -> None:
+    def check(broker: str, host: str) -> tuple[str, str]:
+        given = {"broker": {"url": f"mqtt://{broker}"}, "node": {"host": host}}
+        found = check_names(parse_daemon_config(given, directory=tmp_path))
+        return found.verdict, found.detail
+
+    assert check("127.0.0.1", "127.0.0.1") == (
+        "ok",
+        "the broker's address 127.0.0.1 needs no lookup; other nodes reach this node at 127.0.0.1 only if they run "
+        "on this host, too",
+    )
+    assert check("192.0.2.1", "127.0.0.1")[0] == "warning", "nodes of other hosts do not reach loopback"
+    assert check("192.0.2.1", "192.0.2.2") == (
+        "ok",
+        "the broker's address 192.0.2.1 needs no lookup; other nodes reach this host at 192.0.2.2",
+    )
+
+
 def test_checks_of_the_host_find_problems(tmp_path: Path) -> None:
     config = parse_daemon_config(
         {

@@ -1,14 +1,17 @@
 """Tests of ftd.toml and of finding the cluster: accepted values, and errors that name the field and the remedy."""
 
+import contextlib
 import json
 import os
 import re
 import socket
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ftd.config import clusters
 from ftd.config.clusters import find_cluster, register_cluster
 from ftd.config.daemon import (
     examine_daemon_config,
@@ -279,6 +282,17 @@ def test_a_command_must_name_one_of_several_local_clusters() -> None:
         assert find_cluster().broker.port == 7
     with pytest.raises(ConfigurationError, match="no ftd local is running"):
         find_cluster()
+
+
+def test_a_command_waits_for_a_local_cluster_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with register_cluster(None, Path("gpt.toml")) as starting, contextlib.ExitStack() as published:
+        enter = partial(published.enter_context, starting.publish_broker("mqtt://127.0.0.1:7"))
+        monkeypatch.setattr(clusters.time, "sleep", lambda _: enter())
+        assert find_cluster().broker.port == 7
+    with register_cluster(None, Path("gpt.toml")):
+        monkeypatch.setattr(clusters, "_START_S", -1.0)
+        with pytest.raises(ConfigurationError, match=r"starts or ends, and has no broker: ftd \(gpt.toml"):
+            find_cluster()
 
 
 @pytest.mark.parametrize("pid", [2**22 + 1, os.getpid()], ids=["ended", "pid of a later process"])

@@ -31,6 +31,7 @@ from statemachine.messages.values import (
     CheckpointPolicy,
     LoggingPolicy,
     MlflowPolicy,
+    UpdatePolicy,
     WandbPolicy,
 )
 from tests.helpers.job_tables import write
@@ -83,6 +84,7 @@ def test_the_values_of_a_key_are_listed_once_in_the_product() -> None:
     ("table", "carried_by", "shared"),
     [
         (TrainingTable, TrainingData, TrainingOptions),
+        (TrainingTable, UpdatePolicy, UpdatePolicy),
         (CheckpointData, CheckpointPolicy, CheckpointOptions),
         (LoggingData, LoggingPolicy, LoggingPolicy),
         (WandbData, WandbPolicy, WandbPolicy),
@@ -93,7 +95,8 @@ def test_keys_shared_with_a_message_are_declared_in_one_class(
     table: type[Any], carried_by: type[Any], shared: type[Any]
 ) -> None:
     for key in shared.__struct_fields__:
-        assert classes_that_declare(table, key)[-1] is classes_that_declare(carried_by, key)[-1] is shared
+        declared = classes_that_declare(shared, key)[-1]
+        assert classes_that_declare(table, key)[-1] is classes_that_declare(carried_by, key)[-1] is declared
 
 
 @pytest.mark.parametrize(
@@ -105,13 +108,19 @@ def test_keys_shared_with_a_message_are_declared_in_one_class(
         ("activation_checkpointing", "full"),
         ("backend", "nccl"),
         ("zero1", True),
+        ("max_skipped", 5),
+        ("on_spike", "skip"),
+        ("spike_deviations", 6.5),
+        ("spike_window", 20),
+        ("compare_replicas_every", 7),
     ],
 )
 def test_a_choice_of_training_reaches_the_trainers(tmp_path: Path, key: str, value: Any) -> None:
-    training = {"function": "train.py:build", key: value}
-    data = load_job_data(write(tmp_path, {"name": "gpt", "steps": 10, "training": training}))
+    file = {"name": "gpt", "steps": 10, "training": {"function": "train.py:build", key: value}}
+    data = load_job_data(write(tmp_path, {**file, "snapshot": {"every_steps": 1}}))
     job = job_from_data(data, job_id="gpt-1", devices_per_node=1)
     assert getattr(msgspec.convert(job.training, TrainingData), key) == value
+    assert key not in UpdatePolicy.__struct_fields__ or getattr(job.updates, key) == value
     default = next(f.default for f in msgspec.structs.fields(TrainingOptions) if f.name == key)
     assert value != default
 

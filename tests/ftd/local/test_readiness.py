@@ -15,20 +15,52 @@ from ftd.observe.run_model import RunModel
 ROOT = Path(__file__).parents[3]
 
 
+def driver_of(tmp_path: Path, *nodes: str) -> LocalDriver:
+    driver = LocalDriver(ClusterOptions(), nodes)
+    driver.cluster = LocalCluster(tmp_path, ClusterOptions())
+    return driver
+
+
+def make_ready(driver: LocalDriver, *nodes: str) -> None:
+    for node in nodes:
+        driver.run.on_event({"event": "TrainerStarted", "node": node, "details": {"device": 0}})
+    driver.run.on_state({"nodes": {node: {"state": "HEALTHY"} for node in nodes}})
+
+
 def test_a_message_that_arrives_with_the_timeout_counts(tmp_path: Path) -> None:
     async def wait_for_ready(*, message: bool) -> None:
-        driver = LocalDriver(ClusterOptions(), ["a"])
-        driver.cluster = LocalCluster(tmp_path, ClusterOptions())
-        waiting = asyncio.create_task(driver.ready(limit_s=0.0))
-        await asyncio.sleep(0)
+        driver = driver_of(tmp_path, "a")
         if message:
-            driver.run.on_event({"event": "TrainerStarted", "node": "a", "details": {"device": 0}})
-            driver.run.on_state({"nodes": {"a": {"state": "HEALTHY"}}})
-        await waiting
+            make_ready(driver, "a")
+        await driver.ready(limit_s=0.0)
 
     asyncio.run(wait_for_ready(message=True))
     with pytest.raises(PeerError, match="a was not ready within 0 s"):
         asyncio.run(wait_for_ready(message=False))
+
+
+@pytest.mark.processes
+def test_nodes_whose_daemons_have_ended_are_not_waited_for(tmp_path: Path) -> None:
+    async def wait() -> tuple[dict[str, str], dict[str, str]]:
+        driver = driver_of(tmp_path, "a", "b", "c")
+        child = await driver.cluster.processes.start("b", ["false"])
+        await child.process.wait()
+        waiting = asyncio.create_task(driver.await_nodes())
+        first = await driver.await_nodes(stop_at_first=True)
+        make_ready(driver, "a", "c")
+        return first, await waiting
+
+    first, missing = asyncio.run(wait())
+    assert first == missing == {"b": "b has ended before it was ready"}
+
+
+def test_nodes_that_are_late_are_named(tmp_path: Path) -> None:
+    async def wait() -> dict[str, str]:
+        driver = driver_of(tmp_path, "a", "b")
+        make_ready(driver, "a")
+        return await driver.await_nodes(0.0)
+
+    assert asyncio.run(wait()) == {"b": "b was not ready within 0 s"}
 
 
 def test_a_restarted_node_is_not_ready_before_all_its_trainers_are_up() -> None:

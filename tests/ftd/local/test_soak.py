@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, PeerError
 from ftd.local.soak.draw import CENTRAL_FAULTS, IMPAIRING, KINDS, draw_faults
 from ftd.local.soak.monitor import ObservedRecovery, SoakMonitor, Violation
 from ftd.local.soak.plot import _ROWS, plot_soak, require_picture
@@ -20,6 +20,7 @@ from ftd.local.soak.report import (
     render_lines,
     time_by_cause,
 )
+from ftd.local.soak.soak import require_short
 
 
 def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:
@@ -56,6 +57,15 @@ def test_the_chosen_node_depends_only_on_the_available_nodes() -> None:
     assert all(fault.choose_node(nodes) == fault.choose_node(sorted(nodes)) for fault in faults)
     assert all(fault.choose_node([]) is None for fault in faults)
     assert {"slow", "flip", "fill_memory"}.isdisjoint(IMPAIRING)
+
+
+def test_a_job_that_is_too_long_is_rejected_by_the_pace_of_its_first_steps() -> None:
+    commits = [(10.0 + step, 1) for step in range(7)]  # One step in a second.
+    require_short(10_000, commits[:5], 300.0)  # Too few steps to tell.
+    require_short(10_000, [], 300.0)
+    require_short(400, commits, 300.0)  # Later steps may be quicker.
+    with pytest.raises(PeerError, match=r"2000 steps of 1 s take about 33.3 minutes.*and 5 are.*--steps 75,"):
+        require_short(2000, commits, 300.0)
 
 
 # --- the monitor -------------------------------------------------------------------------------------

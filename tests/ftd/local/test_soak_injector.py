@@ -107,7 +107,7 @@ def test_unexpected_errors_are_reported() -> None:
     ("phase", "expected_words"),
     [
         ("PAUSED", "it pauses: 12 nodes are needed (it was given 2 nodes; give more with --nodes)"),
-        ("RUNNING", "its end (it is at step 0 of 9; give fewer --steps, or more --minutes)"),
+        ("RUNNING", "did not end within 0.3 s (it is at step 0 of 9; give fewer --steps, or more --minutes)"),
     ],
 )
 def test_an_undisturbed_run_that_does_not_end_raises_the_reason(

@@ -17,7 +17,7 @@ from ftd.node.chaos import NodeFaultInjector
 from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import FaultyLink, LinkFaults
 from ftd.transport.wire.public import Answer, encode_json
-from statemachine.messages.trainer import RaiseError, Sleep, Slow
+from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
 
 
 class RecordedActions:
@@ -36,7 +36,7 @@ class RecordedActions:
     def zygote_pid(self) -> int | None:
         return None
 
-    def send(self, device: int, frame: Sleep | Slow | RaiseError) -> bool:
+    def send(self, device: int, frame: Sleep | Slow | RaiseError | FlipBit) -> bool:
         match frame:
             case Sleep():
                 self.log.append(("sleep", device, frame.seconds))
@@ -44,6 +44,8 @@ class RecordedActions:
                 self.log.append(("slow", device, frame.factor))
             case RaiseError():
                 self.log.append(("raise", device, frame.detail))
+            case FlipBit():
+                self.log.append(("corrupt", device))
         return device in self.pids
 
     def has_snapshot_data(self, device: int | None) -> bool:
@@ -133,6 +135,7 @@ def test_requests_are_rejected_unless_the_configuration_allows_them() -> None:
         ({"do": "slow", "factor": 0.5}, "give 1"),
         ({"do": "slow"}, "such a trainer"),
         ({"do": "raise"}, "such a trainer"),
+        ({"do": "corrupt"}, "such a trainer"),
         ({"do": "lossy"}, "give drop, duplicate or late_s"),
         ({"do": "lossy", "drop": 1.5}, "a probability is 0 to 1"),
         ({"do": "lossy", "late_s": -1}, "give 0 to 60 seconds"),

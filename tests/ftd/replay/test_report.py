@@ -7,10 +7,12 @@ import pytest
 from rich.console import Console
 
 from ftd.observe.view.schema import schema_of
+from ftd.replay.advice import Advice
 from ftd.replay.comparison import Comparison, Exclusion, compare, compare_generated
 from ftd.replay.parameters import read_parameters
 from ftd.replay.policy import CATEGORIES
 from ftd.replay.report import MOST_WINDOWS, ReplayReport, build_report, window_edges_s
+from ftd.replay.schema import DOCUMENTS
 from ftd.replay.tables import render_replay
 from tests.helpers.harness import ROOT
 from tests.helpers.replay_jobs import make_job, make_trace
@@ -89,12 +91,15 @@ def test_windows_are_few_and_cover_the_trace(duration_s: float) -> None:
     assert edges_s == sorted(set(edges_s))
 
 
-def test_the_schema_in_the_documentation_is_current() -> None:
-    assert (REFERENCE / "replay.schema.json").read_bytes() == schema_of(ReplayReport)
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_schemas_in_the_documentation_are_current(name: str) -> None:
+    """``make docs`` writes them again when this test fails."""
+    assert (REFERENCE / f"{name}.schema.json").read_bytes() == schema_of(DOCUMENTS[name])
 
 
 def test_every_field_is_explained_in_the_documentation() -> None:
-    text = (REFERENCE / "replay-report.md").read_text()
-    definitions = json.loads(schema_of(ReplayReport))["$defs"]
-    fields = {field for definition in definitions.values() for field in definition["properties"]}
-    assert [field for field in sorted(fields | set(CATEGORIES)) if f"`{field}`" not in text] == []
+    replay, advice = (REFERENCE / "replay-report.md").read_text().split("\n## Advice\n")
+    for text, document, more in ((replay, ReplayReport, set(CATEGORIES)), (advice, Advice, set())):
+        definitions = json.loads(schema_of(document))["$defs"]
+        fields = {field for definition in definitions.values() for field in definition["properties"]}
+        assert [field for field in sorted(fields | more) if f"`{field}`" not in text] == []

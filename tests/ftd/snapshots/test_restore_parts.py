@@ -132,14 +132,15 @@ async def repaired(
             period_s=60.0,
             write_block=repair,
             publish_event=lambda name, _reason, details: reports.append((name, details)),
+            on_repaired=lambda step: reports.append(("repaired", {"step": step})),
             on_unrepairable=lambda step: reports.append(("unrepairable", {"step": step})),
         )
         scrubber.start(Restore(job_id=job, step=STEP, generation=1, groups=snapshot, sources=sources))
         async with asyncio.timeout(60):
-            while len(reports) < 2:  # noqa: ASYNC110  # the scrubber is a task of its own
+            while len(reports) < 3:  # noqa: ASYNC110  # the scrubber is a task of its own
                 await asyncio.sleep(0.01)
         await scrubber.close()
-    assert [name for name, _ in reports] == ["ShardCorrupted", "ShardRepaired"], reports
+    assert [name for name, _ in reports] == ["ShardCorrupted", "ShardRepaired", "repaired"], reports
     assert stored() == before
     found: list[str] = reports[1][1]["sources"]
     return found

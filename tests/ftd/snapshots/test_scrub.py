@@ -39,6 +39,7 @@ class Host:
     def __init__(self, node: Node, sources: dict[str, str], group: SnapshotGroup) -> None:
         self.node = node
         self.published: list[tuple[str, dict[str, Any]]] = []
+        self.repaired: list[int] = []
         self.unrepairable: list[int] = []
         self.pids: list[int] = []
         self.sent: list[RepairWrite] = []
@@ -53,6 +54,7 @@ class Host:
             period_s=0.01,
             write_block=self.writer.write_block,
             publish_event=lambda name, _reason, details: self.published.append((name, details)),
+            on_repaired=self.repaired.append,
             on_unrepairable=self.unrepairable.append,
         )
 
@@ -144,9 +146,9 @@ def test_any_flipped_bit_of_any_part_is_found_and_repaired(
         damage(host, held, part, data.draw(st.integers(0, part.size_bytes - 1)), data.draw(st.integers(0, 7)))
         assert host.stored() != before
         host.scrubber.start(host.snapshot)
-        await host.until(lambda: host.named("ShardRepaired"))
+        await host.until(lambda: host.repaired)
         assert host.stored() == before
-        assert not host.unrepairable and len(host.published) == 2
+        assert host.repaired == [STEP] and not host.unrepairable and len(host.published) == 2
         for details in host.named("ShardCorrupted") + host.named("ShardRepaired"):
             assert (details["owner"], details["step"], details["part"]) == (host.node.name, STEP, part.name)
         assert set(host.named("ShardRepaired")[0]["sources"]) <= set(hosts) - {host.node.name}
@@ -219,7 +221,7 @@ def test_corruption_beyond_repair_is_reported_and_a_new_snapshot_requested() -> 
         host.scrubber.start(host.snapshot)
         await host.until(lambda: host.unrepairable)
         assert host.unrepairable[0] == STEP and len(host.named("ShardCorrupted")) >= 2
-        assert not host.named("ShardRepaired")
+        assert not host.named("ShardRepaired") and not host.repaired
         await hosts["n1"].node.server.start()
 
     with_hosts(group_of("aec", 2), body)

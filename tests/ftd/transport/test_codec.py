@@ -83,6 +83,8 @@ from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
     MAX_METRIC_NAME_CHARACTERS,
     MAX_METRICS,
+    BuildProgress,
+    BuildStage,
     CommittedStep,
     DeviceReport,
     Evaluation,
@@ -315,6 +317,8 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     CommittedStep | None: st.none() | steps,
     Acknowledgement | None: st.none()
     | st.builds(Acknowledgement, activity=st.sampled_from(NodeActivity), job_id=st.none() | names),
+    BuildProgress | None: st.none()
+    | st.builds(BuildProgress, stage=st.sampled_from(BuildStage), done=numbers, total=numbers),
     Vote | None: st.none() | votes,
     Vote: votes,
     Evaluation | None: st.none() | evaluations,
@@ -329,6 +333,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     tuple[float, ...] | None: st.none() | st.lists(st.floats(0, 1e9), max_size=3).map(tuple),
     tuple[DeviceReport, ...]: st.lists(reports, max_size=3).map(tuple),
     tuple[CommittedStep, ...]: st.lists(steps, max_size=3).map(tuple),
+    dict[int, int]: st.dictionaries(numbers, numbers, max_size=3),
     dict[int, str]: st.dictionaries(numbers, texts, max_size=3),
     dict[str, str]: st.dictionaries(names, texts, max_size=3),
     dict[str, ReplicaPeer]: st.dictionaries(

@@ -23,6 +23,7 @@ export function drawFigures(store) {
   const { state, nodes, trend, evaluations } = store.document;
   const all = Object.values(nodes);
   const healthy = all.filter((n) => n.state !== "OFFLINE" && n.state !== "UNHEALTHY").length;
+  const aside = all.filter((n) => n.quarantine).length;
   tile("loss", "loss", number(state.loss), state.step ? `at step ${state.step.toLocaleString("en")}` : "no step yet");
   const evaluation = evaluations.at(-1);
   const metrics = Object.entries(evaluation?.metrics ?? {}).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value)}`);
@@ -36,8 +37,9 @@ export function drawFigures(store) {
   const share = goodput(trend[1], over(state) ? null : store.now());
   tile("goodput", "goodput", percent(share), "time spent on lasting steps");
   tile("nodes", "nodes", `${healthy.toLocaleString("en")}`,
-    healthy === all.length ? "all healthy" : `of ${all.length.toLocaleString("en")} healthy ${NODE_MARKS.UNHEALTHY}`,
-    healthy < all.length ? "warning" : "");
+    (healthy === all.length ? "all healthy" : `of ${all.length.toLocaleString("en")} healthy ${NODE_MARKS.UNHEALTHY}`)
+      + (aside ? `, ${aside.toLocaleString("en")} set aside` : ""),
+    healthy < all.length || aside ? "warning" : "");
   snapshotTile(store, state);
   const checkpoint = state.checkpoint;
   tile("checkpoint", "checkpoint", checkpoint?.step != null ? `step ${checkpoint.step.toLocaleString("en")}` : checkpoint ? "none yet" : "off",

@@ -25,21 +25,30 @@ export function drawHeader(store) {
   const { state } = known;
   say($("cluster"), known.cluster);
   const job = state.job;
-  const words = job
-    ? `${job.name}: step ${state.step.toLocaleString("en")} of ${job.steps.toLocaleString("en")}`
-    : "no job: submit one with ftd submit JOB.toml";
+  const startup = startupOf(state);
+  const steps = job ? `${job.name}: step ${state.step.toLocaleString("en")} of ${job.steps.toLocaleString("en")}` : "";
+  const words = startup
+    ? `${job ? job.name : "nodes"}: starting, stage ${startup.number} of ${startup.stages}`
+    : steps || "no job: submit one with ftd submit JOB.toml";
   say($("job-words"), words);
   const bar = $("job-bar");
-  show(bar, !!job);
-  bar.setAttribute("aria-valuenow", state.step ?? 0);
-  bar.setAttribute("aria-valuemax", job?.steps ?? 1);
+  show(bar, !!(job || startup));
+  bar.ariaLabel = startup ? "Stages of the start" : "Steps committed";
+  bar.setAttribute("aria-valuenow", startup ? startup.number : state.step ?? 0);
+  bar.setAttribute("aria-valuemax", startup ? startup.stages : job?.steps ?? 1);
   bar.firstElementChild.style.transform = `scaleX(${share(state)})`;
   drawStatus(store);
   say($("footer"), `ftd ${state.version ?? ""} · generation ${state.generation ?? "–"}`
     + ` · ${plural(Object.keys(known.nodes).length, "node")}${state.leader ? ` · ${leads(state)}` : ""} · all data is what the coordinator publishes`);
 }
 
-const share = ({ job, step }) => (job ? Math.min(1, step / Math.max(1, job.steps)) : 0);
+/** Progress of the start; null if nothing is starting, or nobody coordinates it. */
+const startupOf = (state) => (state.phase === "UNREACHABLE" ? null : state.startup);
+
+function share(state) {
+  const { job, step } = state;
+  return startupOf(state)?.share ?? (job ? Math.min(1, step / Math.max(1, job.steps)) : 0);
+}
 
 /** Badge, title and banner. They also change with time alone, and a hidden page shows only its title. */
 export function drawStatus(store) {
@@ -87,6 +96,10 @@ function banner(store, state, kind) {
   } else if (kind === "FAILED") {
     text = `The job failed: ${state.outcome}`;
     grave = true;
+  } else if (kind === "FINISHED" && state.outcome) {
+    text = `The job has ended: ${state.outcome}.`;
+  } else if (startupOf(state)) {
+    text = `Starting: ${state.startup.text}.`;
   } else if (state.waiting_for) {
     text = `Waiting for ${state.waiting_for}.`;
   } else if (state.planning) {

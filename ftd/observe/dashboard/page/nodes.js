@@ -38,7 +38,7 @@ export function drawNodes(store, view) {
   for (const name of order) {
     const node = nodes[name];
     counts[node.state] = (counts[node.state] ?? 0) + 1;
-    if (node.state === "OFFLINE" || node.state === "UNHEALTHY" || (node.draining && node.in_plan) || node.speed < 1) troubled.push(name);
+    if (node.state === "OFFLINE" || node.state === "UNHEALTHY" || (node.draining && node.in_plan) || node.quarantine || node.speed < 1) troubled.push(name);
     update(name, node, view);
   }
   say($("node-counts"), names.length
@@ -99,18 +99,22 @@ function drawOne(nodes, view) {
   const node = nodes[view.node];
   show(box, !!node);
   if (!node) return;
+  const waits = node.drain_waits ? ` (no plan without it yet: ${node.drain_waits})` : "";
   const speed = node.speed < 1 ? `, at ${Math.round(100 * node.speed)} % of the usual speed` : "";
-  say(box, `${view.node}: ${NODE_WORDS[node.state] ?? node.state}${speed} · ${roleWords(view.node, node)} · `
-    + `${node.devices} ${node.devices === 1 ? "device" : "devices"} · ${node.host}`);
+  say(box, `${view.node}: ${NODE_WORDS[node.state] ?? node.state}${speed} · ${roleWords(view.node, node)}${waits} · `
+    + `${node.devices} ${node.devices === 1 ? "device" : "devices"} · ${node.host}`
+    + (node.quarantine ? ` · set aside: ${node.quarantine.reason} · ${node.quarantine.readmit}` : ""));
 }
 
 function roleWords(name, node) {
-  if (node.draining) return node.in_plan ? "draining" : "drained";
+  const waits = node.drain_waits && node.state !== "OFFLINE" ? ", waits to leave" : "";
+  if (node.draining && !waits) return node.in_plan ? "draining" : "drained";
   if (node.state === "OFFLINE") return "offline";
+  if (node.quarantine) return "set aside";
   if (node.state === "UNHEALTHY") return "restarting";
   const role = roles.get(name);
-  if (!node.in_plan || !role) return "idle";
-  return node.speed < 1 ? `${role}, at ${Math.round(100 * node.speed)} %` : role;
+  if (!node.in_plan || !role) return `idle${waits}`;
+  return `${role}${node.speed < 1 ? `, at ${Math.round(100 * node.speed)} %` : ""}${waits}`;
 }
 
 function rolesIn(pipelines) {

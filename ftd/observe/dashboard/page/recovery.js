@@ -2,9 +2,9 @@
 
 import { clock, duration, make, moment, plural, say, show, size } from "./words.js";
 
-const PHASES = ["detect", "quiesce", "plan", "state", "resume"];
+const PHASES = ["detect", "wait", "quiesce", "plan", "state", "resume"];
 const MEANINGS = {
-  detect: "from the fault until it was detected", quiesce: "until every survivor had stopped and reported",
+  detect: "from the fault until it was detected", wait: "while training was paused", quiesce: "until every survivor had stopped and reported",
   plan: "until the plan was chosen", state: "until all ranks had met and held their layers",
   resume: "until the next step was committed",
 };
@@ -14,6 +14,7 @@ const NOTICED = {
   hung: "it made no progress", prepared: "it is ready", request: "it was requested", measured: "it was measured",
   peer: "a peer's report",
 };
+const BEGINS = { fault: "from the fault", estimate: "from the last sign of life", detection: "from the detection" };
 const MAX_SHOWN = 20;
 const $ = (id) => document.getElementById(id);
 let live = null;
@@ -28,7 +29,7 @@ export function drawRecovery(store, view, parts) {
     if (recovery) box.replaceChildren(running(store, recovery));
     else if (recoveries.length) box.replaceChildren(completed(recoveries.at(-1), true));
     else box.replaceChildren(make("p", { class: "quiet" }, "none so far"));
-    say($("recovery-title"), recovery ? "Recovery in progress" : recoveries.length ? "The last recovery" : "Recovery");
+    say($("recovery-title"), recovery?.start ? "The first plan" : recovery ? "Recovery in progress" : recoveries.length ? "The last recovery" : "Recovery");
     drawPast(recoveries.slice(0, recovery ? undefined : -1));
   }
 }
@@ -51,7 +52,7 @@ function running(store, recovery) {
   const began = recovery.phases[0][1];
   const total = make("strong", { class: "clock" }, duration(store.now() - began));
   live = { total, began, phase: null, phaseBegan: 0 };
-  const steps = PHASES.map((name) => {
+  const steps = PHASES.filter((name) => seen.has(name) || (name !== "wait" && !(name === "detect" && recovery.start))).map((name) => {
     const phase = seen.get(name);
     const state = !phase ? (name === "detect" ? "unknown" : "ahead") : phase.ended === null ? "now" : "done";
     const time = make("span", { class: "time" }, phase?.ended != null ? duration(phase.ended - phase.began)
@@ -67,6 +68,7 @@ function running(store, recovery) {
     make("ol", { class: "phases" }, ...steps),
     reasons([
       ["lost", lossWords(recovery.losses)],
+      ...errors(recovery.losses),
       ["reason", recovery.reason],
       ["step", recovery.decision],
       ["plan", recovery.plan],
@@ -85,20 +87,23 @@ function lossWords(losses) {
   return [...alike].map(([how, who]) => `${few(who)}${how ? `: ${how}` : ""}`).join("; ");
 }
 
+/** Rows with the errors of trainers, each once, and where the full output of what was lost is. */
+function errors(losses) {
+  const found = new Set(losses.filter((loss) => loss.error).map((loss) => `${loss.node}: ${loss.error}`));
+  const logs = new Set(losses.map((loss) => loss.log).filter(Boolean));
+  return [["error", [...found].slice(0, 5).join("; ")], ["full output", [...logs].slice(0, 3).join("; ")]];
+}
+
 const few = (names) => (names.length > 6 ? `${names.slice(0, 5).join(", ")} and ${names.length - 5} more` : names.join(", "));
 
 function title(recovery) {
   const names = recovery.nodes;
   const who = names.length > 3 ? `${names.slice(0, 2).join(", ")} and ${names.length - 2} more` : names.join(", ");
-  return recovery.cause === "start" ? "The first plan" : `${who || "the cluster"} ${recovery.change}`;
-}
-
-function timings(recovery) {
-  return PHASES.map((name) => [name, recovery[`${name}_ms`]]).filter(([, ms]) => ms != null);
+  return `${who || "the cluster"} ${recovery.change}`;
 }
 
 function bar(recovery) {
-  const parts = timings(recovery);
+  const parts = recovery.phases;
   const total = parts.reduce((sum, [, ms]) => sum + ms, 0) || 1;
   const words = parts.map(([name, ms]) => `${name} ${duration(ms / 1000)}`).join(", ");
   return make("div", { class: "split", role: "img", "aria-label": words },
@@ -110,12 +115,12 @@ function bar(recovery) {
 }
 
 function keys(recovery) {
-  return make("ul", { class: "keys" }, ...timings(recovery).map(([name, ms]) =>
+  return make("ul", { class: "keys" }, ...recovery.phases.map(([name, ms]) =>
     make("li", { "data-part": name, title: MEANINGS[name] }, make("i", {}), `${name} `, make("b", {}, duration(ms / 1000)))));
 }
 
 function completed(recovery, full) {
-  const facts = [`${duration(recovery.total_ms / 1000)} to the next step`,
+  const facts = [`${duration(recovery.total_ms / 1000)} ${BEGINS[recovery.measured_from] ?? ""} to the next step`,
     `${size(recovery.bytes_moved)} moved`,
     recovery.rolled_back_steps ? `${plural(recovery.rolled_back_steps, "step")} undone` : "no step undone",
     recovery.recomputed_steps ? `${plural(recovery.recomputed_steps, "step")} computed again` : null];
@@ -124,7 +129,7 @@ function completed(recovery, full) {
       make("span", { class: "quiet" }, ` ${clock(recovery.at)} · step ${recovery.step?.toLocaleString("en")}`)),
     make("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
     bar(recovery), keys(recovery),
-    full ? reasons([["noticed", noticed(recovery)], ["step", recovery.decision], ["plan", recovery.reason]]) : null);
+    full ? reasons([["noticed", noticed(recovery)], ...errors(recovery.losses ?? []), ["step", recovery.decision], ["plan", recovery.reason]]) : null);
 }
 
 function noticed(recovery) {

@@ -11,10 +11,10 @@ export const PHASE_MARKS = {
 };
 export const SEVERITIES = ["info", "warning", "error", "critical"];
 export const SEVERITY_MARKS = { info: "·", warning: "▲", error: "◆", critical: "⬢" };
-const GOOD = new Set(["RecoveryCompleted", "JobFinished", "NodeRecovered", "NodeJoined", "BrokerRestored", "LeaderElected",
+const GOOD = new Set(["RecoveryCompleted", "JobFinished", "NodeRecovered", "NodeReadmitted", "NodeJoined", "BrokerRestored", "LeaderElected",
   "StragglerRecovered", "TrainingResumed", "ShardRepaired", "SnapshotCompleted", "CheckpointCompleted",
   "CheckpointExported"]);
-const BAD = new Set(["NodeLost", "TrainerLost", "NodeFenced"]);
+const BAD = new Set(["NodeLost", "TrainerLost", "NodeFenced", "NodeQuarantined"]);
 
 /** Kind of an event, for its colour, and the mark that says the same without colour. */
 export function eventLook(event) {

@@ -10,7 +10,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ftd.observe.run_model import EvaluatedFact, JobSubmittedFact, RolledBackFact, RunModel, StepCommittedFact
+from ftd.observe.run_model import (
+    EvaluatedFact,
+    JobEndedFact,
+    JobSubmittedFact,
+    RolledBackFact,
+    RunModel,
+    StepCommittedFact,
+)
 from ftd.observe.view.blocks import PipelineBars, node_table
 from ftd.observe.view.lines import event_line
 from ftd.observe.view.live.chart import EVALUATION_MARK, EVALUATION_STYLE, LossHistory, loss_chart
@@ -30,6 +37,8 @@ from ftd.observe.view.text import (
     metrics_words,
     planning_words,
     plural,
+    startup_of,
+    startup_words,
     throughput_words,
     waiting_words,
 )
@@ -40,7 +49,9 @@ MAX_WARNING_LINES = 4
 """Largest number of lines of a warning."""
 MAX_DRAWN = 1000
 """Number of newest changes and evaluations that are drawn."""
+_BAR_WIDTH = 20
 _ACTIVE_PHASES = ("RUNNING", "QUIESCING", "RECOVERING")
+_PHASES_OF_ENDS = {"JobFinished": "FINISHED", "JobFailed": "FAILED"}
 
 
 class LiveFrame:
@@ -57,6 +68,13 @@ class LiveFrame:
         """Whether there is, or was, more than one coordinator."""
         self._away_since = ""
         """Time of day at which the broker was lost; empty while it is connected."""
+        self._end: JsonMap = {}
+        """Fields of the state that the job's end has changed, until a state arrives that says so."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state has arrived, so that there is progress to show."""
+        return bool(self._state)
 
     @property
     def step(self) -> int:
@@ -65,7 +83,7 @@ class LiveFrame:
 
     @property
     def _state(self) -> JsonMap:
-        return self._run.state
+        return {**self._run.state, **self._end} if self._end else self._run.state
 
     @property
     def total_steps(self) -> int | None:
@@ -74,6 +92,7 @@ class LiveFrame:
 
     def on_state(self, state: JsonMap) -> None:
         before = self._run.job.id
+        self._end = {}
         self._run.on_state(state)
         if before not in (None, self._run.job.id):
             self._forget_losses()
@@ -100,6 +119,14 @@ class LiveFrame:
                 self._loss = loss
             case RolledBackFact():
                 self._losses.truncate(fact.to_step)
+            case JobEndedFact():
+                phase = _PHASES_OF_ENDS.get(fact.event, "WAITING")
+                self._end = {
+                    "phase": phase,
+                    "outcome": event.get("reason"),
+                    "startup": None,
+                    "waiting_for": "",
+                }
         self._several_coordinators = self._several_coordinators or fact.event == "LeaderElected"
         if fact.event not in QUIET_EVENTS:
             self._list_event(event)
@@ -125,17 +152,22 @@ class LiveFrame:
 
     def progress_line(self) -> str:
         """Return the progress of the run as a line for a log."""
+        clock = format_clock(datetime.now(UTC).isoformat())
+        if startup := startup_of(self._state):
+            share = float(startup["share"])
+            bar = "=" * int(share * _BAR_WIDTH)
+            return f"{clock}  start-up    [{bar:-<{_BAR_WIDTH}}] {share:4.0%}  {startup_words(self._state)}"
         total = self.total_steps
         phase = self._state.get("phase", "WAITING")
         nodes: dict[str, JsonMap] = self._state.get("nodes") or {}
         at_work = sum(1 for n in nodes.values() if n.get("in_plan"))
         parts = [
-            format_clock(datetime.now(UTC).isoformat()),
+            clock,
             f"{'progress':<10}",
             f"step {self.step}" + (f"/{total}" if total else ""),
             f"loss {format_number(self._current_loss())}",
             self._throughput() or "– samples/s",
-            f"{phase}, {plural(at_work, 'node')} at work",
+            phase if phase in _PHASES_OF_ENDS.values() else f"{phase}, {plural(at_work, 'node')} at work",
         ]
         waiting = waiting_words(self._state)
         if self._state.get("phase") == "UNREACHABLE":
@@ -147,8 +179,7 @@ class LiveFrame:
     @property
     def progress_key(self) -> tuple[int, str]:
         """Value that changes when a new progress line is worth printing."""
-        before = waiting_words(self._state) if self._state.get("phase") == "WAITING" else ""
-        return self.step, planning_words(self._state) + before
+        return self.step, planning_words(self._state) + startup_words(self._state)
 
     def draw(self, width: int, height: int, *, quiet_s: float = 0.0) -> RenderableType:
         """Return a frame for a terminal of this size; a narrow one has its boxes below each other.
@@ -202,10 +233,9 @@ class LiveFrame:
         progress = Table.grid(expand=True)
         progress.add_column(ratio=1)
         what, done, of_all = f"step {self.step}" + (f"/{total}" if total else ""), self.step, total
-        planning: JsonMap | None = self._state.get("planning") if phase == "WAITING" else None
-        if planning:
-            what, done, of_all = planning_words(self._state), int(planning["done"]), int(planning["total"])
-            share = done / of_all
+        if startup := startup_of(self._state):
+            what, share = f"start-up {startup['number']}/{startup['stages']}", float(startup["share"])
+            done, of_all = round(1000 * share), 1000
         progress.add_row(
             ProgressBar(total=of_all or 1, completed=done, complete_style=style, finished_style=style)
         )
@@ -288,7 +318,7 @@ class LiveFrame:
         return f"{format_duration((total - self.step) * step_s)} left"
 
     def _chart_box(self, width: int, rows: int, height: int | None = None) -> RenderableType:
-        changes = [one.recovery for one in self._run.recoveries.values() if one.recovery.cause != "start"]
+        changes = [one.recovery for one in self._run.recoveries.values()]
         failed = [recovery.step for recovery in changes if recovery.failure]
         others = [recovery.step for recovery in changes if not recovery.failure]
         evaluations = self._evaluations

@@ -104,7 +104,7 @@ class LiveView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _progress_line(self, *, force: bool = False) -> None:
-        if not self._lines:
+        if not self._lines or not self._frame.has_state:
             return
         now_s = time.monotonic()
         key = self._frame.progress_key

@@ -3,17 +3,24 @@
 from datetime import datetime, timedelta
 from html import escape
 
-from ftd.observe.run_model import is_failure
+from ftd.observe.run_model import is_failure, phases_ms
 from ftd.observe.view.blocks import natural_key
 from ftd.observe.view.document import Report, ReportedRecovery, SaveSummary
 from ftd.observe.view.pages.page import apply_theme, render_figures, render_page, render_table
-from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, ORANGE, RED
+from ftd.observe.view.phases import phase_cells, shown_phases, shown_phases_ms
+from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, ORANGE, PURPLE, RED
 from ftd.observe.view.plots.report_plot import render_plot
 from ftd.observe.view.rates import goodput_series, median_throughput
-from ftd.observe.view.sentences import describe_change, describe_recovery, describe_uneventful_run
+from ftd.observe.view.sentences import (
+    describe_change,
+    describe_failing_nodes,
+    describe_failure,
+    describe_log,
+    describe_recovery,
+    describe_uneventful_run,
+)
 from ftd.observe.view.text import (
     format_duration,
-    format_milliseconds,
     format_number,
     format_size,
     how_words,
@@ -21,7 +28,15 @@ from ftd.observe.view.text import (
     plural,
 )
 
-PHASES = (("detect", FAINT), ("quiesce", RED), ("plan", ORANGE), ("state", BLUE), ("resume", GREEN))
+COLOURS = {
+    "detect": FAINT,
+    "wait": PURPLE,
+    "quiesce": RED,
+    "plan": ORANGE,
+    "state": BLUE,
+    "resume": GREEN,
+}
+"""Colour of each phase of a recovery."""
 _MOMENT = "%Y-%m-%d %H:%M:%S UTC"
 MAX_DESCRIBED = 200
 """Largest number of recoveries that are described in sentences."""
@@ -47,6 +62,7 @@ def render_report_page(report: Report) -> str:
         svg = render_plot(report, "svg").decode()
         parts += ["<h2>Over time</h2>", f'<div class="scroll">{apply_theme(svg)}</div>']
     parts += _recoveries(report)
+    parts += _failures(report)
     parts += _saves(report)
     parts += _processes(report)
     return render_page(f"{name}: report", parts, style=_STYLE)
@@ -103,8 +119,12 @@ def _glance(report: Report) -> list[tuple[str, str]]:
 def _recoveries(report: Report) -> list[str]:
     if not report.recoveries:
         return ["<h2>Recoveries</h2>", f"<p>{escape(describe_uneventful_run(report))}</p>"]
-    key = "".join(f'<span><i style="background:{colour}"></i>{name}</span> ' for name, colour in PHASES)
-    longest = max(sum(_phases_ms(r)) for r in report.recoveries)
+    key = "".join(
+        f'<span><i style="background:{colour}"></i>{name}</span> '
+        for name, colour in COLOURS.items()
+        if name in shown_phases(report)
+    )
+    longest = max(r.total_ms for r in report.recoveries)
     parts = ["<h2>Recoveries, phase by phase</h2>", f'<p class="faint key">{key}</p>']
     left_out = max(0, len(report.recoveries) - MAX_DESCRIBED)
     if left_out:
@@ -122,24 +142,15 @@ def _recoveries(report: Report) -> list[str]:
     return parts
 
 
-def _phases_ms(recovery: ReportedRecovery) -> tuple[float, ...]:
-    return (
-        recovery.detected_ms or 0.0,
-        recovery.quiesce_ms,
-        recovery.plan_ms,
-        recovery.state_ms,
-        recovery.resume_ms,
-    )
-
-
 def _bar(recovery: ReportedRecovery, longest_ms: float) -> str:
     """Return the bar of one recovery; all bars have one scale."""
-    times = _phases_ms(recovery)
-    total = sum(times) or 1.0
+    times = phases_ms(recovery)
+    total = recovery.total_ms or 1.0
+    words = shown_phases_ms(recovery)
     segments = "".join(
-        f'<i style="width:{100 * time / total:.2f}%;background:{colour}" '
-        f'title="{name}: {format_milliseconds(time)} ms"></i>'
-        for time, (name, colour) in zip(times, PHASES, strict=True)
+        f'<i style="width:{100 * time / total:.2f}%;background:{COLOURS[name]}" '
+        f'title="{name}: {format_duration(words[name] / 1000)}"></i>'
+        for name, time in times.items()
         if time > 0
     )
     width = 100 * total / max(longest_ms, 1e-9)
@@ -147,13 +158,14 @@ def _bar(recovery: ReportedRecovery, longest_ms: float) -> str:
 
 
 def _times(report: Report) -> str:
+    phases = shown_phases(report)
     rows = (
         (
             str(index),
             str(r.step),
             "".join(describe_change(r, report)),
             how_words(r.detected_how),
-            *(format_milliseconds(t) for t in (r.detected_ms, *_phases_ms(r)[1:], r.total_ms)),
+            *phase_cells(r, phases),
             format_size(r.bytes_moved),
             str(r.rolled_back_steps),
             str(r.recomputed_steps),
@@ -161,9 +173,29 @@ def _times(report: Report) -> str:
         )
         for index, r in enumerate(report.recoveries, start=1)
     )
-    columns = ("", "step", "what happened", "noticed by", *(name for name, _ in PHASES), "total", "moved")
+    columns = ("", "step", "what happened", "noticed by", *phases, "total", "moved")
     shown = render_table((*columns, "lost", "redone", "state from"), rows, left={2, 3})
     return f'<h2>Recoveries in numbers</h2>\n<p class="faint">times in milliseconds</p>\n{shown}'
+
+
+def _failures(report: Report) -> list[str]:
+    """Return what failed and why, each with its traceback to unfold."""
+    if not report.failures:
+        return []
+    parts = ["<h2>Failures and their reasons</h2>"]
+    if failing := describe_failing_nodes(report):
+        parts.append(f"<p>{escape(failing)}</p>")
+    for failure in report.failures[:MAX_DESCRIBED]:
+        where = describe_log(failure)
+        log = f'<p class="faint">full output: {escape(where)}</p>' if where else ""
+        title = escape(describe_failure(failure))
+        if failure.detail:
+            parts.append(
+                f"<details><summary>{title}</summary>{log}<pre>{escape(failure.detail)}</pre></details>"
+            )
+        else:
+            parts.append(f"<p>{title}</p>")
+    return parts
 
 
 def _saves(report: Report) -> list[str]:

@@ -173,7 +173,7 @@ def test_wandb_continues_under_the_same_id(tmp_path: Path) -> None:
 
 
 def killed_writer(directory: Path, first: int, last: int) -> None:
-    """Write rows and get killed: W&B buffers the newest steps in memory and loses them."""
+    """Write rows and get killed with W&B's service, which buffers the newest steps and loses them."""
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -184,10 +184,12 @@ def killed_writer(directory: Path, first: int, last: int) -> None:
         "sink = WandbSink(policy, Path(sys.argv[1]), 'gpt-1', {})\n"
         "assert sink.reopen(()).step + 1 == int(sys.argv[2])\n"
         "sink.write([row(step) for step in range(int(sys.argv[2]), int(sys.argv[3]) + 1)])\n"
-        "os.killpg(0, 9)\n"
+        "for child in Path(f'/proc/self/task/{os.getpid()}/children').read_text().split():\n"
+        "    os.kill(int(child), 9)\n"
+        "os.kill(os.getpid(), 9)\n"
     )
     arguments: Sequence[str] = [sys.executable, "-c", script, str(directory), str(first), str(last)]
-    done = subprocess.run(arguments, check=False, start_new_session=True, timeout=120)
+    done = subprocess.run(arguments, check=False, timeout=120)
     assert done.returncode == -9
 
 
@@ -202,6 +204,30 @@ def test_wandb_logs_again_what_a_killed_writer_had_buffered(tmp_path: Path) -> N
     held = offline_history(tmp_path, JOB)
     assert [step for step, _ in held] == list(range(1, 451))
     assert held[-1][1]["evaluation/loss"] == 3.0
+
+
+@pytest.mark.processes
+def test_wandb_waits_for_the_process_that_still_writes_an_earlier_file(tmp_path: Path) -> None:
+    sink = WandbSink(WANDB, tmp_path, JOB, {})
+    sink.reopen(())
+    sink.write(rows(1, 200))
+    sink.close(None)
+    (path,) = tmp_path.glob(f"wandb/offline-run-*-{JOB}/*.wandb")
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    (tmp_path / "end").write_bytes(data[len(data) // 2 :])
+    script = (
+        "import sys, time\n"
+        "with open(sys.argv[1], 'ab') as file:\n"
+        "    print('opened', flush=True)\n"
+        "    time.sleep(1.0)\n"
+        "    file.write(open(sys.argv[2], 'rb').read())\n"
+    )
+    arguments: Sequence[str] = [sys.executable, "-c", script, str(path), str(tmp_path / "end")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None and service.stdout.readline() == "opened\n"
+        assert sink.reopen(()) == Cursor(step=200)
+    sink.close(None)
 
 
 @pytest.mark.processes

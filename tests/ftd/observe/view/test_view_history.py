@@ -109,6 +109,22 @@ def test_a_recovery_is_described_in_sentences(history: tuple[list[Json], list[Js
         find_recovery(9, history[0])
 
 
+def test_nobody_notices_a_start_or_a_join(history: tuple[list[Json], list[Json]], live: Report) -> None:
+    """The words say how a change came about that is no failure, if there is something to say."""
+    report, start = find_recovery(1, history[0])
+    text = "\n".join(describe_recovery(start, report))
+    assert "training began at step 0." in text
+    assert "All had reported that they were ready after" in text
+    assert "lost" not in text and "stopped" not in text and text.endswith("from that moment.")
+    report, join = find_recovery(3, history[0])
+    joined = "\n".join(describe_recovery(join, report))
+    assert "node-4 joined at step 80, once the job was built there." in joined
+    console = Console(width=200, file=io.StringIO(), color_system=None)
+    console.print(render_summary(live))
+    shown = f"{text}\n{joined}\n{console.file.getvalue()}"  # type: ignore[attr-defined]
+    assert "submitted" not in shown and "by: prepared" not in shown
+
+
 def test_goodput_is_the_share_of_time_in_lasting_steps(history: tuple[list[Json], list[Json]]) -> None:
     report = build_job_report("gpt", *history)
     useful_s = sum(s.step_s or 0 for s in report.steps)
@@ -173,7 +189,7 @@ def test_a_running_job_is_described_as_running(history: tuple[list[Json], list[J
     page, summary = render_report_page(report), out.getvalue()
     assert "running, started 2" in page and "; as of 2" in page and "loss so far" in page
     assert "unfinished" not in page + summary and "final" not in page
-    assert "running for" in summary and "none: the job is still running" in summary
+    assert "running for" in summary and "none: the job was running when the report was made" in summary
 
 
 def test_names_cannot_become_html(history: tuple[list[Json], list[Json]]) -> None:

@@ -189,16 +189,18 @@ def test_long_text_next_to_a_node_ends_in_an_ellipsis(state: Json, width: int, e
     assert line.split("│")[1].rstrip().endswith(ends)
 
 
-def test_the_speed_stays_on_one_line_and_a_node_that_left_is_drained(state: Json) -> None:
+def test_the_speed_stays_on_one_line_and_nodes_that_left_or_were_set_aside_are_marked(state: Json) -> None:
     live_frame = LiveFrame(120)
     left = state["nodes"]["node-0"] | {"draining": True, "in_plan": False}
     leaving = state["nodes"]["node-1"] | {"draining": True}
-    nodes = state["nodes"] | {"node-0": left, "node-1": leaving}
+    aside = state["nodes"]["node-3"] | {"quarantine": {"cause": "raised"}, "in_plan": False}
+    nodes = state["nodes"] | {"node-0": left, "node-1": leaving, "node-3": aside}
     live_frame.on_state(state | {"nodes": nodes, "samples_per_s": 1182.0, "step_s": 0.041})
     lines = frame(live_frame, 80, 24)
     assert any("1,182 samples/s, 41 ms" in line for line in lines)
     assert any("node-0" in line and "drained" in line for line in lines)
     assert any("node-1" in line and "draining" in line for line in lines)
+    assert any("node-3" in line and "set aside" in line for line in lines)
 
 
 def test_a_frame_before_the_first_message() -> None:
@@ -242,7 +244,7 @@ def test_a_pipe_gets_a_line_for_each_important_event(run_events: list[Json], sta
     progress = [line for line in lines if "progress" in line]
     assert len(progress) < 20
     assert "step 120/120" in progress[-1] and f"loss {5.5 * 0.985**120 + 1.2:.4f}" in progress[-1]
-    assert "4 nodes at work" in progress[-1]
+    assert progress[-1].endswith("FINISHED")
 
 
 def test_reasons_of_several_lines_are_joined(event: Make) -> None:
@@ -266,15 +268,17 @@ def test_a_terminal_keeps_the_last_frame(run_events: list[Json], state: Json) ->
 
 def test_long_planning_has_a_progress_bar(state: Json) -> None:
     """It replaces the steps before the first step; later it is not shown."""
-    waiting = {**state, "phase": "WAITING", "step": 0, "waiting_for": "pipeline templates"}
+    text = "making plans for 16 of 64 numbers of nodes"
+    startup = {"number": 4, "stages": 7, "share": 3.25 / 7, "text": text}
     live_frame = LiveFrame(120)
-    live_frame.on_state({**waiting, "planning": {"done": 16, "total": 64}})
+    live_frame.on_state({**state, "phase": "WAITING", "step": 0, "startup": startup})
     lines = frame(live_frame)
-    line = next(line for line in lines if "planning 16 of 64" in line)
-    assert "25%" in line and "━" in line and "step 0" not in "".join(lines)
-    assert live_frame.progress_line().endswith("waiting for pipeline templates, planning 16 of 64")
-    live_frame.on_state({**state, "planning": {"done": 17, "total": 64}})
-    assert not any("planning 17" in line for line in frame(live_frame))
+    line = next(line for line in lines if "start-up 4/7" in line)
+    assert "46%" in line and "━" in line and "step 0" not in "".join(lines)
+    assert any(f"{text} (stage 4 of 7)" in line for line in lines)
+    assert live_frame.progress_line().endswith(f"[=========-----------]  46%  {text} (stage 4 of 7)")
+    live_frame.on_state({**state, "phase": "UNREACHABLE", "reason": "it is gone", "startup": startup})
+    assert not any("start-up" in line for line in [*frame(live_frame), live_frame.progress_line()])
 
 
 def test_a_pipe_gets_lines_about_long_planning(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,10 +297,20 @@ def test_a_pipe_gets_lines_about_what_a_start_waits_for(state: Json, monkeypatch
     out = io.StringIO()
     view = LiveView(Console(file=out, width=200), 120)
     for layer in (2, 2, 3):
-        waiting_for = f"node-0, which is measuring layer {layer} of 10"
-        view.on_state({**state, "phase": "WAITING", "step": 0, "waiting_for": waiting_for})
-    lines_of = [line.split("waiting for ")[1] for line in out.getvalue().splitlines()]
-    assert lines_of == [f"node-0, which is measuring layer {layer} of 10" for layer in (2, 3)]
+        text = f"node-0 is measuring layer {layer} of 10"
+        startup = {"number": 3, "stages": 7, "share": 0.3, "text": text}
+        view.on_state({**state, "phase": "WAITING", "step": 0, "startup": startup})
+    lines_of = [line.split("%  ")[1] for line in out.getvalue().splitlines()]
+    assert lines_of == [f"node-0 is measuring layer {layer} of 10 (stage 3 of 7)" for layer in (2, 3)]
+
+
+def test_the_last_line_of_a_failed_start_says_that_it_failed(event: Make, state: Json) -> None:
+    out = io.StringIO()
+    startup = {"number": 2, "stages": 7, "share": 0.14, "text": "node-0 is building the model"}
+    with LiveView(Console(file=out, width=200), 120) as view:
+        view.on_state({**state, "phase": "WAITING", "step": 0, "startup": startup})
+        view.on_event(event("JobFailed", 10, step=0, reason="no node can build the job"))
+    assert out.getvalue().splitlines()[-1].endswith("FAILED")
 
 
 def test_a_rollback_shortens_the_chart(event: Callable[..., Json], state: Json) -> None:

@@ -46,15 +46,15 @@ def test_the_summary_has_a_row_for_each_change(report: Report, width: int) -> No
         "detect", "quiesce", "plan", "state", "resume", "total", "moved", "lost", "redone",
     ]  # fmt: skip
     killed, joined = lines[head + 1], lines[head + 2]
-    assert columns(killed) == columns("1 40 node-2 lost (kill) last will 3.0 25 4.0 31 190 253 3.0 MiB 0 1")
-    assert columns(joined) == columns("2 80 node-4 joined prepared – 60 3.0 42 130 235 2.0 MiB 0 0")
+    assert columns(killed) == columns("1 40 node-2 lost (kill) last will 3 25 4 31 190 253 3.0 MiB 0 1")
+    assert columns(joined) == columns("2 80 node-4 joined – – 60 3 42 130 235 2.0 MiB 0 0")
     assert max(map(len, lines)) <= width
 
 
 def test_a_narrow_summary_leaves_out_columns_but_no_number(report: Report) -> None:
     lines = printed(render_summary(report), 80).splitlines()
     head = next(i for i, line in enumerate(lines) if "quiesce" in line)
-    assert columns(lines[head + 1]) == columns("1 40 3.0 25 4.0 31 190 253 3.0 MiB 0 1")
+    assert columns(lines[head + 1]) == columns("1 40 3 25 4 31 190 253 3.0 MiB 0 1")
     assert any(columns(line)[:6] == columns("1 what node-2 lost (kill) at") for line in lines)
     assert max(map(len, lines)) <= 80
 
@@ -141,8 +141,20 @@ def test_the_status_shows_how_a_job_ended_and_why_no_coordinator_leads(state: Js
 
 def test_the_status_shows_the_progress_of_planning(state: Json) -> None:
     text = printed(render_status(state | {"planning": {"done": 16, "total": 64}}))
-    assert "16 of 64 numbers of nodes" in text and "━" * 24 in text
+    assert "━" * 6 + "─" * 18 + "  25% 16 of 64 numbers of nodes" in text
     assert "planning" not in printed(render_status(state | {"planning": None}))
+
+
+def test_the_status_shows_the_progress_of_the_start(state: Json) -> None:
+    startup = {"number": 3, "stages": 7, "share": 0.5, "text": "node-0 is measuring layer 3 of 10"}
+    waiting = state | {"phase": "WAITING", "waiting_for": "node-0 to build and measure the model"}
+    text = printed(render_status(waiting | {"startup": startup}))
+    assert "WAITING  the job is starting" in text and "submit" not in text and "no job" not in text
+    assert "━" * 12 + "─" * 12 + "  50% node-0 is measuring layer 3 of 10 (stage 3 of 7)" in text
+    nodes = printed(render_status(waiting | {"startup": startup, "job": None}))
+    assert "WAITING  the nodes are starting" in nodes and "submit" not in nodes
+    idle = printed(render_status(waiting | {"startup": None, "job": None, "waiting_for": "a job"}))
+    assert "no job is running" in idle and "submit one with" in idle
 
 
 def test_the_status_names_the_newest_snapshot(state: Json) -> None:

@@ -26,6 +26,7 @@ PARAMETERS = FtdParameters(
     snapshot_write_s=0.1,
     protection="auto",
     checkpoint_every=50,
+    checkpoint_cost_share=0.0,
 )
 STATE_BYTES = 6000
 LAYERS = 4
@@ -163,3 +164,13 @@ def test_a_removal_at_the_moment_of_another_ones_announcement_is_handled_at_once
     outcome = run(4, *events, parameters=at_once)
     assert outcome.seconds["detecting"] == 0.0
     assert outcome.recoveries[0].at_s == pytest.approx(400.0)
+
+
+def test_snapshots_and_checkpoints_delay_training_by_what_they_cost() -> None:
+    """A write takes 24 s, of which a quarter delays training: 6 s after every 50 steps, or 0.6 s of every 5."""
+    checkpoints = changed(PARAMETERS, checkpoint_cost_share=0.25)
+    outcome = run(4, parameters=checkpoints)
+    assert outcome.seconds["stalled"] == pytest.approx(6.0 * (outcome.iterations // 50))
+    both = run(4, parameters=changed(checkpoints, snapshot_stall_s=0.2))
+    assert both.seconds["stalled"] == pytest.approx(0.8 * (both.iterations // 5))
+    assert both.iterations < outcome.iterations < run(4).iterations

@@ -1,0 +1,1 @@
+"""Protection of scripts by one line: of the trainers of several libraries, and of loops over a data loader."""

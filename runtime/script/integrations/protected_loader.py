@@ -1,0 +1,136 @@
+"""The data loader of a loop that the script keeps, with its own training code: plain, DDP or accelerate."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from runtime.script.integrations.resumable_loader import ResumableLoader, ResumePoint
+from runtime.script.plain_state import SnapshotError
+from runtime.script.random_states import random_states
+from runtime.script.ranks import Ranks
+from runtime.script.snapshotter import Snapshotter
+
+log = logging.getLogger("ftd.snapshotter")
+
+
+class ProtectedLoader:
+    """A data loader that saves a snapshot after the code for a batch, and continues where a run was killed.
+
+    The script iterates over it once per epoch. An epoch that was completed before the restart yields no
+    batches. After the last epoch the snapshots are removed.
+
+    :param loader: the script's loader, not begun.
+    :param every: number of optimizer steps between snapshots; without accelerate, of batches.
+    :param epochs: number of times that the script iterates over the loader.
+    :param accelerator: accelerate's ``Accelerator``, after ``prepare``; its objects are registered.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        name: str,
+        every: int,
+        missing: Any,
+        *,
+        epochs: int | None = None,
+        accelerator: Any = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise SnapshotError(
+                f"protect: epochs must say how often the script runs over the loader, not {epochs!r}"
+            )
+        self._loader = ResumableLoader(loader)
+        self._every = every
+        self._epochs = epochs
+        self._accelerator = accelerator
+        # Which steps were done, in which epoch, and how many of its batches by each of so many ranks.
+        self._position: dict[str, Any] = {"step": 0, "epoch": 0, "batches": 0, "ranks": 1, "start": {}}
+        objects = accelerator_objects(accelerator) if accelerator is not None else {}
+        if self._loader.has_state:
+            objects["loader"] = loader
+        self.snapshots = Snapshotter(name, position=self._position, **objects, **options)
+        self._completed_epochs = 0
+        if self.snapshots.restore(missing=missing) is not None:
+            self._completed_epochs = self._position["epoch"]
+            batches = self._batches_of(Ranks.current().count)
+            self._position["batches"] = batches
+            self._loader.resume(
+                ResumePoint(start=self._position["start"], batches=batches, random=random_states())
+            )
+        self._position["ranks"] = Ranks.current().count
+
+    def _batches_of(self, ranks: int) -> int:
+        """Return how many batches of each rank the epoch's samples are that were used; another number of ranks has
+        other batches.
+        """
+        used = self._position["batches"] * self._position["ranks"]
+        if used % ranks:
+            log.warning(
+                "the epoch continues with %d ranks after %d batches in all: %d of them are used again",
+                ranks,
+                used,
+                used % ranks,
+            )
+        return int(used // ranks)
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps that were done, of the run before a restart too."""
+        return int(self._position["step"])
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left, beginning with the one that was interrupted.
+
+        Use it where the script does something after each epoch that it should not repeat after a restart.
+        """
+        self._completed_epochs = 0
+        yield from range(self._position["epoch"], self._epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._completed_epochs:
+            self._completed_epochs -= 1
+            return
+        place = self._position
+        if hasattr(self._loader.loader, "set_epoch"):  # accelerate's
+            self._loader.loader.set_epoch(place["epoch"])
+        iterator = iter(self._loader)
+        place["start"] = self._loader.start
+        for batch in iterator:
+            yield batch
+            place["batches"] += 1
+            if self._accelerator is None or self._accelerator.sync_gradients:
+                place["step"] += 1
+                if place["step"] % self._every == 0:
+                    self.snapshots.snapshot(place["step"])
+        place["epoch"] += 1
+        place["batches"] = 0
+        if place["epoch"] == self._epochs:
+            self.snapshots.remove()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def accelerator_objects(accelerator: Any) -> dict[str, Any]:
+    """Return what an ``Accelerator`` has prepared and what was registered with it, by name.
+
+    :raises SnapshotError: nothing was prepared yet.
+    """
+    found = {
+        "model": accelerator._models,
+        "optimizer": accelerator._optimizers,
+        "scheduler": accelerator._schedulers,
+        "custom": accelerator._custom_objects,
+        "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
+    }
+    if not found["model"]:
+        raise SnapshotError("protect: call it after accelerator.prepare(model, optimizer, …)")
+    return {f"{kind}_{number}": part for kind, parts in found.items() for number, part in enumerate(parts)}

@@ -1,0 +1,137 @@
+"""A data loader that can continue in the middle of an epoch, with the samples that an undisturbed run takes.
+
+The order of an epoch's samples follows from the states of random generators when the epoch begins. They
+are saved; to continue, they are set again, the batches that were used are skipped, and then the random
+states of the snapshot are set.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from runtime.script.random_states import random_states, set_random_states
+
+EpochStart = dict[str, Any]
+"""The states of all generators at the beginning of an epoch: ``global`` and ``own``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """The point of an epoch from which a loader continues.
+
+    :param start: states at the epoch's beginning.
+    :param batches: number of batches to skip.
+    :param random: the global random states before the next batch is read.
+    """
+
+    start: EpochStart
+    batches: int
+    random: dict[str, Any]
+
+
+class _SkippingBatches(Sampler[Any]):
+    """A batch sampler that skips the first batches of one epoch without reading their samples."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.resume_point: ResumePoint | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loader with workers makes two iterators and reads one of them: only that one takes the point.
+        point, self.resume_point = self.resume_point, None
+        iterator = iter(self.batches)
+        if point is not None:
+            for _ in range(point.batches):
+                next(iterator, None)
+            set_random_states(point.random)
+        yield from iterator
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":  # While it is unpickled in a worker.
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+class ResumableLoader:
+    """A data loader of torch or accelerate with its position.
+
+    Map-style data is skipped without being read. A loader with a state of its own (``StatefulDataLoader``)
+    must have been restored. Other iterable data is read up to the position.
+
+    :param loader: the loader. Its batch sampler is replaced by one that can skip batches.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.start: EpochStart = {}
+        """The states at the beginning of the current epoch."""
+        self._resume_point: ResumePoint | None = None
+        base = getattr(loader, "base_dataloader", loader)
+        self.has_state = hasattr(base, "state_dict")
+        self._batches: _SkippingBatches | None = None
+        by_index = base.batch_sampler is not None and not isinstance(base.dataset, IterableDataset)
+        if by_index and not self.has_state:
+            self._batches = _SkippingBatches(base.batch_sampler)
+            # A DataLoader refuses to change its batch sampler, since one that was begun has read it already.
+            # This one was not begun.
+            object.__setattr__(base, "batch_sampler", self._batches)
+
+    def resume(self, point: ResumePoint) -> None:
+        """Let the next epoch begin at the point."""
+        self._resume_point = point
+
+    def __iter__(self) -> Iterator[Any]:
+        point, self._resume_point = self._resume_point, None
+        if point is not None:
+            self._set_start(point.start)
+        self.start = {"global": random_states(), "own": [g.get_state() for g in self._generators()]}
+        if point is None:
+            return iter(self.loader)
+        if self._batches is not None:
+            self._batches.resume_point = point
+            return iter(self.loader)
+        return self._read_up_to(point)
+
+    def _read_up_to(self, point: ResumePoint) -> Iterator[Any]:
+        iterator = iter(self.loader)
+        if not self.has_state:
+            for _ in range(point.batches):
+                next(iterator, None)
+        set_random_states(point.random)
+        yield from iterator
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def _set_start(self, start: EpochStart) -> None:
+        set_random_states(start["global"])
+        for generator, state in zip(self._generators(), start["own"], strict=False):
+            generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators of the loader and of all samplers within it, each once."""
+        found: list[torch.Generator] = []
+        waiting: list[Any] = [self.loader]
+        known = set[int]()
+        while waiting:
+            part = waiting.pop()
+            if part is None or id(part) in known:
+                continue
+            known.add(id(part))
+            for name in ("generator", "synchronized_generator"):
+                generator = getattr(part, name, None)
+                if isinstance(generator, torch.Generator) and not any(generator is g for g in found):
+                    found.append(generator)
+            waiting += [getattr(part, name, None) for name in ("base_dataloader", "sampler", "batch_sampler")]
+        return found

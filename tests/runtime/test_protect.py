@@ -1,0 +1,121 @@
+"""Tests of ``protect`` within one process: what it rejects, and where a loader continues."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from ftd import SnapshotError, protect
+from runtime.script.integrations.resumable_loader import ResumableLoader, ResumePoint
+from runtime.script.random_states import random_states
+
+NUMBERS = TensorDataset(torch.arange(20))
+
+
+class Noisy(IterableDataset[Tensor]):
+    """Data in an order that the global generator decides."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.randperm(20)
+
+
+def with_own_generator() -> DataLoader[Any]:
+    sampler = RandomSampler(NUMBERS, generator=torch.Generator().manual_seed(5))
+    return DataLoader(NUMBERS, batch_size=3, sampler=sampler)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "global generator": lambda: DataLoader(NUMBERS, batch_size=3, shuffle=True),
+    "own generator": with_own_generator,
+    "iterable": lambda: DataLoader(Noisy(), batch_size=3),
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_loader_continues_in_its_second_epoch_with_the_batches_that_are_left(
+    make: Callable[[], DataLoader[Any]],
+) -> None:
+    torch.manual_seed(1)
+    whole = ResumableLoader(make())
+    list(whole)
+    batches = iter(whole)
+    for _ in range(4):
+        next(batches)
+        torch.rand(1)  # The model draws random numbers, too.
+    point = ResumePoint(start=whole.start, batches=4, random=random_states())
+    left = [str(batch) for batch in batches] + [str(torch.rand(1))]
+    following = [str(batch) for batch in whole]
+
+    torch.manual_seed(99)
+    other = ResumableLoader(make())
+    other.resume(point)
+    assert [str(batch) for batch in other] + [str(torch.rand(1))] == left
+    assert [str(batch) for batch in other] == following
+
+
+def test_an_epoch_that_was_completed_is_not_repeated(tmp_path: Path) -> None:
+    def protected() -> Any:
+        model = nn.Linear(2, 1)
+        return protect(
+            DataLoader(NUMBERS, batch_size=10, shuffle=True),
+            "job",
+            epochs=3,
+            model=model,
+            directory=tmp_path,
+        )
+
+    first = protected()
+    assert len(list(first)) == 2
+    next(iter(first))
+    first.snapshots.close()
+    second = protected()
+    assert second.step == 2 and list(second.epochs()) == [0, 1, 2]
+    assert list(second) == []  # The last snapshot is that of the epoch's last batch.
+    assert [len(list(second)) for _ in range(2)] == [2, 2]
+    assert not (tmp_path / "job").exists()
+
+
+def test_what_cannot_be_protected_is_rejected_by_name() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(SnapshotError, match=r"cannot protect a Linear.*data loader"):
+        protect(model, "job")
+    with pytest.raises(SnapshotError, match="every must be a number of steps from 1 on, not 0"):
+        protect(DataLoader(NUMBERS), "job", every=0, epochs=1, model=model)
+    with pytest.raises(SnapshotError, match="how often the script runs over the loader, not None"):
+        protect(DataLoader(NUMBERS), "job", model=model)
+
+
+def test_lightning_epochs_of_one_batch_are_rejected(tmp_path: Path) -> None:
+    pl = pytest.importorskip("pytorch_lightning")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+    class Model(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return (self.weight * batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = protect(
+        pl.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ),
+        "job",
+        directory=tmp_path,
+    )
+    with pytest.raises(SnapshotError, match="epochs have one batch each"):
+        trainer.fit(Model(), DataLoader(NUMBERS, batch_size=20))

@@ -1,0 +1,159 @@
+"""Zygotes that a server forks, with real processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.process.zygote_server import SERVER_VARIABLE, listen
+from runtime.wire.frames import Decoder
+from runtime.wire.zygote_protocol import ZygoteNotice, ZygoteReady
+
+LIMIT_S = 60.0
+
+
+class Asked:
+    """A process that asked the server for a zygote."""
+
+    def __init__(self, path: Path, *modules: str, parent: int | None = None, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "runtime.process.zygote", "--parent", str(os.getpid()), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, SERVER_VARIABLE: str(path), **environment},
+        )
+        assert self.process.stdout is not None
+        decoder: Decoder[ZygoteNotice] = Decoder(ZygoteNotice)
+        notice = next(iter(decoder.feed(os.read(self.process.stdout.fileno(), 4096))), None)
+        assert isinstance(notice, ZygoteReady)
+        self.zygote = notice.pid
+
+    def end(self) -> tuple[int, str]:
+        """Return the exit status and what was written to stderr."""
+        _, stderr = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, stderr.decode()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the path of a server's socket."""
+    path = tmp_path_factory.mktemp("z") / "s"
+    with serving(path):
+        yield path
+
+
+def serving(path: Path) -> subprocess.Popen[bytes]:
+    with listen(path) as listener:
+        arguments = ["--parent", str(os.getpid()), "--listener", str(listener.fileno())]
+        return Ended(
+            [sys.executable, "-P", "-m", "runtime.process.zygote_server", *arguments],
+            pass_fds=[listener.fileno()],
+        )
+
+
+class Ended(subprocess.Popen[bytes]):
+    """A process that ends with its block."""
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def text(pid: int, file: str) -> str:
+    return Path(f"/proc/{pid}/{file}").read_bytes().replace(b"\0", b"\n").decode()
+
+
+def test_a_zygote_has_the_environment_of_the_process_that_asked(server: Path) -> None:
+    asked = Asked(server, "calendar", PYTHONPATH=str(Path.cwd()), LANG="xx")
+    assert asked.zygote != asked.process.pid
+    asked.process.stdin.close()  # type: ignore[union-attr]
+    until(lambda: gone(asked.zygote))
+    asked.process.stdin = None
+    assert asked.end() == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_process_that_asked_ends_as_its_zygote_does(server: Path, number: signal.Signals) -> None:
+    asked = Asked(server)
+    os.kill(asked.zygote, number)
+    assert asked.end()[0] == -number
+
+
+def test_a_zygote_ends_with_the_process_that_asked(server: Path) -> None:
+    """The next request is served."""
+    asked = Asked(server)
+    asked.process.kill()
+    until(lambda: gone(asked.zygote))
+    asked.end()
+    again = Asked(server)
+    assert not gone(again.zygote)
+    again.process.kill()
+    again.end()
+
+
+def test_a_module_that_starts_threads_is_left_out_and_the_zygote_still_ends(
+    server: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "threads_at_import.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    asked = Asked(server, "threads_at_import", PYTHONPATH=f"{Path.cwd()}:{tmp_path}")
+    assert asked.zygote != asked.process.pid
+    asked.process.kill()
+    until(lambda: gone(asked.zygote))
+    assert "threads_at_import starts threads and is left out" in asked.end()[1]
+
+
+def test_a_process_with_other_settings_of_the_c_library_is_its_own_zygote(server: Path) -> None:
+    asked = Asked(server, MALLOC_ARENA_MAX="1")
+    assert asked.zygote == asked.process.pid
+    asked.process.kill()
+    asked.end()
+
+
+def test_a_request_that_nobody_understands_harms_nothing(server: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(server))
+        stranger.send(b"\xc1 no context")
+        assert stranger.recv(100)
+    asked = Asked(server)
+    assert asked.zygote != asked.process.pid
+    asked.process.kill()
+    asked.end()
+
+
+def test_the_end_of_the_server_ends_its_zygotes_and_later_ones_import_torch_themselves(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "s"
+    with serving(path) as process:
+        asked = Asked(path)
+        process.kill()
+    until(lambda: gone(asked.zygote))
+    status, stderr = asked.end()
+    assert status == 1 and "has ended" in stderr
+    alone = Asked(path)
+    assert alone.zygote == alone.process.pid
+    alone.process.kill()
+    assert "Connection refused" in alone.end()[1]
