@@ -42,7 +42,7 @@ _DEVICE_ERRORS = ("CUDA error", "HIP error", "CUBLAS_STATUS", "CUDNN_STATUS", "u
 """Parts of the last line of an exception that a device or its driver caused."""
 _DETAIL_CHARACTERS = 200
 """Most characters of a failure's detail that are kept."""
-_MAX_FAILURES = 20
+MAX_FAILURES = 20
 """Most failures of a node that are kept."""
 _STANDS_OUT = 3
 """Multiple of the other nodes' mean number of such failures from which on a node stands out."""
@@ -124,7 +124,7 @@ def note_failure(c: Cluster, node: NodeMachine, cause: QuarantineCause, detail: 
         generation=c.generation,
         detail=detail[:_DETAIL_CHARACTERS],
     )
-    node.failures = (*_recent(c, node), failure)[-_MAX_FAILURES:]
+    node.failures = (*_recent(c, node), failure)[-MAX_FAILURES:]
     c.persist()
     evidence = [one for one in node.failures if one.cause == cause]
     if len(evidence) < limits.failures or not _stands_out(c, node, cause, len(evidence)):

@@ -23,7 +23,7 @@ from statemachine.cluster.membership import (
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Quiescing, Resuming, Running
 from statemachine.cluster.progress import take_heartbeat, take_stepped
-from statemachine.cluster.quarantine import note_failure
+from statemachine.cluster.quarantine import MAX_FAILURES, note_failure
 from statemachine.cluster.recovery import (
     include_returned_node,
     lose_node,
@@ -113,7 +113,7 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             found = [f"the snapshot of step {signal.corrupt_step} is corrupt in its memory"]
             if not snapshots.take_retained(c, node, signal):
                 found.clear()
-            repairs = snapshots.take_repairs(node, signal)
+            repairs = min(snapshots.take_repairs(node, signal), MAX_FAILURES)  # A hostile node may say 2**60.
             found += ["bytes of a snapshot changed in its memory, and were repaired"] * repairs
             for detail in found:
                 _take_corruption(c, node, detail)

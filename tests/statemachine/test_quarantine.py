@@ -345,3 +345,10 @@ def test_a_coordinator_counts_bytes_that_changed_and_were_repaired_once() -> Non
     assert s.aside()["node-3"]["cause"] == "checksum"
     assert [one.node for one in s.commands(Fence)] == ["node-3"]
     assert {one.node for one in s.commands(Quiesce)} == {"node-0", "node-1", "node-2"}
+
+
+def test_a_number_of_repairs_that_no_node_can_have_made_costs_no_memory() -> None:
+    s = Bad()
+    s.wait(60.0)
+    s.say("node-3", Heartbeat(generation=1, committed=None, repairs=2**60))
+    assert s.aside()["node-3"]["cause"] == "checksum"
