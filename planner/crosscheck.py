@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from planner.pipelines.batch import distribute_batch, score_ms
+from planner.pipelines.batch import score_ms
+from planner.pipelines.distribution import distribute_batch
 from planner.preview import Preview
 
 

@@ -18,7 +18,7 @@ from planner.changes.cover import Masks
 from planner.changes.tradeoff import expected_iteration_s
 from planner.changes.transition import plan_transfers
 from planner.mapping.recut import recut
-from planner.pipelines.batch import distribute_batch
+from planner.pipelines.distribution import distribute_batch
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import PipelineClock
 from planner.values import Device, PipelinePlacement, StagePlacement, StageTemplate

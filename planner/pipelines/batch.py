@@ -12,8 +12,7 @@ from heapq import heapify, heappop, heappush
 from statistics import pstdev
 
 from planner.errors import BatchError
-from planner.pipelines.variance import least_variance
-from planner.values import BatchObjective, BatchSolver
+from planner.values import BatchObjective
 
 Cost = Callable[[int], float]
 """Milliseconds for a number of microbatches ≥ 1; never falls as the number grows. Pipelines whose costs are
@@ -48,25 +47,6 @@ def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None
     raise BatchError(f"global_batch {global_batch} {what}; {recommended}", nearest)
 
 
-def distribute_batch(
-    objective: BatchObjective, costs: Sequence[Cost], microbatches: int, solver: BatchSolver = "exact"
-) -> tuple[int, ...]:
-    """Return the shares that are best by ``Policy.batch_objective``, found by ``Policy.batch_solver``.
-
-    Both solvers prove the optimum; where several shares are equally good, they may return different ones.
-
-    :raises BatchError: fewer microbatches than pipelines.
-    :raises SolverError: the Pyomo model was not solved.
-    """
-    if solver == "pyomo":
-        from planner.pipelines.programs import distribute_for_by_model
-
-        return distribute_for_by_model(objective, costs, microbatches)
-    if objective == "minmax":
-        return distribute(costs, microbatches)
-    return least_variance(microbatch_ms(costs, microbatches), microbatches)
-
-
 def microbatch_ms(costs: Sequence[Cost], microbatches: int) -> list[float]:
     """Return T_i of Eq. 6: each pipeline's time per microbatch.
 
@@ -84,7 +64,7 @@ def microbatch_ms(costs: Sequence[Cost], microbatches: int) -> list[float]:
 
 
 def score_ms(objective: BatchObjective, costs: Sequence[Cost], shares: Sequence[int]) -> float:
-    """Return the objective of ``distribute_batch``: the slowest time, or the standard deviation of N_i·T_i."""
+    """Return the value of an objective: the slowest time, or the standard deviation of N_i·T_i."""
     if objective == "minmax":
         return max(cost(share) for cost, share in set(zip(costs, shares, strict=True)))
     times = microbatch_ms(costs, sum(shares))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from planner.errors import TooFewNodesError
-from planner.pipelines.batch import check_batch, distribute_batch
+from planner.pipelines.batch import check_batch
+from planner.pipelines.distribution import distribute_batch
 from planner.pipelines.search import Search
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import PipelineClock

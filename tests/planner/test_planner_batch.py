@@ -15,10 +15,10 @@ from planner.pipelines.batch import (
     Cost,
     check_batch,
     distribute,
-    distribute_batch,
     largest_share,
     score_ms,
 )
+from planner.pipelines.distribution import distribute_batch
 from planner.pipelines.programs import distribute_by_model, distribute_for_by_model, least_variance_by_model
 from planner.pipelines.variance import least_variance
 from planner.stages.makespan import PipelineClock

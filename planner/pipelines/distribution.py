@@ -1,0 +1,25 @@
+"""The method by which a policy distributes the batch: combinatorial, or integer programs."""
+
+from collections.abc import Sequence
+
+from planner.pipelines.batch import Cost, distribute, microbatch_ms
+from planner.pipelines.programs import distribute_for_by_model
+from planner.pipelines.variance import least_variance
+from planner.values import BatchObjective, BatchSolver
+
+
+def distribute_batch(
+    objective: BatchObjective, costs: Sequence[Cost], microbatches: int, solver: BatchSolver = "exact"
+) -> tuple[int, ...]:
+    """Return the shares that are best by ``Policy.batch_objective``, found by ``Policy.batch_solver``.
+
+    Both solvers prove the optimum; where several shares are equally good, they may return different ones.
+
+    :raises BatchError: fewer microbatches than pipelines.
+    :raises SolverError: the Pyomo model was not solved.
+    """
+    if solver == "pyomo":
+        return distribute_for_by_model(objective, costs, microbatches)
+    if objective == "minmax":
+        return distribute(costs, microbatches)
+    return least_variance(microbatch_ms(costs, microbatches), microbatches)
