@@ -136,12 +136,14 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
             detected_at=c.at,
             began_at=c.at,
             tried=record.tried if record is not None else 0,
-            recomputed_steps=past.recomputed_steps if past is not None else 0,
             before=c.resumption.plan.pipelines if c.resumption is not None else (),
         )
         recovery_times.find_begin(c, found, nodes)
-        if past is not None and (isinstance(c.state, Paused) or past.waited_until is not None):
-            recovery_times.continue_after_pause(found, past, c.at)
+        if past is not None:
+            found.recomputed_steps, found.rolled_back_steps = past.recomputed_steps, past.rolled_back_steps
+            found.tier = past.tier
+            if isinstance(c.state, Paused) or past.waited_until is not None:
+                recovery_times.continue_after_pause(found, past, c.at)
         return found
     record.nodes.extend(name for name in nodes if name not in record.nodes)
     recovery_times.find_begin(c, record, nodes)
@@ -150,13 +152,12 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
 
 def recover_from_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: str) -> None:
     """Start a reconfiguration if the current generation needs a node or trainer that is gone."""
-    state, record = c.state, c.recovery
-    needed = node.name in c.required_nodes
-    if needed:
+    state = c.state
+    if node.name in c.required_nodes:
         record = note_cause(c, cause, [node.name], how)
-    elif isinstance(state, Planning | Resuming) and not node.alive:
-        needed = node.name in state.sources
-    if record is None or not needed:
+    elif isinstance(state, Planning | Resuming) and node.name in state.sources and not node.alive:
+        record = state.recovery
+    else:
         return
     if isinstance(state, Quiescing) and state.mode == "abort" and not node.alive:
         state.recovery = record

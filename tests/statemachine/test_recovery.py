@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from planner.planner import Planner
 from planner.values import Device, StatePart
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (
@@ -359,6 +360,39 @@ def test_the_planner_plans_ahead_for_an_abort_and_not_for_a_boundary() -> None:
     assert set(s.one(PlanAhead).devices) == {"node-0", "node-1"}, "node-3 is to leave"
     s.say("node-0", Heartbeat(generation=1, committed=committed(1)))
     assert not s.all(PlanAhead)
+
+
+def test_nothing_is_planned_ahead_before_a_new_coordinator_has_templates() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
+    s.feed(BrokerConnected)
+    assert s.commands(Quiesce) and not s.all(PlanAhead)
+    s.feed(TemplatesReady, job_id="job-1")
+    assert set(s.one(PlanAhead).devices) == {"node-0", "node-1", "node-2"}
+
+
+def test_nothing_is_planned_ahead_where_devices_hold_parts_of_layers() -> None:
+    """Which parts they hold depends on more than the plan, so only their reports say it."""
+    s = Coordination()
+    policy = replace(POLICY, zero1=True)
+    s.planner = Planner(PROFILE, policy)
+    s.feed(BrokerConnected)
+    for number, name in enumerate(HELD):
+        s.hello(name, 100 + number)
+    s.feed(SubmitRequested, request="r", job=job(policy=policy))
+    for number, name in enumerate(HELD):
+        s.say(name, Prepared(job_id="job-1", profile=None if number else PROFILE))
+    s.feed(TemplatesReady, job_id="job-1")
+    whole = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(4))
+    for name in HELD:
+        s.quiesced(name, 1, replace(report(), parts=whole))
+    s.plan()
+    for name in HELD:
+        s.resumed(name, 1)
+    s.stepped("node-0", 1, 1)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    assert s.commands(Quiesce) and not s.all(PlanAhead)
 
 
 # --- nodes' signals ------------------------------------------------------------------------------
@@ -719,8 +753,35 @@ def test_the_times_of_a_recovery_are_those_of_its_last_generation() -> None:
     assert not s.events("RecoveryCompleted"), "the others have yet to say that they resumed"
     s.feed(NodeVanished, node="node-2", incarnation=102)
     s.wait(1.0)
-    s.goes_on(3, "node-0", "node-1", step=2)
-    assert s.recovery["total_ms"] == 1000.0 and s.recovery["nodes"] == ["node-3", "node-2"]
+    s.reports(3, "node-0", "node-1", step=2)
+    s.plan()
+    for name in ("node-0", "node-1"):
+        s.resumed(name, 3)
+    s.wait(0.5)
+    s.stepped("node-0", 3, 3)
+    assert (s.recovery["quiesce_ms"], s.recovery["resume_ms"]) == (1000.0, 500.0)
+    assert s.recovery["total_ms"] == 1500.0 and s.recovery["nodes"] == ["node-3", "node-2"]
+
+
+def test_a_loss_while_a_paused_job_continues_is_reported_and_lasts_from_the_first_loss() -> None:
+    s = Recovering(3)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.reports(2, "node-0", "node-2")
+    s.feed(PlanImpossible, generation=2, too_few=True, reason="too few", needed=3)
+    s.wait(4.0)
+    s.hello("node-3", 103)
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    assert s.modes() == dict.fromkeys(("node-0", "node-2", "node-3"), "abort")
+    s.quiesced("node-0", 3, report(1, held=(0, 1, 2, 3)))
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-3", 3, report())
+    s.plan()
+    for name in ("node-0", "node-3"):
+        s.resumed(name, 3)
+    s.stepped("node-0", 3, 2)
+    assert (s.recovery["cause"], s.recovery["nodes"]) == ("node_lost", ["node-2"])
+    assert (s.recovery["total_ms"], s.recovery["waited_ms"]) == (4100.0, 4100.0)
 
 
 # --- plans ---------------------------------------------------------------------------------------
