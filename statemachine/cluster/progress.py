@@ -91,6 +91,7 @@ def note_commit(c: Cluster) -> None:
     if c.repeated_error is not None and c.progress.known_step >= c.repeated_error.step:
         c.repeated_error = None
     c.checkpoints.state_missing_since = c.checkpoints.unreadable_since = None
+    c.checkpoints.wait_over = False
 
 
 def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:

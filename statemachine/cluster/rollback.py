@@ -104,11 +104,8 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
         and c.replicas.diverged is None
     ]
     newest = c.snapshots.newest
-    snapshot_holders = [
-        name
-        for name in (_holders_of(newest) if newest is not None else ())
-        if name not in live and _may_hold(c, name, newest)
-    ]
+    holding = _may_hold(c, newest) if newest is not None else []
+    snapshot_holders = [name for name in holding if name not in live]
     if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or snapshot_holders):
         return reason
     # Nodes that join without the state begin a generation, and must not make the wait longer.
@@ -117,7 +114,7 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
     left_s = since + c.timing.lost_state_s - c.at
     if left_s <= 0:
         return reason
-    then = "the newest checkpoint is searched for" if c.job and c.job.checkpoint.url else "the job fails"
+    then = "the newest checkpoint is searched for" if c.current_job.checkpoint.url else "the job fails"
     waited = (
         f"{reason}; {join_names(live + snapshot_holders)} may still hold it: waiting for their return for "
         f"{left_s:.3g} s, then {then}"
@@ -132,21 +129,16 @@ def _checkpoint_is_newest(c: Cluster) -> bool:
     return c.checkpoints.newest is not None and c.progress.known_step <= c.checkpoints.newest.step
 
 
-def _holders_of(newest: Snapshot) -> list[str]:
-    return sorted({*newest.owners, *newest.replica_peers.values()})
-
-
-def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
-    """Return whether a node that held a part or a copy may still hold it: it is absent, or has just returned
-    and not checked its memory yet.
+def _may_hold(c: Cluster, newest: Snapshot) -> list[str]:
+    """Return the nodes that held a part or a copy and may still hold it: those that are absent, or have just
+    returned and not checked their memory yet.
     """
-    node = c.nodes.get(name)
-    if newest is None or node is None or not node.alive:
-        return newest is not None
     key = key_of(c, newest)
-    parts = [key] if name in newest.owners else []
-    parts += [copy_of(key, owner) for owner, peer in newest.replica_peers.items() if peer == name]
-    return any(part not in node.snapshots for part in parts)
+    held = [(name, key) for name in newest.owners]
+    held += [(peer, copy_of(key, owner)) for owner, peer in newest.replica_peers.items()]
+    return sorted(
+        {name for name, part in held if not c.nodes[name].alive or part not in c.nodes[name].snapshots}
+    )
 
 
 # --- persistent checkpoints ----------------------------------------------------------------------
@@ -155,8 +147,9 @@ def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
 def search_checkpoint(c: Cluster, reason: str) -> bool:
     """Search for a persistent checkpoint before the job fails. Return ``False`` if the job writes none."""
     state, job = c.state, c.current_job
-    if not job.checkpoint.url or not isinstance(state, Planning):
+    if not job.checkpoint.url:
         return False
+    assert isinstance(state, Planning), "only the answer to a plan or a check shows that state is lost"
     state.loss_reason = reason
     if c.at < c.checkpoints.retry_at:
         _wait_for_location(c, reason)
@@ -233,7 +226,8 @@ def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> str | None:
     if checkpoint is None:
         look = f"ftd checkpoint verify {job.checkpoint.url}"
         return f"{state.loss_reason}; nor is there a sound checkpoint: {event.reason} (see: {look})"
-    layers = len(c.profiled.profile.layers) if c.profiled is not None else 0
+    assert c.profiled is not None, "a plan was requested"
+    layers = len(c.profiled.profile.layers)
     if checkpoint.layers != layers:
         return (
             f"checkpoint.url: {job.checkpoint.url} holds a model of {checkpoint.layers} layers under the "
@@ -319,8 +313,8 @@ def explain_foreign_state(c: Cluster, signal: TrainerLost) -> str | None:
     """Return why the job is lost, if a trainer cannot take the checkpoint's state because it belongs to
     another model.
     """
-    restore, job = c.resumption.restore if c.resumption is not None else None, c.job
-    if restore is None or not restore.url or job is None or signal.generation != c.resumed_generation:
+    restore, job = c.resumption.restore if c.resumption is not None else None, c.current_job
+    if restore is None or not restore.url or signal.generation != c.resumed_generation:
         return None
     return (
         f"checkpoint.url: {restore.url} holds another model under the name {job.name!r} than this job's: "

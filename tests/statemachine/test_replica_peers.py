@@ -14,6 +14,7 @@ from statemachine.events import (
     BrokerConnected,
     NodeVanished,
     PlanImpossible,
+    RestoreChecked,
     SubmitRequested,
     TemplatesReady,
 )
@@ -160,6 +161,22 @@ def test_a_replica_peer_that_returns_reports_which_copies_it_has() -> None:
     held = dict(zip(state["hosts"]["name"], state["held"], strict=True))
     own = {one["owner"] for one in held["node-0"]}
     assert own == {"node-1"}  # Its own part is not there any more.
+
+
+def test_a_copy_in_memory_that_is_yet_to_be_checked_is_waited_for() -> None:
+    s = Alone()
+    s.complete_snapshot()
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    s.note("node-0 has found its own part, and not yet the copy of node-1's")
+    s.hello("node-0", 200, snapshots=(HeldSnapshot(job_id="job-1", step=3, generation=1),))
+    s.say("node-0", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-0", s.machine.generation, report())
+    lost = {"too_few": False, "reason": "lost", "lost_layers": (0, 1, 2, 3)}
+    s.feed(PlanImpossible, generation=s.machine.generation, **lost)
+    s.feed(RestoreChecked, generation=s.machine.generation, possible=False, reason="a part is missing")
+    assert "node-1 and node-0 may still hold it" in s.machine.public_state()["waiting_for"]
 
 
 def test_the_loss_of_an_idle_replica_peer_starts_a_new_generation() -> None:

@@ -9,6 +9,7 @@ from statemachine.cluster.spikes import MAX_TRIES
 from statemachine.effects import CheckRestore, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, RestoreChecked, TemplatesReady
 from statemachine.messages.cluster import Quiesced, Resume, RetainSnapshot, Stepped
+from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, CommittedStep, UpdatePolicy, Vote, batch_of
 from statemachine.timing import Timing
 from tests.helpers.snapshot_machine import HELD, Snapshots
@@ -32,7 +33,7 @@ def before_spike(**policy: Any) -> Snapshots:
 
 def answer_quiesce(s: Snapshots, step: int, *names: str) -> None:
     for name in names or tuple(HELD):
-        state = report(step, held=HELD[name], lineage=s.machine.lineage)
+        state = report(step, held=HELD.get(name, ()), lineage=s.machine.lineage)
         s.say(name, Quiesced(generation=s.machine.generation, reports=(state,)))
 
 
@@ -155,10 +156,35 @@ def test_a_snapshot_that_cannot_be_restored_does_not_fail_the_job() -> None:
     asked = s.one(CheckRestore)
     s.feed(RestoreChecked, generation=asked.generation, possible=False, reason="no part of node-1", tier="")
     assert any("cannot be restored: no part of node-1, so it" in e.reason for e in s.all(EmitEvent))
+    assert {one.command.mode for one in s.commands(Quiesce)} == {"abort"}, "all of them stand still"
     answer_quiesce(s, 6)
     s.plan()
     resume(s)
     assert s.machine.phase is ClusterPhase.RUNNING and s.machine.committed_step == 6 and not skipped(s)
+
+
+def test_a_spike_in_the_first_step_after_a_join_belongs_to_the_recovery_of_the_join() -> None:
+    s = before_spike()
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    answer_quiesce(s, 5)
+    s.quiesced("node-4", 2, report())
+    s.plan()
+    say_loss(s, 6, 9.0)
+    assert s.machine.phase is ClusterPhase.QUIESCING
+    roll_back(s, 6, *HELD, "node-4")
+    resume(s)
+    s.resumed("node-4", 3)
+    say_loss(s, 4, 0.25)
+    [completed] = s.events("RecoveryCompleted")
+    recovery = completed.details["recovery"]
+    assert (recovery["cause"], recovery["nodes"], recovery["generations_tried"]) == (
+        "node_joined",
+        ["node-4"],
+        2,
+    )
+    assert recovery["rolled_back_steps"] == 3
 
 
 def test_what_counts_as_a_spike() -> None:

@@ -357,7 +357,7 @@ def discard_after(c: Cluster, checkpoint: CheckpointRecord) -> None:
     abandon(c, f"all trainers go back to step {checkpoint.step}")
     checkpoints.newest, checkpoints.last_tried_step = checkpoint, checkpoint.step
     checkpoints.exported_step = min(checkpoints.exported_step, checkpoint.step)
-    checkpoints.final_abandoned = checkpoints.wait_over = False
+    checkpoints.final_abandoned = False
     # What may still be committed belongs to steps that are undone.
     checkpoints.corrupt_steps |= {step for step in checkpoints.unanswered.values() if step > checkpoint.step}
 

@@ -137,7 +137,7 @@ class JobCheckpoints:
     """Steps of checkpoints that turned out to be corrupt."""
     wait_over: bool = False
     """Whether the wait for nodes with later state is over, so that the job continues from the next checkpoint
-    found.
+    found; until a step is committed.
     """
     state_missing_since: float | None = None
     """Time at which the job first waited for absent nodes with state since a step was committed."""
