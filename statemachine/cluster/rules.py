@@ -165,9 +165,9 @@ def decide(
             layers = _by_gradients(device, report, target, resumption, owned)
             if layers:
                 ready[device] = layers
-                parts[device] = _parts_by_gradients(device, report, layers, target, resumption, zero1=zero1)
+                parts[device] = _parts_by_gradients(device, report, target, resumption, zero1=zero1)
                 holdings[device] = _whole(layers, parts[device]) if report.parts else layers
-    in_flight = any(r.ready_step == target + 1 and r.committed_step == target for _, r in counted)
+    in_flight = any(r.ready_step == target + 1 for _, r in counted)
     outcome: Outcome
     if resumption is None:
         outcome = "start"
@@ -211,24 +211,21 @@ def _by_gradients(
 def _parts_by_gradients(
     device: Device,
     report: DeviceReport,
-    layers: frozenset[int],
     target: int,
     resumption: Resumption | None,
     *,
     zero1: bool,
 ) -> tuple[StatePart, ...]:
-    """Return the parts of these layers that ``device`` holds at ``target`` once it applies the gradients that
-    it reports.
-    """
+    """Return the parts that ``device`` holds at ``target`` once it applies the gradients that it reports."""
     if resumption is None or not report.parts:
         return ()
     if target == resumption.step:
         counted = set(resumption.ready_parts.get(device, ()))
-        return tuple(part for part in report.parts if part in counted and part.layer in layers)
+        return tuple(part for part in report.parts if part in counted)
     owned = owned_parts(resumption.plan, device, zero1=zero1)
     if "aor" not in resumption.protection:  # Replicas of the previous group do not follow this one's steps.
         owned = frozenset(kept for kept in owned if not kept.replica)
-    return tuple(part for part in report.parts if part.layer in layers and part in owned)
+    return tuple(part for part in report.parts if part in owned)
 
 
 def _whole(layers: frozenset[int], parts: tuple[StatePart, ...]) -> frozenset[int]:

@@ -116,6 +116,17 @@ def test_a_start_needs_no_roll_forward() -> None:
     assert (decision.step, decision.vote, decision.outcome) == (0, None, "start")
 
 
+def test_without_any_report_the_job_is_at_its_start() -> None:
+    decision = decide({}, None, None, "abort")
+    assert (decision.step, decision.vote, decision.outcome) == (0, None, "start")
+
+
+def test_the_vote_of_the_newest_step_comes_from_any_report_that_has_it() -> None:
+    without = tuple(structs.replace(report, vote=None) for report in at(8, 0, 1))
+    decision = decide({"a": without, "b": at(8, 2, 3), "c": at(7, 0, 1)}, known(7), RUNNING, "abort")
+    assert (decision.step, decision.vote) == (8, known(8).vote)
+
+
 def test_all_nodes_at_the_boundary() -> None:
     decision = decide({"a": at(7, 0, 1), "b": at(7, 2, 3)}, known(7), RUNNING, "boundary")
     assert (decision.outcome, decision.in_flight) == ("boundary", False)
