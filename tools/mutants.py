@@ -485,7 +485,8 @@ class MutantRunner:
 
     def _unit_tests(self, tests: dict[tuple[str, int], list[pytest.Item]], mutant: Mutant) -> str:
         """Return the test that fails for this mutant, or an empty string."""
-        chosen = dict.fromkeys(item for line in mutant.lines for item in tests.get((mutant.path, line), ()))
+        lines = mutant.lines if mutant.function else {line for path, line in tests if path == mutant.path}
+        chosen = dict.fromkeys(item for line in lines for item in tests.get((mutant.path, line), ()))
         become(mutant)
         likely_first = sorted(chosen, key=lambda item: -self._kills[item.nodeid])
         return next((item.nodeid for item in likely_first if _fails(item)), "")
