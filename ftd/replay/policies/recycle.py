@@ -4,7 +4,8 @@ Assumptions:
 
 * All pipelines are copies of one template, so that the workers of a stage are interchangeable: at the start, the
   template with which full pipelines are fastest. Nodes that are left over are spares. The template is kept until
-  the job starts again. Without failures, the pace is that of the job's best plan for as many nodes.
+  the job starts again. Without failures, the pace is that of the job's best plan for as many nodes, which favours
+  ReCycle where that plan has unequal pipelines; the baseline ``equal`` takes the time of its own pipelines.
 * After a failure the microbatches of the dead node's stages go to the workers of the same stages in other
   pipelines (adaptive pipelining, section 3.1). No state moves, and schedules were computed beforehand. The
   iteration in flight is lost, because its gradients are. The iteration is longer by the quotient of two schedules
@@ -78,9 +79,10 @@ class RecycleParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Whether a stage begins the next iteration before the other stages have finished theirs."""
     spread: bool
     """Whether failures are spread over the stages."""
-    baseline: Literal["1f1b", "same"]
-    """Schedule without failures that takes the time of the job's best plan: 1F1B, as in the paper; or the one with
-    the same techniques.
+    baseline: Literal["1f1b", "same", "equal"]
+    """Schedule without failures, and its time: ``1f1b``, that of the paper, takes the time of the job's best plan;
+    ``same``, one with the same techniques, takes that time; ``equal`` is 1F1B in the equal pipelines and takes the
+    planner's time for them.
     """
     memory_cap: MemoryCap
     """Microbatches whose activations fit into a device: any number, or those of 1F1B."""
@@ -152,8 +154,13 @@ class _Layout:
         dead = frozenset((number, stage) for number, p in enumerate(order) for stage in stages[p])
         parameters = self.parameters
         techniques = parameters.decoupled, parameters.staggered, parameters.memory_cap
-        fault_free = (False, False, "1f1b") if parameters.baseline == "1f1b" else techniques
+        fault_free = techniques if parameters.baseline == "same" else (False, False, "1f1b")
         return max(1.0, _iteration_s(work, dead, *techniques) / _iteration_s(work, frozenset(), *fault_free))
+
+    @cached_property
+    def fault_free_s(self) -> float:
+        """Time of an iteration of all pipelines with 1F1B."""
+        return _equal_pipelines_ms(self.job, self.template, self.pipelines) / 1e3
 
     def grown(self) -> "_Layout":
         """Return the layout with one more pipeline."""
@@ -163,6 +170,12 @@ class _Layout:
             template=self.template,
             pipelines=self.pipelines + 1,
         )
+
+
+def _equal_pipelines_ms(job: ReplayJob, template: Template, pipelines: int) -> float:
+    """Return the planner's time of an iteration of so many copies of a template."""
+    most = -(-job.policy.microbatches // pipelines)
+    return job.planner.costs.step_cost(template.stages, pipelines)(most)
 
 
 @lru_cache(maxsize=4096)
@@ -280,7 +293,8 @@ class RecyclePolicy(RecoveryPolicy):
         return Reaction(pauses=steps, running=running, undo=undo, after_s=after_s)
 
     def _running(self, layout: _Layout, present: int) -> Running:
-        fault_free_s = self._pace.iteration_s(layout.nodes)
+        best_s = self._pace.iteration_s(layout.nodes)
+        fault_free_s = layout.fault_free_s if self._parameters.baseline == "equal" else best_s
         assert fault_free_s is not None
         self._iteration_s = fault_free_s * layout.slowdown(set(layout.positions) - self._placed.keys())
         parameters = self._parameters
@@ -326,7 +340,7 @@ class RecyclePolicy(RecoveryPolicy):
         for size, template in templates.items():
             pipelines = min(len(nodes) // size, batch)
             if pipelines:
-                iteration_ms = job.planner.costs.step_cost(template.stages, pipelines)(-(-batch // pipelines))
+                iteration_ms = _equal_pipelines_ms(job, template, pipelines)
                 choices.append((pipelines < 2, iteration_ms, size, pipelines))
         _, _, size, pipelines = min(choices)
         self._layout = _Layout(

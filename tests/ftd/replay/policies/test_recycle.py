@@ -83,6 +83,24 @@ def test_the_iteration_is_longer_as_in_the_small_case_of_rerouting(
     assert iteration_s(failing(policy, names(12), "n6")) == pytest.approx(iteration_s(before) * slots / 27)
 
 
+def test_equal_pipelines_may_take_the_time_that_the_planner_has_for_them(tmp_path: Path) -> None:
+    """Nine nodes hold 10 layers best as pipelines of 5 and 4 nodes. Three equal ones have a stage of 4 layers, and
+    22 of the 64 microbatches.
+    """
+    file = tmp_path / "parameters.toml"
+    file.write_text('[recycle]\nbaseline = "equal"\n', encoding="utf-8")
+    job = make_job(layers=10, fewest=3)
+    found = {}
+    for baseline, parameters in {"1f1b": PARAMETERS, "equal": read_parameters(file)}.items():
+        policy = make_policy("recycle", job, parameters)
+        found[baseline] = iteration_s(policy.start(names(9), 1e6))
+        after = iteration_s(failing(policy, names(9), "n4"))
+        found[f"{baseline}, a node lost"] = after / found[baseline]
+    assert found["1f1b"] == job.iteration_s(9)
+    assert found["equal"] == pytest.approx(22 * 4 * 0.03 + 0.12)  # The first and the last one's way through.
+    assert found["equal, a node lost"] == pytest.approx(found["1f1b, a node lost"])
+
+
 def test_a_node_that_joins_takes_the_empty_position_and_copies_the_state_from_a_peer() -> None:
     policy = started(12)
     left = tuple(name for name in names(12) if name != "n6")
