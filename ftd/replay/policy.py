@@ -83,6 +83,8 @@ class Reaction:
     """``None``: the job waits for nodes after the pauses."""
     undo: Undo = "nothing"
     """Work that is lost when the pauses begin."""
+    kept_share: float = 0.0
+    """Share of an iteration, from 0 to 1, that need not be computed again although ``undo`` is ``iteration``."""
     keep_iterations: int | None = None
     """Number of iterations that are kept if more than ``undo`` says is lost, as in a return to a snapshot that
     the policy knows of; ``None``: no more is lost.

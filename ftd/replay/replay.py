@@ -376,8 +376,13 @@ class _Account:
         keep = reaction.keep_iterations
         if reaction.undo == "nothing" and keep is None:
             return 0.0  # The iteration in flight goes on after the pauses, at whatever pace.
-        redone_s = self._lose(*self._in_flight_s)
-        self._in_flight_s, self._progress = (0.0, 0.0), 0.0
+        kept = (
+            min(reaction.kept_share, self._progress) if reaction.undo == "iteration" and keep is None else 0.0
+        )
+        part = kept / self._progress if kept else 0.0
+        computing_s, reduced_s = self._in_flight_s
+        redone_s = self._lose((1 - part) * computing_s, (1 - part) * reduced_s)
+        self._in_flight_s, self._progress = (part * computing_s, part * reduced_s), kept
         if reaction.undo == "checkpoint":
             self._durable = [(at_s, count) for at_s, count in self._durable if at_s <= self.at_s]
             newest = self._durable[-1][1]

@@ -119,6 +119,10 @@ class FtdParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     checkpoint_cost_share: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Share of the time of a write by which it delays training (``planner.intervals.checkpoint_cost_share``)."""
+    keep_gradients: bool = False
+    """Estimate of what ftd does not do: after a loss, pipelines that have lost no node keep the gradients of the
+    microbatches that they have completed, and only the others are computed again.
+    """
 
     def checkpoint_write_s(self, state_bytes: int) -> float:
         """Return the time of a checkpoint of ``state_bytes``, from its order until it is complete."""

@@ -10,9 +10,14 @@ Assumptions: an aborted step is computed again (a step that some rank has commit
 durations of the phases are constants, measured on real recoveries; state moves at the rate of one device's link, the
 busiest device first (``planner.changes.tradeoff``); the time of a step is the planner's estimate; training stops for
 as long as a snapshot or checkpoint delays it, at its beginning.
+
+``keep_gradients`` estimates what ftd does not do: pipelines that have lost no node keep the gradients of the
+microbatches that they have completed. The estimate takes all stages of a pipeline for equally long. It does not count
+the time in which gradients follow their layers to other nodes, and a loss during a recovery takes none of them.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import Parameters
@@ -27,6 +32,7 @@ from ftd.replay.policy import (
     Running,
 )
 from ftd.replay.virtual_cluster import COMMIT_DELAY_S, FtdParameters, Segment, VirtualCluster
+from planner.values import PipelinePlacement, Plan
 
 
 class FtdPolicy(RecoveryPolicy):
@@ -67,13 +73,24 @@ class FtdPolicy(RecoveryPolicy):
             # Only the share of the present nodes that the plan uses may have changed.
             return None if present == self._present else Reaction(running=self._running())
         self._wake(running_since_s=cluster.now)
+        lost = change.running and not after_s
         return Reaction(
             pauses=pauses,
             running=self._running(),
-            undo="iteration" if change.running and not after_s else "nothing",
+            undo="iteration" if lost else "nothing",
+            kept_share=self._kept_share(before, change) if lost and self._parameters.keep_gradients else 0.0,
             keep_iterations=cluster.take_rollback(),
             after_s=after_s,
         )
+
+    def _kept_share(self, before: Plan | None, change: Change) -> float:
+        """Return the share of the next iteration that need not be computed if gradients are kept."""
+        if before is None or self._cluster.plan is None or not change.boundary_s:
+            return 0.0
+        progress = 1 - change.boundary_s / before.estimated_iteration_s
+        # The first microbatch's way through the stages is not saved, however many are completed.
+        part = min(each.microbatches / _slots(each) for each in self._cluster.plan.pipelines)
+        return part * completed_share(before, change.removed, progress)
 
     def _follow(self, change: Change) -> list[Segment]:
         """Advance the cluster until it trains or waits, or until the next change, and return what it did."""
@@ -146,6 +163,24 @@ class FtdPolicy(RecoveryPolicy):
 def _pauses(segments: Sequence[Segment]) -> tuple[Pause, ...]:
     """Return the segments in which no steps commit."""
     return tuple(Pause(category=one.use, seconds=one.seconds) for one in segments if one.use != "running")
+
+
+def _slots(pipeline: PipelinePlacement) -> int:
+    """Return the length of an iteration of a pipeline, in times of one microbatch on one stage."""
+    return pipeline.microbatches + len(pipeline.stages) - 1
+
+
+def completed_share(plan: Plan, lost: Collection[str], progress: float) -> float:
+    """Return the share of all microbatches that pipelines without ``lost`` nodes have completed.
+
+    :param progress: share of the iteration's time that has passed.
+    """
+    completed = 0
+    for pipeline in plan.pipelines:
+        if not set(lost).intersection(pipeline.nodes):
+            passed = math.floor(progress * _slots(pipeline)) - (len(pipeline.stages) - 1)
+            completed += max(0, passed)
+    return completed / sum(pipeline.microbatches for pipeline in plan.pipelines)
 
 
 def make_ftd(job: ReplayJob, parameters: Parameters) -> FtdPolicy:

@@ -1,5 +1,6 @@
 """The kernel of the replay: when work counts, what a reaction takes back, and where each second goes."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_an_undone_iteration_is_computed_again() -> None:
     [change] = policy.changes
     assert (change.running, change.iterations, change.removed) == (True, 2, ("n0",))
     assert change.boundary_s == pytest.approx(0.5)
+
+
+def test_an_undone_iteration_may_keep_a_share() -> None:
+    """At 5.5 s three quarters of the third iteration are done, of which half an iteration is kept."""
+    slower = Running(iteration_s=4.0, samples=8.0)
+    reaction = Reaction(running=slower, undo="iteration", kept_share=0.5)
+    outcome, _ = run(trace_of(5.5, end_s=7.5), reaction)
+    assert outcome.iterations == 3
+    assert spent(outcome) == {"computing": 7.0, "redone": 0.5}
+    most, _ = run(trace_of(5.5, end_s=6.5), dataclasses.replace(reaction, kept_share=1.0))
+    assert most.iterations == 3 and most.seconds["redone"] == 0.0
 
 
 def test_without_undo_the_iteration_in_flight_goes_on_at_the_new_pace() -> None:

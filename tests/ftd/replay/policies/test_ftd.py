@@ -7,7 +7,7 @@ from msgspec.structs import replace as changed
 
 from ftd.replay.job import ReplayJob
 from ftd.replay.outcome import Outcome
-from ftd.replay.policies.ftd import FtdPolicy
+from ftd.replay.policies.ftd import FtdPolicy, completed_share
 from ftd.replay.replay import replay
 from ftd.replay.traces.trace import Trace, TraceEvent
 from ftd.replay.virtual_cluster import FtdParameters, VirtualCluster
@@ -88,6 +88,31 @@ def test_a_loss_takes_the_phases_of_a_recovery_and_one_step() -> None:
     assert outcome.seconds["redone"] == pytest.approx(in_flight_s)
     after_s = 500.0 - sum(recovery.seconds.values())
     assert outcome.iterations == int(500.0 / step_s(4)) + int(after_s / step_s(3))
+
+
+def test_pipelines_that_lost_no_node_could_keep_the_gradients_of_completed_microbatches() -> None:
+    """Two pipelines of two stages have 6 microbatches each, so an iteration lasts 7 times as long as one takes on a
+    stage. When 5 of these times have passed, the first microbatch has needed one of them to reach the second stage.
+    """
+    cluster = VirtualCluster(job(), PARAMETERS)
+    cluster.start([f"n{i}" for i in range(4)])
+    assert cluster.plan is not None
+    assert [(len(each.stages), each.microbatches) for each in cluster.plan.pipelines] == [(2, 6)] * 2
+    lost = cluster.plan.pipelines[0].nodes[:1]
+    assert completed_share(cluster.plan, lost, 5.5 / 7) == pytest.approx(4 / 12)
+    assert completed_share(cluster.plan, (), 5.5 / 7) == pytest.approx(8 / 12)
+    assert completed_share(cluster.plan, (), 0.5 / 7) == 0.0
+
+    at_s = (100 + 5.5 / 7) * step_s(4)
+    without = run(4, *remove(at_s, *lost))
+    kept = run(4, *remove(at_s, *lost), parameters=changed(PARAMETERS, keep_gradients=True))
+    # The three nodes that are left have one pipeline: its 12 microbatches last as long as 14 of them on a stage.
+    saved = 12 / 14 * 4 / 12
+    assert without.seconds["redone"] == pytest.approx(5.5 / 7 * step_s(4))
+    assert kept.seconds["redone"] == pytest.approx((5.5 / 7 - saved) * step_s(4))
+    trains_s = 1000.0 - kept.spans[-1].begin_s
+    assert kept.iterations - 100 == int(trains_s / step_s(3))
+    assert kept.spans[-1].begin_s == pytest.approx(without.spans[-1].begin_s - saved * step_s(3))
 
 
 def test_a_node_that_joins_is_taken_in_at_a_boundary_without_loss() -> None:
