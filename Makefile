@@ -75,8 +75,7 @@ test: setup mosquitto promtool chromium check
 quick: setup
 	$(BIN)/pytest -n 2 --quick
 
-gpu-# pytest-xdist runs a test that ended its worker again in the next one, so it may do so twice at most.
-test: setup mosquitto
+gpu-test: setup mosquitto
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU that torch can use")'
 	$(BIN)/pytest -n 0 tests/gpu
 	FTD_TEST_DEVICE=cuda $(BIN)/pytest -n 1 tests/e2e

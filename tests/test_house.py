@@ -161,6 +161,14 @@ def test_processes_do_not_pickle_through_torch_or_multiprocessing() -> None:
     assert [where(p) for p in MODULES if pickling.search(p.read_text(encoding="utf-8"))] == []
 
 
+def test_every_target_of_the_makefile_can_be_made() -> None:
+    targets = set(re.findall(r"^# make (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert {"demo", "test", "gpu-test"} <= targets
+    for target in targets:
+        made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (made.returncode, made.stderr) == (0, ""), target
+
+
 def test_every_package_says_that_it_is_typed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = project["tool"]["setuptools"]["package-data"]
