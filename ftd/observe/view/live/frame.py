@@ -63,7 +63,8 @@ class LiveFrame:
         self._events: deque[JsonMap] = deque(maxlen=200)
         self._losses = LossHistory()
         self._colours = NodeColours()
-        self._loss: float | None = None
+        self._newest: StepCommittedFact | None = None
+        """The newest step that an event contained."""
         self._several_coordinators = False
         """Whether there is, or was, more than one coordinator."""
         self._away_since = ""
@@ -114,9 +115,10 @@ class LiveFrame:
         match fact:
             case JobSubmittedFact():
                 self._forget_losses()
-            case StepCommittedFact(fresh=True, loss=loss) if loss is not None:
-                self._losses.add(fact.step, loss)
-                self._loss = loss
+            case StepCommittedFact(fresh=True, loss=loss):
+                self._newest = fact
+                if loss is not None:
+                    self._losses.add(fact.step, loss)
             case RolledBackFact():
                 self._losses.truncate(fact.to_step)
             case JobEndedFact():
@@ -144,7 +146,7 @@ class LiveFrame:
 
     def _forget_losses(self) -> None:
         """Clear the losses of the previous job."""
-        self._losses, self._loss = LossHistory(), None
+        self._losses, self._newest = LossHistory(), None
 
     @property
     def _evaluations(self) -> list[EvaluatedFact]:
@@ -263,7 +265,9 @@ class LiveFrame:
         )
 
     def _current_loss(self) -> float | None:
-        return self._loss if self._loss is not None else self._state.get("loss")
+        """Return the loss of the step that is shown: a state may arrive before the event of its step."""
+        newest = self._newest
+        return newest.loss if newest is not None and newest.step == self.step else self._state.get("loss")
 
     def _warning(self, quiet_s: float) -> str:
         """Return why the cluster does not train, or does not send messages; empty if all is well."""

@@ -327,6 +327,19 @@ def test_a_rollback_shortens_the_chart(event: Callable[..., Json], state: Json) 
     assert live_frame.step == 8 and live_frame._losses.values == [1.0] * 7 + [0.5]
 
 
+def test_the_loss_shown_is_that_of_the_step_shown(event: Callable[..., Json], state: Json) -> None:
+    live_frame = LiveFrame(120)
+    live_frame.on_event(event("StepCommitted", 10, step=1, details={"loss": 1.5}))
+    live_frame.on_state({**state, "step": 1, "loss": 1.5})
+    live_frame.on_state({**state, "step": 2, "loss": 1.25})
+    assert re.search(r"step 2/120 +loss 1\.2500", live_frame.progress_line())
+    live_frame.on_event(event("StepCommitted", 11, step=2, details={"loss": 1.25}))
+    live_frame.on_event(event("StepCommitted", 12, step=3, details={"loss": 1.125}))
+    assert re.search(r"step 3/120 +loss 1\.1250", live_frame.progress_line())
+    live_frame.on_event(event("StepCommitted", 13, step=4, details={"loss": None}))
+    assert re.search(r"step 4/120 +loss –", live_frame.progress_line())
+
+
 def test_another_job_resets_the_chart_even_if_the_state_shows_it_first(
     event: Callable[..., Json], state: Json
 ) -> None:
