@@ -1,4 +1,4 @@
-"""Subscriber that prints failures and recoveries of the cluster whose broker FTD_BROKER names."""
+"""Subscriber that prints failures and recoveries of the cluster that FTD_BROKER and FTD_CLUSTER name."""
 
 import json
 import os
@@ -17,8 +17,9 @@ def on_message(_client, _data, message):
     seen.append(event["id"])
 
 
+topic = f"ftd/v2/{os.environ.get('FTD_CLUSTER', 'ftd')}/events"
 client = Client(CallbackAPIVersion.VERSION2)
-client.on_connect = lambda *_: client.subscribe("ftd/v2/ftd/events", qos=1)
+client.on_connect = lambda *_: client.subscribe(topic, qos=1)
 client.on_message = on_message
 broker = urlsplit(os.environ.get("FTD_BROKER", "mqtt://localhost:1883"))
 client.connect(broker.hostname, broker.port or 1883)

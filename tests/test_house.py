@@ -165,7 +165,9 @@ def test_every_target_of_the_makefile_can_be_made() -> None:
     targets = set(re.findall(r"^# make (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert {"demo", "test", "gpu-test"} <= targets
     for target in targets:
-        made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        made = subprocess.run(
+            ["make", "-n", target], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
         assert (made.returncode, made.stderr) == (0, ""), target
 
 

@@ -2,7 +2,7 @@
 
 A command looks, in this order, at its options, the environment (``FTD_BROKER``, ``FTD_CLUSTER``), its
 ``--config``, and the clusters that ``ftd local`` runs under the same user. If several of these run,
-``--cluster`` must say which one.
+``--cluster`` or the broker's address must say which one.
 
 Each local cluster has a name and a file by which commands find it: ``local-NAME.json`` in the user's runtime
 directory. A command waits for a cluster that starts. The file is valid while the process that wrote it
@@ -21,7 +21,13 @@ import msgspec
 from ftd.config.daemon import load_daemon_config
 from ftd.config.validation import require_name
 from ftd.errors import ConfigurationError
-from ftd.transport.address import DEFAULT_CLUSTER, ClusterAddress, parse_broker, user_runtime_dir
+from ftd.transport.address import (
+    DEFAULT_CLUSTER,
+    BrokerAddress,
+    ClusterAddress,
+    parse_broker,
+    user_runtime_dir,
+)
 
 _PREFIX = "local-"
 _START_S = 20.0
@@ -187,7 +193,13 @@ def find_cluster(
     else:
         return _local_cluster(wanted, "--cluster" if cluster else "FTD_CLUSTER")
     name = cluster or (loaded.cluster if loaded is not None else wanted)
-    return ClusterAddress(broker=address, cluster=name or DEFAULT_CLUSTER)
+    return ClusterAddress(broker=address, cluster=name or _name_at(address))
+
+
+def _name_at(broker: BrokerAddress) -> str:
+    """Return the name of the only local cluster with this broker, or the default name."""
+    names = [found.cluster for found in reachable_clusters() if found.broker == broker.url]
+    return names[0] if len(names) == 1 else DEFAULT_CLUSTER
 
 
 def _local_cluster(wanted: str | None, field: str) -> ClusterAddress:

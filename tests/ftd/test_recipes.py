@@ -21,6 +21,7 @@ from tests.helpers.brokers import RunningBroker
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
+CLUSTER = "ftd-2"
 COMMANDS = re.findall(
     r"^```sh\n(.*?)^```", (ROOT / "docs" / "how-to" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL
 )
@@ -63,7 +64,8 @@ class Running:
 @pytest.fixture
 def environment(mosquitto: RunningBroker, tmp_path: Path) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "PATH": path, "FTD_BROKER": mosquitto.address.url}
+    cluster = {"FTD_BROKER": mosquitto.address.url, "FTD_CLUSTER": CLUSTER}
+    return {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "PATH": path} | cluster
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def publish(broker: RunningBroker, recipe: Running, events: list[str], enough: i
     deadline = time.monotonic() + LIMIT_S
     messages = [
         (
-            "ftd/v2/ftd/events",
+            f"ftd/v2/{CLUSTER}/events",
             json.dumps({**envelope(name, DETAILS.get(name, {})), "id": f"e-{name}"}),
             1,
             False,
@@ -126,7 +128,7 @@ def test_the_recipe_for_recoveries(mosquitto: RunningBroker, start: Callable[[st
 def test_the_recipe_for_nodes(mosquitto: RunningBroker, environment: dict[str, str]) -> None:
     need("mosquitto_sub", "jq")
     state = json.dumps(EXAMPLES["ClusterState"])
-    paho.mqtt.publish.single("ftd/v2/ftd/cluster/state", state, 1, True, "127.0.0.1", mosquitto.port)
+    paho.mqtt.publish.single(f"ftd/v2/{CLUSTER}/cluster/state", state, 1, True, "127.0.0.1", mosquitto.port)
     done = subprocess.run(
         ["bash", "-c", recipe("map_values")],
         env=environment,

@@ -256,6 +256,22 @@ def test_options_take_precedence_over_the_environment_and_local_clusters(
         find_cluster("mqtt://h:10", "a/b")
 
 
+def test_the_address_of_its_broker_names_a_local_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        register_cluster(None, Path("gpt.toml")) as first,
+        first.publish_broker("mqtt://127.0.0.1:7"),
+        register_cluster(None, Path("mlp.toml")) as second,
+        second.publish_broker("mqtt://127.0.0.1:8"),
+    ):
+        assert find_cluster("mqtt://127.0.0.1:8").cluster == second.cluster == "ftd-2"
+        assert find_cluster("mqtt://127.0.0.1:8", "ftd").cluster == "ftd"
+        assert find_cluster("mqtt://127.0.0.1:9").cluster == "ftd"
+        monkeypatch.setenv("FTD_BROKER", "mqtt://127.0.0.1:8")
+        assert find_cluster().cluster == "ftd-2"
+        with second.publish_broker("mqtt://127.0.0.1:7"):
+            assert find_cluster("mqtt://127.0.0.1:7").cluster == "ftd"
+
+
 def test_a_command_must_name_one_of_several_local_clusters() -> None:
     with (
         register_cluster(None, Path("gpt.toml")) as first,
