@@ -51,7 +51,7 @@ MAX_DRAWN = 1000
 """Number of newest changes and evaluations that are drawn."""
 _BAR_WIDTH = 20
 _ACTIVE_PHASES = ("RUNNING", "QUIESCING", "RECOVERING")
-_PHASES_OF_ENDS = {"JobFinished": "FINISHED", "JobFailed": "FAILED"}
+_PHASES_OF_ENDS = {"JobFinished": "FINISHED", "JobStopped": "FINISHED", "JobFailed": "FAILED"}
 
 
 class LiveFrame:
@@ -122,7 +122,7 @@ class LiveFrame:
             case RolledBackFact():
                 self._losses.truncate(fact.to_step)
             case JobEndedFact():
-                phase = _PHASES_OF_ENDS.get(fact.event, "WAITING")
+                phase = _PHASES_OF_ENDS[fact.event]
                 self._end = {
                     "phase": phase,
                     "outcome": event.get("reason"),
@@ -161,6 +161,7 @@ class LiveFrame:
             return f"{clock}  start-up    [{bar:-<{_BAR_WIDTH}}] {share:4.0%}  {startup_words(self._state)}"
         total = self.total_steps
         phase = self._state.get("phase", "WAITING")
+        outcome = self._outcome()
         nodes: dict[str, JsonMap] = self._state.get("nodes") or {}
         at_work = sum(1 for n in nodes.values() if n.get("in_plan"))
         parts = [
@@ -169,7 +170,7 @@ class LiveFrame:
             f"step {self.step}" + (f"/{total}" if total else ""),
             f"loss {format_number(self._current_loss())}",
             self._throughput() or "– samples/s",
-            phase if phase in _PHASES_OF_ENDS.values() else f"{phase}, {plural(at_work, 'node')} at work",
+            f"{phase}, {outcome or plural(at_work, 'node') + ' at work'}",
         ]
         waiting = waiting_words(self._state)
         if self._state.get("phase") == "UNREACHABLE":
@@ -181,7 +182,7 @@ class LiveFrame:
     @property
     def progress_key(self) -> tuple[int, str]:
         """Value that changes when a new progress line is worth printing."""
-        return self.step, planning_words(self._state) + startup_words(self._state)
+        return self.step, planning_words(self._state) + startup_words(self._state) + self._outcome()
 
     def draw(self, width: int, height: int, *, quiet_s: float = 0.0) -> RenderableType:
         """Return a frame for a terminal of this size; a narrow one has its boxes below each other.
@@ -280,9 +281,13 @@ class LiveFrame:
         if phase == "UNREACHABLE":
             reason = self._state.get("reason") or "it is not connected"
             return f"no coordinator: {reason}; training continues without it"
-        if phase == "FAILED":
-            return str(self._state.get("outcome") or "")
+        if phase == "FAILED" or (phase == "FINISHED" and self.step < (self.total_steps or 0)):
+            return self._outcome()
         return "\n".join(filter(None, [waiting_words(self._state), *ineligible_words(self._state)]))
+
+    def _outcome(self) -> str:
+        """Return how the job ended, in one line; empty while it runs."""
+        return " ".join(str(self._state.get("outcome") or "").split())
 
     def _throughput(self) -> str:
         """Return the throughput, in tokens if the loss has some; empty while nothing is computed."""

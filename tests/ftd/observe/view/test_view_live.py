@@ -244,7 +244,7 @@ def test_a_pipe_gets_a_line_for_each_important_event(run_events: list[Json], sta
     progress = [line for line in lines if "progress" in line]
     assert len(progress) < 20
     assert "step 120/120" in progress[-1] and f"loss {5.5 * 0.985**120 + 1.2:.4f}" in progress[-1]
-    assert progress[-1].endswith("FINISHED")
+    assert progress[-1].endswith(f"FINISHED, {run_events[-1]['reason']}")
 
 
 def test_reasons_of_several_lines_are_joined(event: Make) -> None:
@@ -310,7 +310,18 @@ def test_the_last_line_of_a_failed_start_says_that_it_failed(event: Make, state:
     with LiveView(Console(file=out, width=200), 120) as view:
         view.on_state({**state, "phase": "WAITING", "step": 0, "startup": startup})
         view.on_event(event("JobFailed", 10, step=0, reason="no node can build the job"))
-    assert out.getvalue().splitlines()[-1].endswith("FAILED")
+    assert out.getvalue().splitlines()[-1].endswith("FAILED, no node can build the job")
+
+
+def test_a_stopped_job_is_shown_as_stopped(event: Make, state: Json) -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=200), 120) as view:
+        view.on_state({**state, "step": 40})
+        view.on_event(event("JobStopped", 10, step=40, reason="stopped by a user"))
+    assert out.getvalue().splitlines()[-1].endswith("FINISHED, stopped by a user")
+    live_frame = LiveFrame(120)
+    live_frame.on_state({**state, "step": 40, "phase": "FINISHED", "outcome": "stopped by a user"})
+    assert "stopped by a user" in "\n".join(frame(live_frame))
 
 
 def test_a_rollback_shortens_the_chart(event: Callable[..., Json], state: Json) -> None:
