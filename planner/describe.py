@@ -21,6 +21,7 @@ class StageRow:
     devices: int
     recompute: Recompute
     within: Within
+    replicas: int
     memory_bytes: int
     forward_ms: float
     backward_ms: float
@@ -161,6 +162,7 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
                 memory_bytes=size,
                 recompute=stage.recompute,
                 within=stage.within,
+                replicas=stage.replicas,
                 forward_ms=forward_ms,
                 backward_ms=backward_ms,
             )

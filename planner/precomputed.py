@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from planner.errors import RestoreError
 from planner.pipelines.instantiation import Instantiation
-from planner.reasons import WITHIN_WORDS
+from planner.reasons import describe_within
 from planner.stages.costs import StageCosts
 from planner.values import Template
 
@@ -67,8 +67,9 @@ def _check_template(template: Template, costs: StageCosts) -> None:
         quickest = costs.mode(stage.first_layer, stage.end_layer, stage.devices, behind)
         recomputes = f"recomputes {stage.recompute} and should {quickest.recompute}"
         _require(stage.recompute == quickest.recompute, f"{name} has a stage that {recomputes}")
-        divides = f"is {WITHIN_WORDS[stage.within]} and should be {WITHIN_WORDS[quickest.within]}"
-        _require(stage.within == quickest.within, f"{name} has a stage that {divides}")
+        own, best = (stage.within, stage.replicas), quickest[1:]
+        divides = f"is {describe_within(*own)} and should be {describe_within(*best)}"
+        _require(own == best, f"{name} has a stage that {divides}")
     _require(costs.memory.fit(stages), f"{name} has a stage that is too large for a device's memory")
 
 

@@ -15,6 +15,7 @@ _STEPS: dict[Method, str] = {
 }
 
 WITHIN_WORDS: dict[Within, str] = {"replicate": "replicated", "shard": "sharded", "tensor": "tensor-parallel"}
+
 """Word for a stage of several devices, as in ``2 devices, sharded``."""
 
 _NAMES: dict[Method, str] = {
@@ -29,6 +30,11 @@ _NAMES: dict[Method, str] = {
 
 SAME_TIME_TOLERANCE = 0.0005
 """Relative difference below which step times count as the same for people."""
+
+
+def describe_within(within: Within, replicas: int = 1) -> str:
+    """Return how the devices of a stage share its work, such as ``tensor-parallel in 2 replicas``."""
+    return WITHIN_WORDS[within] + (f" in {replicas} replicas" if replicas > 1 else "")
 
 
 def explain_plan(

@@ -12,7 +12,7 @@ import msgspec
 
 from planner.errors import BatchError, InfeasibleError
 from planner.mapping.mapper import Mapper
-from planner.reasons import WITHIN_WORDS, node_count
+from planner.reasons import describe_within, node_count
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import FullestStage, fewest_nodes, find_fullest_stage
 from planner.stages.memory import StageMemory, in_flight
@@ -181,14 +181,14 @@ def _tightest(costs: StageCosts, nodes: int) -> str:
     where = f"layer {stage.first_layer}" if one else f"layers {stage.first_layer} to {stage.end_layer - 1}"
     problem = None
     if stage.devices > 1:
-        where += f" on {stage.devices} devices, {WITHIN_WORDS[stage.within]},"
+        where += f" on {stage.devices} devices, {describe_within(stage.mode.within, stage.mode.replicas)},"
         problem = costs.profile.shard_problem if costs.policy.within_node == "auto" else None
     gathered = f"gathered of a layer at a time {_short(memory.gathered)}, " if memory.gathered else ""
     alive = in_flight(stage.stages_after, costs.policy.microbatches)
     return (
         f"the stage of {where} needs {_size(stage.size_bytes)} per device (parameters "
         f"{_short(memory.parameters)}, gradients {_short(memory.gradients)}, optimizer "
-        f"{_short(memory.optimizer)}, {gathered}{_KEPT[stage.recompute]} of {alive} microbatches in flight "
+        f"{_short(memory.optimizer)}, {gathered}{_KEPT[stage.mode.recompute]} of {alive} microbatches in flight "
         f"{_short(memory.activations)}) and a device has {_size(costs.memory.limit_bytes or 0)}"
         + (f"; it cannot be sharded: {problem}" if problem else "")
     )
@@ -197,7 +197,7 @@ def _tightest(costs: StageCosts, nodes: int) -> str:
 def _fullest(costs: StageCosts, nodes: int) -> tuple[FullestStage, StageMemory]:
     stage = find_fullest_stage(costs, nodes)
     memory = costs.memory.breakdown(
-        stage.first_layer, stage.end_layer, stage.devices, stage.stages_after, stage.recompute, stage.within
+        stage.first_layer, stage.end_layer, stage.devices, stage.stages_after, *stage.mode
     )
     return stage, memory
 

@@ -24,7 +24,8 @@ Within = Literal["replicate", "shard", "tensor"]
 a microbatch. ``replicate``: each device holds all parameters, gradients and optimizer state. ``shard``:
 each of k devices holds a k-th of each layer's state, and gathers a layer's parameters for its forward and
 its backward pass. ``tensor``: each holds a k-th too, and computes a k-th of the layers' linear modules, on
-all rows. A stage of one device is ``replicate``.
+all rows. A stage of one device is ``replicate``. The devices of a tensor-parallel stage may be several
+*replicas* (``StageTemplate.replicas``), each of which has all of the state in parts, and its share of the rows.
 """
 WithinNode = Literal["auto", "replicate", "shard", "tensor"]
 """One ``Within`` for all stages of several devices; or ``auto``: for each stage the fastest one that fits."""
@@ -258,6 +259,15 @@ class StageTemplate:
     devices: int
     recompute: Recompute = "none"
     within: Within = "replicate"
+    replicas: int = 1
+    """Number of groups of consecutive devices, each of which holds the stage's divided state once, and computes
+    its share of the rows. Above 1 only for ``tensor``.
+    """
+
+    @property
+    def parts(self) -> int:
+        """Number of parts into which the stage's state is divided."""
+        return 1 if self.within == "replicate" else self.devices // self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +293,13 @@ class StagePlacement:
     devices: tuple[Device, ...]
     recompute: Recompute = "none"
     within: Within = "replicate"
+    replicas: int = 1
+    """As in ``StageTemplate``."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts into which the stage's state is divided."""
+        return 1 if self.within == "replicate" else len(self.devices) // self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,6 +235,7 @@ def _template_json(row: "TemplateRow") -> dict[str, Any]:
                 "node": stage.node_offset,
                 "recompute": stage.recompute,
                 "within": stage.within,
+                "replicas": stage.replicas,
                 "forward_ms": stage.forward_ms,
                 "backward_ms": stage.backward_ms,
                 "memory_bytes": stage.memory_bytes,

@@ -28,6 +28,7 @@ def make_world_data(
                         ranks=tuple(ranks[device] for device in stage.devices),
                         recompute=stage.recompute,
                         within=stage.within,
+                        replicas=stage.replicas,
                     )
                     for stage in pipeline.stages
                 ),

@@ -59,10 +59,8 @@ def incomplete(parts: Iterable[Sequence[StatePart]], layers: int) -> list[int]:
 
 def share_of(stage: StagePlacement, device: Device) -> FractionRange:
     """Return the range that a device of the stage has of the stage's layers."""
-    if stage.within == "replicate" or len(stage.devices) == 1:
-        return Fraction(0), Fraction(1)
-    index, count = stage.devices.index(device), len(stage.devices)
-    return Fraction(index, count), Fraction(index + 1, count)
+    index = stage.devices.index(device) % stage.parts
+    return Fraction(index, stage.parts), Fraction(index + 1, stage.parts)
 
 
 def retained_parts(
@@ -78,7 +76,7 @@ def retained_parts(
     start, end = share_of(stages[number], device)
     if not zero1:
         return [(start, end)]
-    counts = {1 if stage.within == "replicate" else len(stage.devices) for stage in stages}
+    counts = {stage.parts for stage in stages}
     cuts = sorted({Fraction(cut, count) for count in counts for cut in range(count + 1)})
     whose = (number + replica) % len(stages)
     return [

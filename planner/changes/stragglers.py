@@ -171,6 +171,7 @@ def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> P
             end_layer=cut.end_layer,
             recompute=cut.recompute,
             within=cut.within,
+            replicas=cut.replicas,
         )
         for stage, cut in zip(placement.stages, cuts, strict=True)
     )
@@ -252,4 +253,5 @@ def _unplaced(stage: StagePlacement) -> StageTemplate:
         devices=len(stage.devices),
         recompute=stage.recompute,
         within=stage.within,
+        replicas=stage.replicas,
     )

@@ -219,6 +219,7 @@ def _on_devices(
                 devices=tuple(Device(node=nodes[offset], index=index) for index in taken),
                 recompute=stage.recompute,
                 within=stage.within,
+                replicas=stage.replicas,
             )
         )
     return tuple(stages)

@@ -183,6 +183,7 @@ def _stage_bytes(memory: MemoryModel, stage: StagePlacement, stages_after: int) 
         stages_after,
         stage.recompute,
         stage.within,
+        stage.replicas,
     )
 
 

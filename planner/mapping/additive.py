@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import memory_ends, sizes_allowed
+from planner.stages.layers import Mode
 from planner.stages.makespan import Floats, Ints
 from planner.values import StageTemplate
 
@@ -284,15 +285,14 @@ class _Run:
         while first < costs.layers:
             option, kind, row, end = self._step(interval, left, kind, row, first)
             size = int(self.mapping.sizes[option])
-            recompute, within = costs.modes[self.mapping.modes[option]]
+            mode = costs.modes[self.mapping.modes[option]]
             stages.append(
                 StageTemplate(
                     first_layer=first,
                     end_layer=end,
                     node_offset=(total - left) // costs.devices_per_node,
                     devices=size,
-                    recompute=recompute,
-                    within=within if size > 1 else "replicate",
+                    **(mode if size > 1 else Mode(mode.recompute, "replicate"))._asdict(),
                 )
             )
             first, left = end, left - size

@@ -61,16 +61,20 @@ class StageCosts:
         """Numbers of devices that a stage can have, ascending."""
         self.max_devices = self.stage_devices[-1]
         _check_within(profile, policy, self.max_devices)
-        self._tensor_devices = {d for d in self.stage_devices if explain_no_tensor_split(profile, d) is None}
         self.memory = MemoryModel(profile, policy)
         self.modes = _modes(profile, policy, self.memory, self.stage_devices)
         """Modes that a stage can have. The first is the quickest where it fits; of equally quick modes the
         first is taken.
         """
         self._mode_numbers = {mode: number for number, mode in enumerate(self.modes)}
-        first = self.modes[0].within
-        alone = tuple(number for number, mode in enumerate(self.modes) if mode.within == first)
+        first = self.modes[0]
+        alone = tuple(
+            number
+            for number, mode in enumerate(self.modes)
+            if mode == first._replace(recompute=mode.recompute)
+        )
         self._modes_of = alone, tuple(range(len(self.modes)))
+        self._tensor_replicas = {d: _tensor_replicas(profile, policy, d) for d in self.stage_devices}
         self._fits: dict[tuple[int, int, int], NDArray[np.bool_]] = {}
         self._quickest: dict[tuple[int, int], Ints] = {}
         self._scale = policy.microbatch_rows / profile.microbatch_rows
@@ -193,7 +197,7 @@ class StageCosts:
         if devices == 1:
             return True
         if mode.within == "tensor":
-            return devices in self._tensor_devices
+            return mode.replicas in self._tensor_replicas.get(devices, ())
         sizes = self.profile.stage_devices
         return devices <= self.policy.microbatch_rows if sizes is None else devices in sizes
 
@@ -211,8 +215,8 @@ class StageCosts:
                     first_layer, end_layer, devices, stages_after, *self.modes[number]
                 ),
             )
-        recompute, within = self.modes[number]
-        return Mode(recompute, within if devices > 1 else "replicate")
+        mode = self.modes[number]
+        return mode if devices > 1 else Mode(mode.recompute, "replicate")
 
     def stages(self, cuts: Sequence[int], devices: Sequence[int]) -> tuple[StageTemplate, ...]:
         """Return the stages between ``cuts`` (from 0 to L), where stage i has ``devices[i]`` devices."""
@@ -220,30 +224,28 @@ class StageCosts:
         last = len(devices) - 1
         stages = []
         for number, ((first, end), d) in enumerate(zip(pairwise(cuts), devices, strict=True)):
-            recompute, within = self.mode(first, end, d, last - number)
+            mode = self.mode(first, end, d, last - number)
             stages.append(
                 StageTemplate(
                     first_layer=first,
                     end_layer=end,
                     node_offset=used[number] // self.devices_per_node,
                     devices=d,
-                    recompute=recompute,
-                    within=within,
+                    **mode._asdict(),
                 )
             )
         return tuple(stages)
 
     def spans(self, stages: Iterable[StageTemplate]) -> list[tuple[int, int, int, int]]:
         """Return each stage's index into the tables."""
-        return [
-            (
-                self._mode_numbers[Mode(s.recompute, s.within if s.devices > 1 else self.modes[0].within)],
-                s.devices,
-                s.first_layer,
-                s.end_layer,
-            )
-            for s in stages
-        ]
+        found = []
+        for stage in stages:
+            if stage.devices > 1:
+                mode = Mode(stage.recompute, stage.within, stage.replicas)
+            else:
+                mode = self.modes[0]._replace(recompute=stage.recompute)
+            found.append((self._mode_numbers[mode], stage.devices, stage.first_layer, stage.end_layer))
+        return found
 
     def stage_times_ms(self, stages: tuple[StageTemplate, ...]) -> list[float]:
         return [float(self.time_ms[span]) for span in self.spans(stages)]
@@ -286,14 +288,13 @@ class StageCosts:
     def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, float]:
         """Return the bytes of gradients that each device of the heaviest stage reduces, by the number of
         owners of the same elements in one pipeline: all devices of a stage of replicas, one device of a
-        stage of shards.
+        stage of shards, one of each replica of a tensor-parallel stage.
         """
         heaviest: dict[int, float] = {}
         for stage in stages:
             size_bytes = self._gradients_before[stage.end_layer] - self._gradients_before[stage.first_layer]
-            shards = 1 if stage.within == "replicate" else stage.devices
-            owners = stage.devices // shards
-            heaviest[owners] = max(size_bytes / shards, heaviest.get(owners, 0.0))
+            owners = stage.devices // stage.parts
+            heaviest[owners] = max(size_bytes / stage.parts, heaviest.get(owners, 0.0))
         return heaviest
 
 
@@ -309,8 +310,8 @@ def _layer_ms(
     profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, mode: Mode
 ) -> tuple[float, float]:
     """Return forward and backward time of one microbatch of one layer, including what its devices exchange."""
-    if mode.within == "tensor":
-        return tensor_ms(profile, policy, layer, devices, mode.recompute)
+    if mode.within == "tensor" and devices > 1:
+        return tensor_ms(profile, policy, layer, devices // mode.replicas, mode.recompute, mode.replicas)
     forward_ms, backward_ms = layer_ms(profile, policy, layer, devices, mode.recompute)
     if mode.within == "replicate":
         return forward_ms, backward_ms
@@ -327,23 +328,41 @@ def _modes(
     """
     recomputes = _recomputes(profile, policy, memory.limit_bytes)
     several = [devices for devices in stage_devices if devices > 1]
-    withins: tuple[Within, ...] = ("replicate",)
-    if several and policy.within_node in ("shard", "tensor"):
-        withins = (policy.within_node,)
+    withins: list[tuple[Within, int]] = [("replicate", 1)]
+    tensor: list[tuple[Within, int]] = [
+        ("tensor", count)
+        for count in sorted({count for d in several for count in _tensor_replicas(profile, policy, d)})
+    ]
+    if several and policy.within_node == "shard":
+        withins = [("shard", 1)]
+    elif several and policy.within_node == "tensor":
+        withins = tensor
     elif several and policy.within_node == "auto":
         layers, limit = len(profile.layers), memory.limit_bytes
         largest = [memory.stage_bytes(0, layers, devices, layers - 1, recomputes[0]) for devices in several]
         tight = limit is not None and max(largest) > limit
         # Shards are never quicker, so they are only for stages that may not fit otherwise.
         if tight and profile.shard_problem is None:
-            withins = (*withins, "shard")
+            withins.append(("shard", 1))
         # Tensor parallelism is not quicker either where rows can be split evenly.
         uneven = any(policy.microbatch_rows % devices for devices in several)
-        if (tight or uneven) and any(
-            explain_no_tensor_split(profile, devices) is None for devices in several
-        ):
-            withins = (*withins, "tensor")
-    return tuple(Mode(recompute, within) for recompute in recomputes for within in withins)
+        if tight or uneven:
+            withins += tensor
+    return tuple(Mode(recompute, *within) for recompute in recomputes for within in withins)
+
+
+def _tensor_replicas(profile: ModelProfile, policy: Policy, devices: int) -> tuple[int, ...]:
+    """Return the numbers of replicas that ``devices`` devices of a tensor-parallel stage can be, ascending.
+
+    Where the policy requires tensor parallelism, only the fewest count: each device then has as little
+    state as the model allows.
+    """
+    possible = tuple(
+        count
+        for count in range(1, min(devices // 2, policy.microbatch_rows) + 1)
+        if devices % count == 0 and explain_no_tensor_split(profile, devices // count) is None
+    )
+    return possible[:1] if policy.within_node == "tensor" else possible
 
 
 def _recomputes(profile: ModelProfile, policy: Policy, limit_bytes: int | None) -> tuple[Recompute, ...]:
@@ -394,7 +413,7 @@ def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
     """
     most = policy.devices_per_node
     measured = profile.stage_devices
-    tensor = [d for d in range(1, most + 1) if d == 1 or explain_no_tensor_split(profile, d) is None]
+    tensor = [d for d in range(1, most + 1) if d == 1 or _tensor_replicas(profile, policy, d)]
     allowed = tuple(range(1, min(most, policy.microbatch_rows) + 1)) if measured is None else measured
     if policy.within_node == "tensor" and most > 1:
         allowed = tuple(d for d in tensor if measured is None or d in measured)

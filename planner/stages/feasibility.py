@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.stages.costs import StageCosts
+from planner.stages.layers import Mode
 from planner.stages.makespan import Ints
 from planner.stages.memory import Sizes
-from planner.values import Recompute, Within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,7 @@ class FullestStage:
     stages_after: int
     devices: int
     size_bytes: int
-    recompute: Recompute
-    within: Within
+    mode: Mode
 
 
 def sizes_allowed(costs: StageCosts) -> list[int]:
@@ -138,7 +137,7 @@ def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> FullestStag
             for number in costs.modes_of(devices)
         ]
         size, number = min(least)
-        recompute, within = costs.modes[number]
+        mode = costs.modes[number]
         stages.append(
             FullestStage(
                 first_layer=first,
@@ -146,8 +145,7 @@ def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> FullestStag
                 stages_after=after,
                 devices=devices,
                 size_bytes=size,
-                recompute=recompute,
-                within=within if devices > 1 else "replicate",
+                mode=mode if devices > 1 else Mode(mode.recompute, "replicate"),
             )
         )
         first = end

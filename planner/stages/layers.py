@@ -14,6 +14,8 @@ class Mode(NamedTuple):
 
     recompute: Recompute
     within: Within
+    replicas: int = 1
+    """Number of replicas of a state that ``within`` divides (``StageTemplate.replicas``)."""
 
 
 def rows_on_one(devices: int, rows: int) -> int:
@@ -68,21 +70,28 @@ def explain_no_tensor_split(profile: ModelProfile, devices: int = 1) -> str | No
 
 
 def tensor_ms(
-    profile: ModelProfile, policy: Policy, layer: LayerProfile, devices: int, recompute: Recompute = "none"
+    profile: ModelProfile,
+    policy: Policy,
+    layer: LayerProfile,
+    devices: int,
+    recompute: Recompute = "none",
+    replicas: int = 1,
 ) -> tuple[float, float]:
-    """Return forward and backward time of one microbatch of one layer that ``devices`` devices compute in
-    parts. Their communication is included; its time is computed and not measured.
+    """Return forward and backward time of one microbatch of one layer that ``devices`` devices of each of
+    ``replicas`` replicas compute in parts. Their communication is included; its time is computed and not
+    measured.
 
-    Each device takes all rows. A layer with divided modules is assumed to need 1 / ``devices`` of its time;
-    other layers need all of it on each device. An all-reduce is two times ``devices`` − 1 hops of a ring.
-    Parameters that are not divided are gathered in both passes. The weights of rowwise modules are copied,
-    and their gradients returned, once for a step; each of its microbatches is charged an equal part.
+    Each device takes all rows of its replica. A layer with divided modules is assumed to need 1 /
+    ``devices`` of its time; other layers need all of it on each device. An all-reduce is two times
+    ``devices`` − 1 hops of a ring. Parameters that are not divided are gathered in both passes. The weights
+    of rowwise modules are copied, and their gradients returned, once for a step; each of its microbatches is
+    charged an equal part.
     """
-    forward_ms, backward_ms = layer_ms(profile, policy, layer, 1, recompute)
+    forward_ms, backward_ms = layer_ms(profile, policy, layer, replicas, recompute)
     if devices == 1:
         return forward_ms, backward_ms
     inner, hops, split = profile.inner or profile.ring, devices - 1, layer.tensor
-    scale = policy.microbatch_rows / profile.microbatch_rows
+    scale = rows_on_one(replicas, policy.microbatch_rows) / profile.microbatch_rows
     whole_bytes = divided_bytes(layer) - (0 if split is None else split.parameter_bytes)
     gather_ms = hops * inner.time_ms(whole_bytes / devices) if whole_bytes > 0 else 0.0
     if split is None:
@@ -128,11 +137,11 @@ def expected_ms(
     for placement in placements:
         for stage in placement.stages:
             layers = profile.layers[stage.first_layer : stage.end_layer]
-            count = len(stage.devices)
+            tensor = stage.within == "tensor"
+            count = stage.replicas if tensor else len(stage.devices)
             takes_ms = sum(
-                sum(layer_ms(profile, policy, layer, 1, stage.recompute)) / (count if layer.tensor else 1)
-                if stage.within == "tensor"
-                else sum(layer_ms(profile, policy, layer, count, stage.recompute))
+                sum(layer_ms(profile, policy, layer, count, stage.recompute))
+                / (stage.parts if tensor and layer.tensor else 1)
                 for layer in layers
             )
             expected.update(dict.fromkeys(stage.devices, takes_ms))

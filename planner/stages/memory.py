@@ -5,8 +5,9 @@ every device holds the parameters, gradients and optimizer state of all the stag
 of k devices holds a k-th of them and the buffers of the layer that is gathered at the time: twice the
 parameters and once the gradients of the largest. Frozen parameters and buffers are whole on every device.
 Tensor-parallel devices hold a k-th, too, and columns of some weights with their gradients; they gather the
-parameters that are not divided; and each has the activations of all rows, a part of which is divided. A
-stage with a stages after it keeps the activations of at most a + 1 microbatches alive (its warm-up runs a
+parameters that are not divided; and each has the activations of all rows, a part of which is divided. If
+a tensor-parallel stage has r replicas, all of this holds for each group of k / r devices, with an r-th of the
+rows. A stage with a stages after it keeps the activations of at most a + 1 microbatches alive (its warm-up runs a
 forwards ahead of the first backward), and never more than there are.
 
 With ZeRO-1 the owners of a layer, one in each pipeline, divide its optimizer state among them. A plan has f
@@ -72,11 +73,12 @@ class MemoryModel:
         self._owners = policy.tolerate + 1 if policy.zero1 else 1
         """Number of pipelines that divide the optimizer's state among them."""
         self._states: dict[tuple[int, Within], Sizes] = {}
-        self._activations: dict[tuple[Recompute, int, bool], tuple[Sizes, Sizes]] = {}
+        self._activations: dict[tuple[Recompute, int, int], tuple[Sizes, Sizes]] = {}
 
-    def _state(self, devices: int, within: Within) -> Sizes:
+    def _state(self, devices: int, within: Within, replicas: int) -> Sizes:
         """Return the bytes on each device of parameters, gradients, optimizer state and gathering buffers."""
-        parts, within = (1, "replicate") if within == "replicate" or devices == 1 else (devices, within)
+        parts = _parts(devices, within, replicas)
+        within = "replicate" if parts == 1 else within
         known = self._states.get((parts, within))
         if known is None:
             known = _range_sums(
@@ -87,23 +89,30 @@ class MemoryModel:
             self._states[parts, within] = known
         return known
 
-    def _kept_and_working(self, recompute: Recompute, devices: int, within: Within) -> tuple[Sizes, Sizes]:
+    def _kept_and_working(
+        self, recompute: Recompute, devices: int, within: Within, replicas: int
+    ) -> tuple[Sizes, Sizes]:
         """Return the activations that stay alive for each microbatch in flight, and those that are recomputed
         at a time.
 
         Both are bytes on the fullest of ``devices`` devices, multiplied by the number of measured rows.
         """
-        tensor = within == "tensor" and devices > 1
-        known = self._activations.get((recompute, devices, tensor))
+        tensor = _parts(devices, within, replicas) if within == "tensor" else 1
+        key = recompute, devices // tensor, tensor
+        known = self._activations.get(key)
         if known is None:
-            known = self._activations[recompute, devices, tensor] = self._summed(recompute, devices, tensor)
+            known = self._activations[key] = self._summed(*key)
         return known
 
-    def _summed(self, recompute: Recompute, devices: int, tensor: bool) -> tuple[Sizes, Sizes]:
+    def _summed(self, recompute: Recompute, among: int, tensor: int) -> tuple[Sizes, Sizes]:
+        """Return ``_kept_and_working``.
+
+        :param among: number of devices, or of replicas of ``tensor`` devices each, that split the rows.
+        """
         layers = self._layers
         before = [0, *(layer.output_bytes for layer in layers[:-1])]
         if recompute == "none":
-            kept = self._sums([layer.activation_bytes for layer in layers], devices, tensor)
+            kept = self._sums([layer.activation_bytes for layer in layers], among, tensor)
             return kept, np.zeros_like(kept)
         if recompute == "full":
             # The first layer's input is the batch itself: integers or pixels, owned by the data loader.
@@ -114,39 +123,42 @@ class MemoryModel:
         else:
             inputs = [layer.selective.activation_bytes for layer in layers if layer.selective is not None]
         working = [_again_bytes(layer, size) for layer, size in zip(layers, before, strict=True)]
-        if tensor and recompute == "full":
+        again = _range_maxima(self._scaled(working, among, tensor))
+        if tensor > 1 and recompute == "full":
             # Inputs are not divided.
-            return _range_sums([size * self._rows for size in inputs]), _range_maxima(
-                self._scaled(working, devices, tensor)
-            )
-        return self._sums(inputs, devices, tensor), _range_maxima(self._scaled(working, devices, tensor))
+            return self._sums(inputs, among, 1), again
+        return self._sums(inputs, among, tensor), again
 
-    def _sums(self, sizes: list[int], devices: int, tensor: bool) -> Sizes:
-        return _range_sums(self._scaled(sizes, devices, tensor))
+    def _sums(self, sizes: list[int], among: int, tensor: int) -> Sizes:
+        return _range_sums(self._scaled(sizes, among, tensor))
 
-    def _scaled(self, sizes: list[int], devices: int, tensor: bool) -> list[int]:
-        """Return the sizes of layers on the fullest of ``devices`` devices, multiplied by the number of
-        measured rows.
-        """
-        if tensor:
-            return [
-                -(-size * _tensor_bytes(layer, devices) * self._rows // max(layer.activation_bytes, 1))
-                for layer, size in zip(self._layers, sizes, strict=True)
-            ]
-        share = rows_on_one(devices, self._rows)
-        return [
+    def _scaled(self, sizes: list[int], among: int, tensor: int) -> list[int]:
+        """Return the sizes of layers on the device that has most, multiplied by the number of measured rows."""
+        share = rows_on_one(among, self._rows)
+        scaled = [
             size * share if part is None else -(-size * part * self._rows // layer.activation_bytes)
             for layer, size in zip(self._layers, sizes, strict=True)
-            for part in [_part_bytes(layer, devices)]
+            for part in [_part_bytes(layer, among)]
+        ]
+        if tensor == 1:
+            return scaled
+        return [
+            -(-size * _tensor_bytes(layer, tensor) // max(layer.activation_bytes, 1))
+            for layer, size in zip(self._layers, scaled, strict=True)
         ]
 
     def table(
-        self, devices: int, stages_after: int, recompute: Recompute, within: Within = "replicate"
+        self,
+        devices: int,
+        stages_after: int,
+        recompute: Recompute,
+        within: Within = "replicate",
+        replicas: int = 1,
     ) -> Sizes:
         """Return the bytes of every stage [u, v), shape (L + 1, L + 1); meaningless where v ≤ u."""
         alive = in_flight(stages_after, self._microbatches)
-        kept, working = self._kept_and_working(recompute, devices, within)
-        return self._state(devices, within) - (-(kept * alive + working) // self._measured_rows)
+        kept, working = self._kept_and_working(recompute, devices, within, replicas)
+        return self._state(devices, within, replicas) - (-(kept * alive + working) // self._measured_rows)
 
     def stage_bytes(
         self,
@@ -156,13 +168,14 @@ class MemoryModel:
         stages_after: int,
         recompute: Recompute,
         within: Within = "replicate",
+        replicas: int = 1,
     ) -> int:
         """Return the bytes of stage [first_layer, end_layer) on each of its devices."""
         alive = in_flight(stages_after, self._microbatches)
         cell = first_layer, end_layer
-        kept, working = self._kept_and_working(recompute, devices, within)
+        kept, working = self._kept_and_working(recompute, devices, within, replicas)
         activations = int(kept[cell]) * alive + int(working[cell])
-        return int(self._state(devices, within)[cell]) + -(-activations // self._measured_rows)
+        return int(self._state(devices, within, replicas)[cell]) + -(-activations // self._measured_rows)
 
     def breakdown(
         self,
@@ -172,11 +185,12 @@ class MemoryModel:
         stages_after: int,
         recompute: Recompute,
         within: Within = "replicate",
+        replicas: int = 1,
     ) -> StageMemory:
         """Return the bytes of ``stage_bytes`` by their purpose."""
         layers = self._layers[first_layer:end_layer]
-        total = self.stage_bytes(first_layer, end_layer, devices, stages_after, recompute, within)
-        parts = 1 if within == "replicate" else devices
+        total = self.stage_bytes(first_layer, end_layer, devices, stages_after, recompute, within, replicas)
+        parts = _parts(devices, within, replicas)
         states = [_state_bytes(layer, parts, self._owners, within) for layer in layers]
         parameters, gradients, optimizer = (sum(sizes) for sizes in zip(*states, strict=True))
         gathered = max(_gathered_bytes(layer, within) for layer in layers) if parts > 1 else 0
@@ -198,6 +212,7 @@ class MemoryModel:
                 len(stages) - 1 - position,
                 stage.recompute,
                 stage.within,
+                stage.replicas,
             )
             for position, stage in enumerate(stages)
         )
@@ -205,6 +220,11 @@ class MemoryModel:
     def fit(self, stages: tuple[StageTemplate, ...]) -> bool:
         """Return whether every stage of a template fits into the memory of its devices."""
         return self.limit_bytes is None or max(self.template_bytes(stages)) <= self.limit_bytes
+
+
+def _parts(devices: int, within: Within, replicas: int) -> int:
+    """Return the number of parts into which a stage's state is divided; one device is all replicas of any mode."""
+    return 1 if within == "replicate" else max(1, devices // replicas)
 
 
 def _state_bytes(layer: LayerProfile, parts: int, owners: int, within: Within) -> tuple[int, int, int]:

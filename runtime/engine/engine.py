@@ -53,6 +53,7 @@ from runtime.layers.world import (
     is_sharded,
     owners_of_layer,
     rank_assignment,
+    replica_ranks,
     replicated_layers,
     stage_of,
 )
@@ -451,7 +452,13 @@ class Engine:
             for vector in self.sharding.shape.vectors
             for cell in common_cells(world, vector.layers)
         }
-        groups |= {stage.ranks for p in world.pipelines for stage in p.stages if is_sharded(stage)}
+        groups |= {
+            replica_ranks(stage, rank)
+            for p in world.pipelines
+            for stage in p.stages
+            if is_sharded(stage)
+            for rank in stage.ranks[:: stage.parts]
+        }
         return sorted(groups)
 
     def _edges(self, world: WorldData) -> frozenset[CommunicationEdge]:

@@ -77,12 +77,23 @@ class RankAssignment:
 
 def is_sharded(stage: WorldStage) -> bool:
     """Return whether each device of the stage has only a part of the stage's layers."""
-    return stage.within != "replicate" and len(stage.ranks) > 1
+    return stage.parts > 1
 
 
 def is_tensor_parallel(stage: WorldStage) -> bool:
-    """Return whether each device of the stage computes a part of its layers, on all rows."""
+    """Return whether each device of the stage computes a part of its layers, on all rows of its replica."""
     return stage.within == "tensor" and len(stage.ranks) > 1
+
+
+def replica_ranks(stage: WorldStage, rank: int) -> tuple[int, ...]:
+    """Return the ranks that have all of the stage's state together with ``rank``, in the order of their parts."""
+    first = stage.ranks.index(rank) // stage.parts * stage.parts
+    return stage.ranks[first : first + stage.parts]
+
+
+def is_first_replica(stage: WorldStage, rank: int) -> bool:
+    """Return whether no rank before ``rank`` has the same part of the stage's state."""
+    return stage.ranks.index(rank) < stage.parts
 
 
 def has_shards(world: WorldData) -> bool:
@@ -93,22 +104,28 @@ def has_shards(world: WorldData) -> bool:
 def _taken(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows that each rank of a stage computes.
 
-    Coupled rows stay together: the first device computes all of them. If the devices have shards of the
-    layers, all devices compute all rows, because each is needed to gather parameters. Tensor-parallel
-    devices compute all rows.
+    Tensor-parallel devices compute all rows of their replica. Coupled rows stay together: the first device
+    computes all of them. If the devices have parts of the layers, all devices of the first replica do, because
+    each is needed to gather parameters.
     """
-    whole, none = (0, microbatch_rows), (microbatch_rows, microbatch_rows)
-    if not (coupled or is_tensor_parallel(stage)):
-        count = len(stage.ranks)
-        return {rank: member_range(microbatch_rows, index, count) for index, rank in enumerate(stage.ranks)}
-    return {rank: whole if rank == stage.ranks[0] or is_sharded(stage) else none for rank in stage.ranks}
+    together = stage.parts if coupled or is_tensor_parallel(stage) else 1
+    if coupled:
+        whole, none = (0, microbatch_rows), (microbatch_rows, microbatch_rows)
+        return {rank: whole if index < together else none for index, rank in enumerate(stage.ranks)}
+    count = len(stage.ranks) // together
+    return {
+        rank: member_range(microbatch_rows, index // together, count)
+        for index, rank in enumerate(stage.ranks)
+    }
 
 
 def _passed_on(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows whose results each rank of a stage passes on; each row has exactly one such rank."""
     taken = _taken(stage, microbatch_rows, coupled=coupled)
-    if coupled or is_tensor_parallel(stage):
+    if coupled:
         return {stage.ranks[0]: taken[stage.ranks[0]]}
+    if is_tensor_parallel(stage):
+        return {rank: taken[rank] for rank in stage.ranks[:: stage.parts]}
     return taken
 
 
@@ -220,15 +237,15 @@ def stages_of_layer(world: WorldData, layer: int) -> tuple[WorldStage, ...]:
 
 
 def replicated_layers(world: WorldData, *, whole: bool = False) -> frozenset[int]:
-    """Return the layers of which the world has several copies: one in each pipeline, and one on each device of
-    a stage that does not shard.
+    """Return the layers of which the world has several copies: one in each pipeline, one on each device of a
+    stage that does not shard, and one in each replica of a tensor-parallel stage.
 
     :param whole: leave out the copies that a stage shards.
     """
     copies: Counter[int] = Counter()
     for pipeline in world.pipelines:
         for stage in pipeline.stages:
-            count = int(not whole) if is_sharded(stage) else len(stage.ranks)
+            count = 0 if whole and is_sharded(stage) else len(stage.ranks) // stage.parts
             copies.update(dict.fromkeys(range(stage.first_layer, stage.end_layer), count))
     return frozenset(layer for layer, count in copies.items() if count > 1)
 

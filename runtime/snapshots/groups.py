@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from runtime.layers.model import Model
-from runtime.layers.world import is_sharded, stages_of_layer
+from runtime.layers.world import is_first_replica, is_sharded, stages_of_layer
 from runtime.zero.cells import holds_replicas
 from statemachine.messages.trainer import WorldData, WorldStage
 from storage.codes import Code, make_code
@@ -137,7 +137,7 @@ def _shares(
 ) -> list[tuple[int, int, bool]]:
     """Return the groups of a span as (first layer, end layer, whether this rank of ``stage`` saves it)."""
     if is_sharded(stage):
-        return [(run.start, run.stop, True)]
+        return [(run.start, run.stop, is_first_replica(stage, rank))]
     writers = sorted(stage.ranks)[: 1 if coupled else None]
     count = min(len(run), 1 if coupled else max(len(one.ranks) for one in stages))
     cuts = split_evenly([sizes[layer] for layer in run], count)

@@ -1,10 +1,10 @@
 """Ownership of a layer's fractions, which stages divide among their devices. The functions are pure and do
 not use torch.
 
-A stage of k devices that shards gives device j the fractions [j/k, (j + 1)/k) of its layers; one that
-replicates gives all of them to each device. Pipelines may be cut differently. The unit is therefore a
-*cell*: the fractions between two neighbouring cuts of any of the stages that have a layer. Every stage has
-the whole of a cell either on one device or on all of its devices.
+A stage that divides its layers into k parts gives the j-th device of each of its replicas the fractions
+[j/k, (j + 1)/k); one that does not divide them gives all of them to each device. Pipelines may be cut
+differently. The unit is therefore a *cell*: the fractions between two neighbouring cuts of any of the stages
+that have a layer. Every stage has the whole of a cell on one device of each of its replicas.
 
 Gradients of a cell are summed over all ranks that have it. With ZeRO-1, these ranks divide the cell's
 optimizer state: of m stages, stage i keeps the i-th of m parts.
@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import lcm
 
-from runtime.layers.world import is_sharded, stage_of, stages_of_layer
+from runtime.layers.world import is_first_replica, stage_of, stages_of_layer
 from statemachine.messages.trainer import WorldData, WorldStage
 
 Fractions = tuple[int, int, int]
@@ -48,15 +48,13 @@ class Cell:
 
 def share_of(stage: WorldStage, rank: int) -> Fractions:
     """Return the fractions of each of the stage's layers that a rank has."""
-    if not is_sharded(stage):
-        return 0, 1, 1
-    index = stage.ranks.index(rank)
-    return index, index + 1, len(stage.ranks)
+    index = stage.ranks.index(rank) % stage.parts
+    return index, index + 1, stage.parts
 
 
 def cells_of(stages: Sequence[WorldStage]) -> tuple[Cell, ...]:
     """Return the cells of a layer that all of these stages have, ascending."""
-    counts = {len(stage.ranks) if is_sharded(stage) else 1 for stage in stages}
+    counts = {stage.parts for stage in stages}
     cuts = sorted({Fraction(cut, count) for count in counts for cut in range(count + 1)})
     return tuple(
         Cell(start=start, end=end, holders=tuple(_holders(stage, start) for stage in stages))
@@ -65,9 +63,7 @@ def cells_of(stages: Sequence[WorldStage]) -> tuple[Cell, ...]:
 
 
 def _holders(stage: WorldStage, start: Fraction) -> tuple[int, ...]:
-    if not is_sharded(stage):
-        return tuple(sorted(stage.ranks))
-    return (stage.ranks[int(start * len(stage.ranks))],)
+    return tuple(sorted(stage.ranks[int(start * stage.parts) :: stage.parts]))
 
 
 def common_cells(world: WorldData, layers: Collection[int]) -> tuple[Cell, ...]:
@@ -105,8 +101,8 @@ class ReplicaAssignment:
 def replica_assignments(world: WorldData, layer: int) -> tuple[ReplicaAssignment, ...]:
     """Return the replicas (AOR) of a layer's parts; empty with one pipeline.
 
-    The holder is an owner in the previous pipeline. If all ranks of a stage have the same part, the lowest
-    one holds the replica and represents the stage.
+    The holder is an owner in the previous pipeline. If several ranks of a stage have the same part, the lowest
+    of them holds the replica and represents the others.
     """
     stages = stages_of_layer(world, layer)
     if len(stages) < 2:
@@ -124,8 +120,7 @@ def replica_assignments(world: WorldData, layer: int) -> tuple[ReplicaAssignment
 
 def holds_replicas(world: WorldData, rank: int) -> bool:
     """Return whether ``rank`` holds replicas (AOR) of another owner's parts."""
-    stage = stage_of(world, rank)
-    return len(world.pipelines) > 1 and (is_sharded(stage) or rank == min(stage.ranks))
+    return len(world.pipelines) > 1 and is_first_replica(stage_of(world, rank), rank)
 
 
 def replica_parts(world: WorldData, rank: int, layer: int) -> tuple[Fractions, ...]:

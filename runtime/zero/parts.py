@@ -197,10 +197,9 @@ def cell_gather_ranges(vector: ParameterVector, cell: Cell, world: WorldData) ->
         for index, rank in enumerate(ranks):
             for part in owned_parts(world, rank, vector.layer, zero1=True):
                 first, last = vector.part_range(*part)
-                if not is_sharded(stage):
-                    length = last - first
-                    last = first + length * (index + 1) // len(ranks)
-                    first += length * index // len(ranks)
+                length = last - first
+                last = first + length * (index + 1) // len(ranks)
+                first += length * index // len(ranks)
                 if (low := max(first, begin)) < (high := min(last, end)):
                     found[rank].append((low - begin, high - begin))
     return {rank: _merged(ranges) for rank, ranges in found.items()}

@@ -21,7 +21,7 @@ from runtime.layers.optimizer import state_tensors
 from runtime.layers.state import StateError
 from runtime.layers.tensor_plan import TensorPlan
 from runtime.layers.transfer import PayloadEndpoint, StateExchange
-from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel, stage_of
+from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel, replica_ranks, stage_of
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.training import TrainingError
 from runtime.zero.cells import Fractions, owned_parts, replica_assignments, replica_parts, share_of
@@ -191,9 +191,10 @@ class ShardedState:
         """Allocate memory for the parameters that this rank computes with."""
         shards: StageShards | None = None
         before = self._optimization.shards
-        given = self._model, self.shape, own, stage.ranks, communicator, self._monitor
+        members = replica_ranks(stage, communicator.rank)
+        given = self._model, self.shape, own, members, communicator, self._monitor
         if is_tensor_parallel(stage):
-            shards = StageTensorParts(*given, plan=self._plan_on(len(stage.ranks)), before=before)
+            shards = StageTensorParts(*given, plan=self._plan_on(stage.parts), before=before)
         elif is_sharded(stage):
             shards = StageShards(*given, same_rows=self._model.couples_rows, before=before)
         self._optimization.shards = shards
@@ -204,7 +205,7 @@ class ShardedState:
         self._optimization.refresh_parameters()
 
     def _plan_on(self, devices: int) -> TensorPlan:
-        """Return the tensor-parallel plan for a stage of ``devices`` devices.
+        """Return the tensor-parallel plan for replicas of ``devices`` devices.
 
         :raises TrainingError: the model has no such plan.
         """

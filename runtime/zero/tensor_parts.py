@@ -60,6 +60,7 @@ class StageTensorParts(StageShards):
     """Tensor-parallel parts of one device in one generation; only the main thread calls it. Parameters as for
     ``StageShards``.
 
+    :param members: the ranks of this replica of the stage.
     :param plan: a plan that ``len(members)`` devices can use.
     """
 

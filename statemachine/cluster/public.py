@@ -26,6 +26,7 @@ def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
                     "devices": [f"{device.node}/{device.index}" for device in stage.devices],
                     "recompute": stage.recompute,
                     "within": stage.within,
+                    "replicas": stage.replicas,
                 }
                 for stage in pipeline.stages
             ],

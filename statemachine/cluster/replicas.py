@@ -227,8 +227,9 @@ def copies_of(plan: Plan, *, zero1: bool = False) -> dict[int, list[tuple[str, t
             sharded = stage.within != "replicate" and len(stage.devices) > 1
             if sharded and zero1:
                 continue
-            layout = f"{stage.within} on {len(stage.devices)}" if sharded else "whole"
-            copies = [stage.devices] if sharded else [(device,) for device in stage.devices]
+            layout = f"{stage.within} on {stage.parts}" if sharded else "whole"
+            parts = stage.parts
+            copies = [stage.devices[i : i + parts] for i in range(0, len(stage.devices), parts)]
             for layer in range(stage.first_layer, stage.end_layer):
                 found.setdefault(layer, []).extend((layout, devices) for devices in copies)
     return {layer: copies for layer, copies in found.items() if len(copies) > 1}

@@ -60,6 +60,13 @@ class WorldStage(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     recompute: Recompute = "none"
     within: Within = "replicate"
+    replicas: int = 1
+    """As in ``planner.values.StageTemplate``."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts into which the stage's state is divided."""
+        return 1 if self.within == "replicate" else len(self.ranks) // self.replicas
 
 
 class WorldPipeline(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import pytest
 
 from planner.errors import InfeasibleError
 from planner.stages.costs import MOST_DEVICES, StageCosts
+from planner.stages.layers import Mode
 from planner.values import Link, ModelProfile, Policy, Recomputation, Recompute, SplitTime
 from tests.helpers.oracles import layer, profile_of, stage_ms
 
@@ -56,7 +57,7 @@ def test_ways_to_recompute_that_a_job_can_choose_among() -> None:
     whole = ModelProfile(layers=(known, known), microbatch_rows=4)
     partly = ModelProfile(layers=(known, layer()), microbatch_rows=4)
     auto = policy_of(activation_checkpointing="auto", device_memory_bytes=100)
-    assert StageCosts(whole, policy_of(activation_checkpointing="auto")).modes == (("none", "replicate"),)
+    assert StageCosts(whole, policy_of(activation_checkpointing="auto")).modes == (Mode("none", "replicate"),)
     assert [mode.recompute for mode in StageCosts(whole, auto).modes] == ["none", "selective", "full"]
     assert [mode.recompute for mode in StageCosts(partly, auto).modes] == ["none", "full"]
     with pytest.raises(InfeasibleError, match=r"profile\.layers\[1\]\.selective is missing.*or use full"):

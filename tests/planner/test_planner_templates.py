@@ -156,7 +156,12 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
             stage = fullest.first_layer, fullest.end_layer
             sizes = [
                 stage_bytes(
-                    profile, policy, (*stage, d), fullest.stages_after, fullest.recompute, fullest.within
+                    profile,
+                    policy,
+                    (*stage, d),
+                    fullest.stages_after,
+                    fullest.mode.recompute,
+                    fullest.mode.within,
                 )
                 for d in costs.stage_devices
             ]

@@ -9,7 +9,7 @@ from planner.errors import InfeasibleError
 from planner.mapping.mapper import Mapper
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
-from planner.stages.layers import expected_ms
+from planner.stages.layers import Mode, expected_ms
 from planner.stages.memory import MemoryModel
 from planner.values import LayerProfile, Link, ModelProfile, Policy, TensorSplit, WithinNode
 
@@ -113,6 +113,48 @@ def test_tensor_parallel_stages_may_have_more_devices_than_a_microbatch_has_rows
     assert template is not None and template.stages[0].within == "tensor"
 
 
+def test_replicas_of_tensor_parallel_devices_split_the_rows() -> None:
+    """Counted by hand: four devices are two replicas of two, and each replica has two of four rows."""
+    policy = policy_of("auto", devices_per_node=4)
+    memory = MemoryModel(model(), policy)
+    found = memory.breakdown(1, 3, 4, 1, "none", "tensor", 2)
+    pair = memory.breakdown(1, 3, 2, 1, "none", "tensor")
+    assert (found.parameters, found.gradients, found.optimizer) == (140, 140, 800), "as two devices"
+    assert (found.gathered, found.activations) == (pair.gathered, pair.activations // 2)
+    assert memory.breakdown(1, 3, 4, 0, "full", "tensor", 2).activations == -(-25 // 2)
+    tight = model(memory_bytes=4000, stage_devices=(4,))
+    costs = StageCosts(tight, policy)
+    number = costs.modes.index(Mode("none", "tensor", 2))
+    gather_ms, columns_ms = 0.1 + 20 / 2 / 1e3, (0.1 + 40 / 2 / 1e3) / 16
+    there_ms = 2 * 2 * (0.1 + 10 / 2 / 1e3 / 2)
+    assert costs.forward_ms[number, 4, 1, 2] == pytest.approx(4 / 4 + gather_ms + columns_ms + there_ms)
+    (stage,) = stages = costs.stages((0, 4), (4,))
+    fitting = [
+        (float(costs.time_ms[mode, 4, 0, 4]), costs.modes[mode])
+        for mode in costs.modes_of(4)
+        if memory.stage_bytes(0, 4, 4, 0, *costs.modes[mode]) <= 4000
+    ]
+    assert Mode(stage.recompute, stage.within, stage.replicas) == min(fitting)[1]
+    assert costs.stage_times_ms(stages) == [min(fitting)[0]]
+    two = replace(stage, within="tensor", replicas=2)
+    assert two.parts == 2
+    assert costs.gradient_bytes((two,)) == {2: 200.0}, "two owners of each half"
+
+
+def test_replicas_are_used_where_the_heads_or_the_memory_allow_no_other_division() -> None:
+    """Six heads are not divisible by four devices; two replicas of two devices each can divide them."""
+    costs = StageCosts(model(stage_devices=(4,)), policy_of("tensor", devices_per_node=4))
+    assert costs.modes == (Mode("none", "tensor", 2),)
+    narrow = model(stage_devices=(4,), tensor_counts=(("heads", 4),))
+    assert StageCosts(narrow, policy_of("tensor", devices_per_node=4)).modes == (Mode("none", "tensor"),)
+    tight = replace(
+        model(layers=8, memory_bytes=5500, stage_devices=(4,)), inner=Link(latency_ms=0.0, bytes_per_s=1e5)
+    )
+    template = Mapper(StageCosts(tight, policy_of("auto", devices_per_node=4)), 1).template(1, 16)
+    assert template is not None
+    assert [(stage.within, stage.replicas) for stage in template.stages] == [("tensor", 2)]
+
+
 def test_plans_say_it_and_expected_times_leave_communication_out() -> None:
     profile, policy = model(stage_devices=(2,)), policy_of("tensor")
     planner = Planner(profile, policy)
@@ -136,11 +178,16 @@ def test_plans_say_it_and_expected_times_leave_communication_out() -> None:
         ),
         ({"shard_problem": "its optimizer Muon"}, 2, "in parts: its optimizer Muon"),
         ({"stage_devices": (1,)}, 2, "knows stages of 1 device only"),
-        ({"stage_devices": (4,)}, 4, r"heads of blocks.\* is 6, which 4 devices do not divide"),
+        ({"stage_devices": (5,)}, 5, r"heads of blocks.\* is 6, which 5 devices do not divide"),
         (
             {"tensor_counts": (("kv of blocks.*", 3),)},
             4,
             r"kv of blocks.\* is 3, which 4 devices do not divide",
+        ),
+        (
+            {"stage_devices": (4,), "microbatch_rows": 1},
+            4,
+            r"heads of blocks.\* is 6, which 4 devices do not divide",
         ),
     ],
 )
@@ -148,7 +195,8 @@ def test_impossible_tensor_parallelism_is_rejected(changes: dict[str, Any], devi
     with pytest.raises(InfeasibleError, match=f"within_node = tensor, and no stage can .*{words}"):
         if "tensor_counts" in changes:
             changes = {**changes, "stage_devices": (2, 4)}
-        StageCosts(model(**changes), policy_of("tensor", devices_per_node=devices))
+        rows = changes.pop("microbatch_rows", 4)
+        StageCosts(model(**changes), policy_of("tensor", devices_per_node=devices, microbatch_rows=rows))
 
 
 def test_a_profile_without_a_plan_is_rejected() -> None:

@@ -13,7 +13,7 @@ from planner.mapping import iteration
 from planner.mapping.mapper import Mapper
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
-from planner.stages.layers import expected_ms
+from planner.stages.layers import Mode, expected_ms
 from planner.stages.memory import MemoryModel
 from planner.templates import smallest_pipeline
 from planner.values import (
@@ -153,7 +153,9 @@ def test_stages_are_sharded_only_where_replicas_do_not_fit() -> None:
     pair = (2,)
     assert withins(best(model(memory_bytes=5000, stage_devices=pair), auto, 1)) == {(2, "replicate")}
     assert withins(best(model(memory_bytes=2600, stage_devices=pair), auto, 1)) == {(2, "shard")}
-    assert StageCosts(model(), auto).modes == (("none", "replicate"),), "without a limit nothing is sharded"
+    assert StageCosts(model(), auto).modes == (Mode("none", "replicate"),), (
+        "without a limit nothing is sharded"
+    )
     assert len(StageCosts(model(memory_bytes=4319), auto).modes) == 2
     assert len(StageCosts(model(memory_bytes=4320), auto).modes) == 1, "nor where any stage fits as replicas"
     always = policy_of("shard", **one_stage)
@@ -176,7 +178,7 @@ def test_one_device_has_nothing_to_share() -> None:
     profile = model(memory_bytes=5000)
     for within in ("auto", "shard"):
         alone = policy_of(within, devices_per_node=1)  # type: ignore[arg-type]
-        assert StageCosts(profile, alone).modes == (("none", "replicate"),)
+        assert StageCosts(profile, alone).modes == (Mode("none", "replicate"),)
     template = best(profile, policy_of("shard"), 1)
     assert withins(template) == {(1, "replicate")}, "a pipeline within the node is quicker here"
 

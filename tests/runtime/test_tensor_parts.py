@@ -46,6 +46,12 @@ MIXED = (
     pipeline(stage(0, 3, (4, 5, 6, 7)), stage(3, 5, (8, 9), "replicate"), first=2, microbatches=1),
     pipeline(stage(0, 5, (10,)), first=3, microbatches=1),
 )
+TWO_BY_TWO = (pipeline(stage(0, 5, (0, 1, 2, 3), replicas=2)),)
+MIXED_BY_TWO = (
+    pipeline(stage(0, 2, (0, 1, 2, 3), replicas=2), stage(2, 5, (4, 5)), microbatches=2),
+    pipeline(stage(0, 3, (6, 7), "shard"), stage(3, 5, (8, 9), "replicate"), first=2, microbatches=1),
+    pipeline(stage(0, 1, (10,)), stage(1, 5, (11, 12, 13, 14), replicas=2), first=3, microbatches=1),
+)
 
 
 def job(**changes: object) -> p.TrainingData:
@@ -61,8 +67,15 @@ def expected() -> list[float]:
 @pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
 @pytest.mark.parametrize(
     ("pipelines", "ranks"),
-    [(ONE_OF_TWO, 2), (ONE_OF_FOUR, 4), (STAGES_OF_TWO, 4), (MIXED, 11)],
-    ids=["one of two", "one of four", "stages of two", "mixed"],
+    [
+        (ONE_OF_TWO, 2),
+        (ONE_OF_FOUR, 4),
+        (STAGES_OF_TWO, 4),
+        (MIXED, 11),
+        (TWO_BY_TWO, 4),
+        (MIXED_BY_TWO, 15),
+    ],
+    ids=["one of two", "one of four", "stages of two", "mixed", "two by two", "mixed with two by two"],
 )
 def test_losses_equal_those_of_one_process(
     expected: list[float], pipelines: tuple[p.WorldPipeline, ...], ranks: int, zero1: bool
@@ -119,6 +132,37 @@ def test_a_death_rolls_nothing_back(
         assert [fleet.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-9)
 
 
+BY_TWO = (
+    pipeline(stage(0, 5, (0, 1, 2, 3), replicas=2), microbatches=2),
+    pipeline(stage(0, 2, (4, 5)), stage(2, 5, (6,)), first=2, microbatches=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("phase", "dead", "zero1"),
+    [(in_compute, 2, False), (in_vote, 6, False), (in_vote, 1, True), (after_vote, 6, True)],
+)
+def test_a_death_among_replicas_of_parts_rolls_nothing_back(
+    expected: list[float], phase: Callable[[Fleet, Engine], None], dead: int, zero1: bool
+) -> None:
+    """A node of four devices that are two replicas, and its successors on other numbers of devices."""
+    with Fleet(job(zero1=zero1), 7) as fleet:
+        fleet.enter(fleet.engines, BY_TWO)
+        fleet.steps(1)
+        phase(fleet, fleet.engines[dead])
+        fleet.broken_step()
+        for engine in fleet.engines:
+            engine.__dict__.pop("_hold_vote", None)
+        left = fleet.engines[4:] if dead < 4 else fleet.engines[:3]
+        fleet.enter(left, LEFT)
+        fleet.steps(1)
+        fleet.enter([*left, *fleet.join(4)], BY_TWO)
+        fleet.steps(STEPS - fleet.engines[0].committed_step)
+        digests = fleet.each(lambda _, engine: engine.compute_digests())
+        assert digests[0] == digests[1] == digests[2] == digests[3] == digests[4] | digests[6]
+        assert [fleet.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-9)
+
+
 def test_each_device_has_its_part_and_columns_and_no_more() -> None:
     with Fleet(job(), 4) as fleet:
         fleet.enter(fleet.engines, ONE_OF_FOUR)
@@ -149,9 +193,9 @@ def test_training_and_evaluation_continue_from_a_replica(tmp_path: Path, expecte
         for layer in range(5):
             header, payload = fleet.engines[0].states.pack(layer)
             write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
-    with Fleet(job(), 4) as fleet:
+    with Fleet(job(), 7) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 2
-        assert fleet.enter(fleet.engines, STAGES_OF_TWO) == 2
+        assert fleet.enter(fleet.engines, BY_TWO) == 2
         fleet.steps(2)
         assert [fleet.losses[step] for step in (3, 4)] == pytest.approx(expected[2:4], rel=1e-9)
 

@@ -22,7 +22,7 @@ from ftd.observe.view.text import (
     single_device,
     stage_node,
 )
-from planner.reasons import WITHIN_WORDS
+from planner.reasons import describe_within
 
 _NAME_WIDTH = 20
 """Least number of columns for a node's name."""
@@ -177,7 +177,7 @@ def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_s
 def _divided(stage: JsonMap) -> str:
     """Return how the devices of the stage divide its layers; empty if they do not."""
     within = stage.get("within", "replicate")
-    return "" if within == "replicate" else WITHIN_WORDS[within]
+    return "" if within == "replicate" else describe_within(within, stage.get("replicas", 1))
 
 
 def _stage_label(stage: JsonMap, names: str, width: int) -> str:

@@ -80,6 +80,8 @@ class ReportedStage:
     """Way in which the devices share the stage's work: each holds all of its parameters and state, a shard of
     them, or the part that it computes with.
     """
+    replicas: int = 1
+    """Number of groups of consecutive devices, each of which has all state of a tensor-parallel stage in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import format_number, format_size, layer_range, pipeline_name, plural
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
-from planner.reasons import WITHIN_WORDS
+from planner.reasons import describe_within
 from planner.values import Within
 
 if TYPE_CHECKING:
@@ -109,19 +109,21 @@ def format_optimality_gap(row: TemplateRow) -> str:
 
 def devices_of(stages: Sequence[StageRow]) -> str:
     """Return how many stages have how many devices, and how these share the work: ``4×2 sharded + 8×1``."""
-    counts: dict[tuple[int, Within], int] = {}
+    counts: dict[tuple[int, Within, int], int] = {}
     for stage in stages:
-        kind = stage.devices, stage.within
+        kind = stage.devices, stage.within, stage.replicas
         counts[kind] = counts.get(kind, 0) + 1
     return " + ".join(
-        f"{count}×{devices}{'' if within == 'replicate' else f' {WITHIN_WORDS[within]}'}"
-        for (devices, within), count in sorted(counts.items(), reverse=True)
+        f"{count}×{devices}{'' if within == 'replicate' else f' {describe_within(within, replicas)}'}"
+        for (devices, within, replicas), count in sorted(counts.items(), reverse=True)
     )
 
 
 def devices_words(stage: StageRow) -> str:
     """Return the devices of one stage: ``2, sharded``."""
-    return str(stage.devices) + ("" if stage.within == "replicate" else f", {WITHIN_WORDS[stage.within]}")
+    if stage.within == "replicate":
+        return str(stage.devices)
+    return f"{stage.devices}, {describe_within(stage.within, stage.replicas)}"
 
 
 def comparison_line(description: Description, other: Description) -> str:

@@ -10,6 +10,7 @@ _AT = "2026-05-04T12:00:05.003Z"
 _ASK: Json = {"request": "5f1c09aa77d0e1b2", "reply": "client-1a2b3c4d5e6f", "schema": 2}
 _STAGE: Json = {
     "first_layer": 0, "end_layer": 8, "devices": ["node-3/0"], "recompute": "none", "within": "replicate",
+    "replicas": 1,
 }  # fmt: skip
 _PIPELINES: list[Json] = [{"stages": [_STAGE], "microbatches": 8}]
 _RECOVERY: Json = {

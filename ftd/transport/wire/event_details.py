@@ -43,6 +43,8 @@ class StageData(Details, frozen=True, kw_only=True):
     """The activations that are computed again in the backward pass: none, all but matrix products, or all."""
     within: Within = "replicate"
     """State that each device of the stage holds: all parameters and state of the stage, or a shard of them."""
+    replicas: int = 1
+    """Number of groups of consecutive devices, each of which holds all state of a tensor-parallel stage in parts."""
 
 
 class PipelineData(Details, frozen=True, kw_only=True):

@@ -464,5 +464,13 @@ def test_stages_that_are_tensor_parallel_are_shown(tmp_path: Path) -> None:
     assert "1×2 tensor-parallel" in shown and "2, tensor-parallel" in shown
     assert "layers 0–3 · 2 GPUs, tensor-parallel" in plot.read_text()
     path.write_text(json.dumps(tree | {"stage_devices": [4]}))
+    result = planned(*options, "--gpus-per-node", 4, "--plot", plot)
+    (cost,) = result["templates"][0]["stage_costs"]
+    assert (cost["within"], cost["replicas"]) == ("tensor", 2)
+    shown = ftd(*options, "--gpus-per-node", 4)
+    assert "1×4 tensor-parallel in 2 replicas" in shown and "4, tensor-parallel in 2 replicas" in shown
+    assert "4 GPUs, tensor-parallel in 2 replicas" in plot.read_text()
+    tree["tensor_counts"] = [["the number of attention heads of blocks.*", 5]]
+    path.write_text(json.dumps(tree | {"stage_devices": [4]}))
     message = error_of(*options, "--gpus-per-node", 4)
-    assert "the number of attention heads of blocks.* is 6, which 4 devices do not divide" in message
+    assert "the number of attention heads of blocks.* is 5, which 4 devices do not divide" in message

@@ -22,7 +22,7 @@ from ftd.observe.view.plan import MAX_DRAWN, chosen_line, comparison_line, forma
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.text import layer_range, plural
 from planner.describe import Description, PipelineRow, TemplateRow, timeline_of
-from planner.reasons import WITHIN_WORDS
+from planner.reasons import describe_within
 from planner.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -315,7 +315,11 @@ def _stage_labels(axes: Axes, template: TemplateRow) -> None:
         if most > 1:
             labels = [
                 f"{label} · {plural(stage.devices, 'GPU')}"
-                + ("" if stage.within == "replicate" else f", {WITHIN_WORDS[stage.within]}")
+                + (
+                    ""
+                    if stage.within == "replicate"
+                    else f", {describe_within(stage.within, stage.replicas)}"
+                )
                 for label, stage in zip(labels, stages, strict=True)
             ]
         labels = [
