@@ -357,6 +357,14 @@ def test_a_module_that_skips_blocks_later_ends_the_step() -> None:
         model.forward(0, 2, None, step=1, row=0, batch=batch)
 
 
+def test_a_loss_that_is_not_a_number_is_not_blamed_on_the_cut() -> None:
+    """The job begins, and its first steps say where the value comes from."""
+    root = Chain()
+    with torch.no_grad():
+        next(root.parameters()).fill_(float("nan"))
+    assert model_of(root).layer_count == 6
+
+
 class OwnCheckpointing(Chain):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
