@@ -51,15 +51,26 @@ def count_error(counted: NodeErrors | None, error: str) -> NodeErrors:
 
 def describe_failing_nodes(failing: Iterable[tuple[str, NodeErrors]]) -> str:
     """Return which nodes' trainers failed, how often, and the most frequent error, such as ``node-2 failed 15
-    times: ValueError: …``; empty if none did.
+    times: ValueError: …``; nodes with the same error together. The result is empty if none did.
     """
-    texts = []
+    alike: dict[str, list[str]] = {}
     for node, counted in failing:
         most = max(counted.errors, key=lambda error: counted.errors[error])
         more = len(counted.errors) - 1
         others = f" (and {more} other error{'s' if more > 1 else ''})" if more else ""
         often = "once" if counted.times == 1 else f"{counted.times} times"
-        texts.append(f"{node} failed {often}: {most}{others}")
-    more = len(texts) - _MOST_NODES
-    left_out = [f"{more} more node{'s' if more > 1 else ''} failed"] if more > 0 else []
-    return "; ".join(texts[:_MOST_NODES] + left_out)
+        alike.setdefault(f"failed {often}: {most}{others}", []).append(node)
+    texts, named, left_out = [], 0, 0
+    for what, nodes in alike.items():
+        if named >= _MOST_NODES:
+            left_out += len(nodes)
+            continue
+        shown = nodes[: _MOST_NODES - named]
+        named += len(shown)
+        *first, last = shown + ([_more_nodes(len(nodes) - len(shown))] if len(nodes) > len(shown) else [])
+        texts.append(f"{', '.join(first)} and {last} {what}" if first else f"{last} {what}")
+    return "; ".join(texts + ([f"{_more_nodes(left_out)} failed"] if left_out else []))
+
+
+def _more_nodes(count: int) -> str:
+    return f"{count} more node{'s' if count > 1 else ''}"

@@ -11,7 +11,7 @@ from statemachine.cluster.durable import durable
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.quarantine import quarantine_node
 from statemachine.effects import AnswerRequest, EmitEvent
-from statemachine.error_text import describe_failing_nodes
+from statemachine.error_text import count_error, describe_failing_nodes
 from statemachine.events import (
     BrokerConnected,
     FaultAnnounced,
@@ -214,6 +214,17 @@ def test_an_error_that_all_nodes_have_now_and_then_makes_none_of_them_stand_out(
         for name in NAMES:
             assert s.fail(name, f"ConnectionError: file server {s.step}")
     assert not s.aside()
+
+
+def test_nodes_with_the_same_error_are_named_together() -> None:
+    def said(*errors: str) -> str:
+        return describe_failing_nodes((f"node-{n}", count_error(None, one)) for n, one in enumerate(errors))
+
+    assert said() == ""
+    assert said("x", "x") == "node-0 and node-1 failed once: x"
+    assert said("x", "y", "x") == "node-0 and node-2 failed once: x; node-1 failed once: y"
+    assert said(*"xxxxx") == "node-0, node-1, node-2 and 2 more nodes failed once: x"
+    assert said(*"xyzwxw") == ("node-0 and node-4 failed once: x; node-1 failed once: y; 3 more nodes failed")
 
 
 def test_the_end_of_a_job_says_which_nodes_failed_how_often_and_why() -> None:
