@@ -114,8 +114,9 @@ def shard_ms(profile: ModelProfile, layer: LayerProfile, devices: int) -> tuple[
     replicas.
 
     Each pass gathers the layer's parameters, and the backward pass reduces and scatters its gradients: each
-    time ``devices`` − 1 hops of a ring, with one device's share of the bytes. Computation is assumed to
-    hide none of the gathering. The times are computed, not measured.
+    time ``devices`` − 1 hops of a ring, with one device's share of the bytes. Recomputation needs no more: it
+    gathers what the backward pass of the layer needs anyway. Computation is assumed to hide none of the
+    gathering. The times are computed, not measured.
     """
     if devices == 1 or not layer.gradient_bytes:
         return 0.0, 0.0

@@ -2,8 +2,10 @@
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +14,7 @@ import torch
 from planner.values import Recompute
 from runtime.engine.engine import Engine
 from runtime.training import TrainingError
+from runtime.zero.shards import StageShards
 from statemachine.messages import trainer as p
 from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
@@ -91,6 +94,31 @@ def test_layers_may_recompute(expected: list[float], mode: Recompute) -> None:
         fleet.enter(fleet.engines, pipelines)
         fleet.steps(2)
         assert [fleet.losses[step] for step in (1, 2)] == pytest.approx(expected[:2], rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_a_layer_is_gathered_twice_for_a_microbatch_also_if_it_recomputes(
+    mode: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner counts two gatherings (``planner.stages.layers.shard_ms``): what recomputation gathers is what
+    the backward pass needs.
+    """
+    gathered: Counter[tuple[int, ...]] = Counter()
+    post = StageShards._post
+
+    def counting(self: StageShards, number: int) -> Any:
+        if self._communicator.rank == 0:
+            gathered[self._shape.vectors[number].layers] += 1
+        return post(self, number)
+
+    monkeypatch.setattr(StageShards, "_post", counting)
+    (one,) = ONE_OF_TWO
+    stages = tuple(msgspec.structs.replace(stage, recompute=mode) for stage in one.stages)
+    with Fleet(job(), 2) as fleet:
+        fleet.enter(fleet.engines, (msgspec.structs.replace(one, stages=stages),))
+        gathered.clear()
+        fleet.steps(1)
+    assert gathered == {(layer,): 2 * one.microbatches for layer in range(4)} | {(0, 3): 4 * one.microbatches}
 
 
 @pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
