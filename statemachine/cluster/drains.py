@@ -402,10 +402,3 @@ def settle_plan(c: Cluster, state: Planning, pipelines: tuple[PipelinePlacement,
     concerned = state.recovery.nodes
     left = sorted(state.left_out.intersection(previous.nodes))
     concerned.extend(name for name in left if name not in concerned)
-
-
-def keep_departing(c: Cluster, reason: str) -> None:
-    """Keep the nodes that were to leave, since the job is paused for the lack of nodes."""
-    for node in c.alive():
-        if node.departing and not node.released:
-            _let_wait(c, node, reason)

@@ -25,7 +25,7 @@ import msgspec
 
 from planner.values import Device, Situation, StatePart
 from statemachine.cluster import recovery_times
-from statemachine.cluster.drains import keep_departing, leavers, next_left_out, settle_plan
+from statemachine.cluster.drains import leavers, next_left_out, settle_plan
 from statemachine.cluster.membership import declare_lost, fence, inquire, prepare, remove_unknown
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
@@ -202,6 +202,14 @@ def next_generation(c: Cluster) -> int:
     return c.generation + 1
 
 
+def learn_generation(c: Cluster, generation: int) -> None:
+    """Take note of a generation that a node has obeyed, whoever announced it."""
+    if generation > c.generation:
+        c.generation = generation
+        c.persist()
+        c.publish()
+
+
 def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery) -> None:
     """Announce a new generation to every node that may take part (steps 1 and 2)."""
     interrupted = isinstance(c.state, Running) and mode == "abort"
@@ -357,18 +365,16 @@ def announce_divergence(c: Cluster, diverged: Divergence) -> bool:
     )
     aside = False
     for name in diverged.minority:
-        node = c.nodes.get(name)
-        if node is not None and node.quarantine is None:
-            failure = NodeFailure(
-                cause="corruption",
-                at=c.at,
-                step=diverged.step,
-                generation=diverged.generation,
-                detail=describe(diverged),
-            )
-            aside = (
-                quarantine_node(c, node, "corruption", [failure], "its copies of layers are corrupt") or aside
-            )
+        failure = NodeFailure(
+            cause="corruption",
+            at=c.at,
+            step=diverged.step,
+            generation=diverged.generation,
+            detail=describe(diverged),
+        )
+        # A node that is set aside already must not be readmitted for the need of the job from now on.
+        why = "its copies of layers are corrupt"
+        aside = quarantine_node(c, c.nodes[name], "corruption", [failure], why) or aside
     return aside
 
 
@@ -463,7 +469,6 @@ def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = 
         interrupted=replace(state.recovery, nodes=[], before=()),
     )
     c.transition(PhaseEvent.NODES_MISSING, paused)
-    keep_departing(c, reason)
     present = sum(1 for node in c.alive() if node.ready)
     c.persist()
     aside = describe_aside(c, lasting=not pause_limited)

@@ -26,6 +26,7 @@ from statemachine.cluster.progress import take_heartbeat, take_stepped
 from statemachine.cluster.quarantine import MAX_FAILURES, note_failure
 from statemachine.cluster.recovery import (
     include_returned_node,
+    learn_generation,
     lose_node,
     note_cause,
     reconfigure,
@@ -168,7 +169,7 @@ def _take_corruption(c: Cluster, node: NodeMachine, detail: str) -> None:
 
 def take_newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> None:
     """Handle a Hello of an incarnation that is not known here."""
-    c.generation = max(c.generation, signal.generation)
+    learn_generation(c, signal.generation)
     old = c.nodes.get(name)
     if old is not None and old.alive:
         if c.at - c.heard_at(old) <= c.timing.silence_s:
@@ -205,32 +206,29 @@ def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     node.obeyed = signal.generation
     node.facts = signal.facts
     new_snapshots = snapshots.take_held(c, node, signal)
-    c.generation = max(c.generation, signal.generation)
-    job = c.job
-    if signal.job_id is not None and (job is None or not c.active or signal.job_id != job.job_id):
+    learn_generation(c, signal.generation)
+    under_way = c.current_job.job_id if c.active else None
+    if signal.job_id is not None and signal.job_id != under_way:
         send_stop(c, node, signal.job_id)
     if node.released:
         c.send(node, Release())
-    if job is None:
-        return
-    if not c.active:
+    if under_way is None:
         if node.snapshots and c.phase is ClusterPhase.FINISHED:
-            send_stop(c, node, job.job_id)
+            send_stop(c, node, c.current_job.job_id)
         return
     if node.prepare_sent:
         prepare(c, [node])
-    if node.prepared and (signal.job_id != job.job_id or not signal.prepared):
+    if node.prepared and (signal.job_id != under_way or not signal.prepared):
         mark_unhealthy(c, node)
         node.returning = True
         note_time_of_failure(c, node)
         recover_from_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
-        return
     if new_snapshots and isinstance(c.state, Paused) and c.state.pause_limited:
         record = note_cause(c, "resumed", [node.name])
         reconfigure(c, f"{node.name} holds a part of the snapshot", "abort", record)
-        return
-    persisting.repeat_order(c, node, signal)
-    repeat_command(c, node, signal)
+    else:
+        persisting.repeat_order(c, node, signal)
+        repeat_command(c, node, signal)
 
 
 def repeat_command(c: Cluster, node: NodeMachine, signal: Hello) -> None:

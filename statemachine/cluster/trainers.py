@@ -57,17 +57,16 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         c.failing[node.name] = count_error(c.failing.get(node.name), error or what)
         c.persist()
     c.publish()
-    if not changed:  # Its loss was reported and handled; that it cannot come back is new.
-        return
-    if signal.cause == "foreign" and (why := explain_foreign_state(c, signal)):
+    why = explain_foreign_state(c, signal) if signal.cause == "foreign" else None
+    if why is None and signal.cause in ("raised", "foreign"):
+        why = take_raised(c, node, signal)
+        if why is not None:
+            forgive_job_errors(c)
+    if why is not None:
         fail(c, why)
-        return
-    if signal.cause in ("raised", "foreign") and (why := take_raised(c, node, signal)):
-        forgive_job_errors(c)
-        fail(c, why)
-        return
-    note_trainer_failure(c, node, signal)
-    recover_from_loss(c, node, "trainer_lost", signal.cause, what)
+    else:
+        note_trainer_failure(c, node, signal)
+        recover_from_loss(c, node, "trainer_lost", signal.cause, what)
 
 
 def error_of(signal: TrainerLost) -> str:
@@ -91,7 +90,7 @@ def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | Non
     step, generation = c.progress.known_step + 1, c.resumption.generation
     error = last_line(signal.detail)
     past = c.repeated_error
-    same = past is not None and past.step == step and same_error(past.error, error)
+    same = past is not None and same_error(past.error, error)
     if past is None or past.step != step:
         now = RepeatedError(step=step, generation=generation, tries=1, error=error, nodes=(node.name,))
     else:

@@ -75,6 +75,11 @@ class Replicas(Snapshots):
             self.quiesced(name, generation, report(step, held=self.layers[name], lineage=self.lineage))
 
 
+def quarantine_cause(s: Replicas, node: str) -> str:
+    cause: str = s.machine.public_state()["nodes"][node]["quarantine"]["cause"]
+    return cause
+
+
 def replicas(nodes: int = 4, **policy: Any) -> Replicas:
     s = Replicas()
     s.start(nodes, **policy)
@@ -189,6 +194,33 @@ def test_a_node_that_died_meanwhile_does_not_hide_what_differs() -> None:
     s.check()
     s.plan()
     assert {sent.command.step for sent in s.commands(Resume)} == {3}
+
+
+def test_of_two_nodes_with_corrupt_copies_one_is_set_aside_if_no_more_may_be() -> None:
+    s = replicas(6)
+    s.snapshot()
+    for name in ("node-6", "node-7"):
+        s.hello(name, 100 + int(name[-1]))
+    for repairs in (1, 2, 3):
+        s.heartbeat("node-7", repairs=repairs)
+    s.hello("node-7", 207)
+    assert quarantine_cause(s, "node-7") == "checksum", "so two of the eight nodes may be set aside"
+    s.digests(5, node_2=8, node_3=8)
+    s.stop(2)
+    assert [event.node for event in s.events("NodeQuarantined")] == ["node-2"]
+    assert [event.node for event in s.events("QuarantineSkipped")] == ["node-3"]
+    assert s.machine.generation == 3, "the others go on without node-2"
+
+
+def test_a_node_that_was_set_aside_for_less_and_has_corrupt_copies_is_not_readmitted_by_need() -> None:
+    s = replicas(6)
+    s.snapshot()
+    s.digests(5, *(name for name in s.names if name != "node-5"), node_2=8)
+    for repairs in (1, 2, 3):
+        s.heartbeat("node-2", retained_step=3, repairs=repairs)
+    assert quarantine_cause(s, "node-2") == "checksum"
+    s.stop(2, *(name for name in s.names if name != "node-2"))
+    assert s.events("ReplicasDiverged") and quarantine_cause(s, "node-2") == "corruption"
 
 
 # --- snapshots, and where the job returns to --------------------------------------------------------

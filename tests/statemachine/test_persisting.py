@@ -415,6 +415,13 @@ def test_a_trainer_that_cannot_take_a_state_is_at_fault_where_no_checkpoint_was_
     s.plan()
     s.say("node-1", TrainerLost(generation=2, device=0, cause="foreign", detail="layer 2"))
     assert s.machine.phase == "QUIESCING", "of a generation that did not restore it"
+    s = Writing()
+    s.begin(begin=CHECKPOINT)
+    s.plan_or_not()
+    s.feed(CheckpointFound, generation=1, checkpoint=CHECKPOINT, skipped=(), reason="")
+    s.plan()
+    s.say("node-1", TrainerLost(generation=1, device=0, cause="exited", detail="killed by SIGKILL"))
+    assert s.machine.phase == "QUIESCING", "whatever ended it, the state was not"
 
 
 # --- a node --------------------------------------------------------------------------------------

@@ -84,6 +84,10 @@ class Bad(Coordination):
     def told_of(self, name: str) -> list[EmitEvent]:
         return [event for event in self.told if event.name == name]
 
+    def events(self, name: str) -> list[EmitEvent]:
+        """Return the last effects' events of this name."""
+        return [event for event in self.all(EmitEvent) if event.name == name]
+
     def aside(self) -> dict[str, Any]:
         nodes = self.machine.public_state()["nodes"]
         return {name: node["quarantine"] for name, node in nodes.items() if node["quarantine"] is not None}
@@ -298,6 +302,25 @@ def test_a_node_without_which_there_is_no_plan_is_readmitted() -> None:
     s.fire("join", 1.0)
     assert {one.node for one in s.commands(Quiesce)} == {"node-0", "node-1"}
     assert len(s.machine._c.nodes["node-1"].failures) == 1, "it is on probation"
+
+
+def test_a_pause_for_the_state_of_absent_nodes_names_the_command_that_readmits_one_that_is_set_aside() -> (
+    None
+):
+    """A pause for more nodes does not, since it readmits the node itself."""
+    for lost, named in (((), False), ((0, 1, 2, 3), True)):
+        s = Bad()
+        for _ in range(3):
+            s.fail("node-3")
+        s.feed(NodeVanished, node="node-1", incarnation=101)
+        generation = s.machine.generation
+        for name in ("node-0", "node-2"):
+            s.quiesced(name, generation, report(s.step, held=()))
+        s.feed(
+            PlanImpossible, generation=generation, too_few=not lost, reason="no", needed=3, lost_layers=lost
+        )
+        (paused,) = s.events("ClusterPaused")
+        assert ("ftd readmit node-3" in paused.reason) is named
 
 
 def test_a_node_that_computes_wrong_values_is_fenced_and_stays_out_even_if_the_job_has_to_wait() -> None:

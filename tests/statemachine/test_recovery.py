@@ -30,6 +30,7 @@ from statemachine.events import (
 )
 from statemachine.messages.cluster import (
     Acknowledgement,
+    Fence,
     Heartbeat,
     Leaving,
     Prepare,
@@ -560,6 +561,8 @@ def test_a_node_that_reported_is_not_asked_again_and_a_waiting_one_gets_its_resu
     s.hello("node-4", 104)
     s.hello("node-4", 104, job_id="job-1", prepared=False, generation=0)
     assert not s.commands(Resume), "it has no part in this generation"
+    s.hello("node-4", 104, job_id="job-1", prepared=False, generation=2, quiesced=True)
+    assert not s.commands(Resume), "it stopped with the others and was not counted"
 
 
 def test_a_hello_without_new_snapshots_does_not_end_a_pause() -> None:
@@ -571,6 +574,51 @@ def test_a_hello_without_new_snapshots_does_not_end_a_pause() -> None:
     assert s.machine.phase is ClusterPhase.PAUSED
     s.hello("node-0", 100, job_id="job-1", prepared=True, generation=2, quiesced=True)
     assert s.machine.phase is ClusterPhase.PAUSED and not s.commands()
+
+
+def test_snapshots_in_a_node_s_memory_do_not_end_a_pause_for_more_nodes() -> None:
+    s = Recovering(3)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.reports(2, "node-0", "node-1")
+    s.feed(PlanImpossible, generation=2, too_few=True, reason="too few", needed=3)
+    held = (HeldSnapshot(job_id="job-1", step=1, generation=1),)
+    s.hello("node-1", 101, job_id="job-1", prepared=True, generation=2, quiesced=True, snapshots=held)
+    assert s.machine.phase is ClusterPhase.PAUSED and not s.commands()
+
+
+def test_a_generation_that_a_fenced_newcomer_has_obeyed_is_never_used_again() -> None:
+    s = Recovering()
+    for new in (True, False):
+        s.hello("node-9", 900, job_id="job-1", prepared=True, generation=7, training=True)
+        assert [type(one.command) for one in s.commands()] == [Fence]
+        assert bool(s.all(PersistState)) is new, "it is stored before a crash can forget it, and once"
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    assert s.machine.generation == 8
+
+
+def test_a_node_whose_trainers_failed_and_came_back_within_one_outage_returns() -> None:
+    s = Recovering()
+    s.hello("node-3", 103, job_id="job-1", prepared=True, generation=1)
+    assert set(s.modes()) == set(HELD)
+    s.quiesced("node-3", 2)
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-3", 3, report())
+    s.goes_on(3, "node-0", "node-1", "node-2", step=2)
+    s.resumed("node-3", 3)
+    assert (s.recovery["cause"], s.recovery["nodes"]) == ("node_returned", ["node-3"])
+
+
+def test_nodes_that_are_silent_together_are_given_time_although_one_that_left_was_heard_last() -> None:
+    s = Recovering(3)
+    beat = Heartbeat(generation=1, committed=committed(1))
+    s.heartbeats_for(4.0, dict.fromkeys(("node-0", "node-1", "node-2"), beat))
+    s.heartbeats_for(1.0, {"node-2": beat})
+    s.feed(NodeVanished, node="node-2", incarnation=102, graceful=True)
+    s.heartbeats_for(0.75, {})
+    states = {name: node["state"] for name, node in s.machine.public_state()["nodes"].items()}
+    assert states == {"node-0": "HEALTHY", "node-1": "HEALTHY", "node-2": "OFFLINE"}
 
 
 # --- trainers ------------------------------------------------------------------------------------
@@ -587,6 +635,9 @@ def test_a_loss_of_trainers_is_reported_once_and_again_if_they_cannot_return() -
     lost(s, detail="x" * 300)
     [published] = s.events("TrainerLost")
     assert published.reason == "trainer 0 of node-3: exited, " + "x" * 200
+    assert published.details["fault_at"] is None, (
+        "it was noticed at once, so nothing is known of an earlier time"
+    )
     lost(s)
     assert not s.all(EmitEvent) and s.machine.generation == 2
     lost(s, cause="unprepared", detail="no device")
@@ -594,6 +645,15 @@ def test_a_loss_of_trainers_is_reported_once_and_again_if_they_cannot_return() -
     assert s.machine.generation == 2
     lost(s, cause="unprepared", detail="no device")
     assert not s.all(EmitEvent)
+
+
+def test_a_trainer_that_ends_without_a_word_is_named_at_the_end_of_the_job() -> None:
+    s = Recovering(4, steps=2)
+    lost(s)
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    for name in ("node-0", "node-1", "node-2"):
+        s.say(name, Finished(generation=2, step=2, digests={}))
+    assert "trainer 0 of node-3: exited" in s.machine.public_state()["outcome"]
 
 
 def test_a_stale_loss_of_trainers_or_one_without_a_job_is_ignored() -> None:

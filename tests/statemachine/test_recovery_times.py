@@ -71,6 +71,16 @@ def test_an_announced_fault_belongs_to_one_loss_of_its_node() -> None:
     assert [e.details["fault_at"] for e in s.all(EmitEvent) if e.name == "NodeLost"] == [None], "too long ago"
 
 
+def test_a_fault_that_the_node_s_next_hello_shows_is_where_the_recovery_begins() -> None:
+    s = running(4)
+    announce(s, "node-3", 0.0)
+    s.wait(0.05)
+    s.hello("node-3", 103, job_id="job-1", prepared=False, generation=1)
+    found = finish(s, 2, "node-0", "node-1", "node-2")
+    assert (found["cause"], found["measured_from"]) == ("trainer_lost", "fault")
+    assert found["detected_ms"] == pytest.approx(50.0, abs=1e-3)
+
+
 def test_two_faults_are_one_recovery_from_the_earlier_one() -> None:
     s = running(4)
     announce(s, "node-2", 0.0)
@@ -93,12 +103,17 @@ def test_a_fault_during_a_recovery_does_not_change_its_begin() -> None:
     assert (found["measured_from"], found["nodes"]) == ("detection", ["node-3", "node-2"])
 
 
-def test_a_hang_is_measured_from_the_last_sign_of_life() -> None:
+@pytest.mark.parametrize("unnoticed_s", [0.6, 1.2])
+def test_a_hang_is_measured_from_the_last_sign_of_life(unnoticed_s: float) -> None:
     s = running(4)
     s.wait(5.0)
-    s.say("node-3", TrainerLost(generation=1, device=0, cause="hung", detail="no progress", unnoticed_s=1.2))
+    hung = TrainerLost(generation=1, device=0, cause="hung", detail="no progress", unnoticed_s=unnoticed_s)
+    s.say("node-3", hung)
     found = finish(s, 2, "node-0", "node-1", "node-2")
-    assert (found["measured_from"], found["detected_ms"]) == ("estimate", pytest.approx(1200.0, abs=1e-3))
+    assert (found["measured_from"], found["detected_ms"]) == (
+        "estimate",
+        pytest.approx(1000.0 * unnoticed_s, abs=1e-3),
+    )
 
 
 def test_a_recovery_that_has_to_wait_for_nodes_lasts_from_the_fault_though_the_coordinator_is_restarted() -> (

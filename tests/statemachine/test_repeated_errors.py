@@ -5,7 +5,7 @@ import pytest
 from planner.planner import Planner
 from planner.values import Policy
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.events import BrokerConnected, SubmitRequested, TemplatesReady
+from statemachine.events import BrokerConnected, NodeVanished, SubmitRequested, TemplatesReady
 from statemachine.hardware import HardwareLimits, QuarantineLimits
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.common import Prepared
@@ -147,6 +147,51 @@ def test_a_step_that_always_raises_is_tried_a_limited_number_of_times() -> None:
     assert s.machine.phase is ClusterPhase.FAILED
     why = "raised 3 times in step 1 with no step committed in between, on node-0: ValueError: three"
     assert why in outcome(s)
+
+
+def test_an_error_before_the_step_was_tried_again_is_no_second_try() -> None:
+    s = alone()
+    raises(s, "node-0")
+    s.say("node-0", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 10.0)
+    assert s.machine.phase is ClusterPhase.QUIESCING
+    raises(s, "node-0")
+    assert s.machine.phase is ClusterPhase.PAUSED
+
+
+def test_a_node_that_raises_again_when_others_redo_the_step_with_it_is_alone_with_its_error() -> None:
+    s = running()
+    raises(s, "node-3")
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    go_on(s, 1, "node-0", "node-1", "node-2")
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    go_on(s, 1, "node-0", "node-1", "node-3", fresh="node-3")
+    assert "node-3" in s.machine._c.planned
+    raises(s, "node-3")
+    assert s.machine.phase is ClusterPhase.QUIESCING
+
+
+def test_a_step_that_survivors_rolled_forward_to_was_computed_without_the_error() -> None:
+    s = running()
+    raises(s, "node-3")
+    s.quiesced("node-0", 2, report(2, held=(0, 1)))
+    s.quiesced("node-1", 2, report(1, held=(2, 3), ready=True))
+    s.quiesced("node-2", 2, report(2, held=(0, 1)))
+    s.plan()
+    assert s.machine.committed_step == 2
+    raises(s, "node-0")
+    assert s.machine.phase is ClusterPhase.QUIESCING, "this is the first error in step 3"
+
+
+def test_an_error_that_fails_the_job_counts_against_no_node() -> None:
+    s = running()
+    for node, generation in (("node-3", 1), ("node-0", 2)):
+        raises(s, node)
+        if node == "node-3":
+            go_on(s, 1, "node-0", "node-1", "node-2")
+        assert s.machine.generation == generation + (node == "node-3")
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert not any(node.failures for node in s.machine._c.nodes.values())
 
 
 def test_the_step_that_raised_is_known_after_a_crash_and_dropped_with_the_job() -> None:

@@ -671,6 +671,9 @@ def test_a_holder_of_a_snapshot_part_is_named_once_while_it_may_return() -> None
     assert "node-1 and node-3 may still hold it" in s.machine.public_state()["waiting_for"], (
         "its memory is yet to be read"
     )
+    s.hello("node-3", 203, job_id="job-1", prepared=True, generation=4, quiesced=True, snapshots=(KEY,))
+    asked = [(sent.node, sent.command.mode) for sent in s.commands(Quiesce)]
+    assert sorted(asked) == [(name, "abort") for name in ("node-0", "node-2", "node-3")], "each is asked once"
 
 
 def test_a_node_that_lost_its_trainers_still_has_its_part_of_the_snapshot() -> None:
