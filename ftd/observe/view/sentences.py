@@ -96,6 +96,11 @@ def describe_decision(recovery: ReportedRecovery) -> str | None:
     return sentence.format(step=recovery.step, next=_in_flight(recovery)) if sentence else None
 
 
+def step_of(recovery: ReportedRecovery) -> int:
+    """Return the last committed step when it happened, which a rollback undid."""
+    return recovery.step + recovery.rolled_back_steps
+
+
 def describe_attempts(recovery: ReportedRecovery) -> str | None:
     """Return a sentence if the recovery took more than one generation."""
     if recovery.generations_tried < 2:
@@ -118,7 +123,7 @@ def describe_recovery(recovery: ReportedRecovery, report: Report) -> list[str]:
         f"{plural(recovery.recomputed_steps, 'step')} in flight computed again"
     )
     parts = [
-        f"{_clock(report, recovery.at_s)}: {who}{became}{injected} at step {recovery.step}{noticed}.",
+        f"{_clock(report, recovery.at_s)}: {who}{became}{injected} at step {step_of(recovery)}{noticed}.",
         *describe_losses(recovery, report),
         *([f"Training was paused for {_ms(shown['wait'])}."] if "wait" in shown else []),
         _stopped(recovery, shown["quiesce"]),

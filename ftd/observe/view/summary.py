@@ -31,6 +31,7 @@ from ftd.observe.view.sentences import (
     describe_log,
     describe_losses,
     describe_uneventful_run,
+    step_of,
 )
 from ftd.observe.view.text import (
     NodeColours,
@@ -246,7 +247,7 @@ class _RecoveryTable:
             who: list[RenderableType] = [_what(recovery, self._report), how_words(recovery.detected_how)]
             table.add_row(
                 _number(index, recovery),
-                str(recovery.step),
+                str(step_of(recovery)),
                 *(who if wide else []),
                 *_cells(recovery, phases),
             )
@@ -284,7 +285,7 @@ def _decisions(report: Report) -> RenderableType:
         grid.add_column(ratio=1, overflow="fold")
         method = f"{recovery.method}: " if recovery.method else ""
         noticed = notice_words(recovery.detected_how)
-        happened = Text.assemble(_what(recovery, report), (f" at step {recovery.step}{noticed}", "dim"))
+        happened = Text.assemble(_what(recovery, report), (f" at step {step_of(recovery)}{noticed}", "dim"))
         grid.add_row(_number(index, recovery), "what", happened)
         for loss in describe_losses(recovery, report):
             grid.add_row("", "why", Text(loss))

@@ -126,7 +126,7 @@ function completed(recovery, full) {
     recovery.recomputed_steps ? `${plural(recovery.recomputed_steps, "step")} computed again` : null];
   return make("div", { class: "over", "data-failure": recovery.failure ? "yes" : "" },
     make("p", { class: "what" }, make("strong", {}, `${recovery.failure ? "✖" : "✚"} ${title(recovery)}`),
-      make("span", { class: "quiet" }, ` ${clock(recovery.at)} · step ${recovery.step?.toLocaleString("en")}`)),
+      make("span", { class: "quiet" }, ` ${clock(recovery.at)} · step ${(recovery.step + recovery.rolled_back_steps).toLocaleString("en")}`)),
     make("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
     bar(recovery), keys(recovery),
     full ? reasons([["noticed", noticed(recovery)], ...errors(recovery.losses ?? []), ["step", recovery.decision], ["plan", recovery.reason]]) : null);

@@ -18,6 +18,7 @@ from ftd.observe.view.sentences import (
     describe_log,
     describe_recovery,
     describe_uneventful_run,
+    step_of,
 )
 from ftd.observe.view.text import (
     format_duration,
@@ -162,7 +163,7 @@ def _times(report: Report) -> str:
     rows = (
         (
             str(index),
-            str(r.step),
+            str(step_of(r)),
             "".join(describe_change(r, report)),
             how_words(r.detected_how),
             *phase_cells(r, phases),

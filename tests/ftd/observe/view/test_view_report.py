@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from ftd.observe.view.pages.report_page import render_report_page
 from ftd.observe.view.rates import counts_tokens, learning_rates, throughput_series
 from ftd.observe.view.report import build_report
 from ftd.observe.view.schema import schema_of
-from ftd.observe.view.sentences import describe_decision
+from ftd.observe.view.sentences import describe_decision, describe_recovery
 from ftd.observe.view.summary import render_summary
 
 Json = dict[str, Any]
@@ -373,6 +374,8 @@ def test_a_rollback_is_a_failure_with_its_tier_and_undone_steps(event: Make, rec
     assert "1 failure, 0 other changes" in text and "4 lost" in text
     back = "back to step 7 with a snapshot in the nodes' memory; 4 committed steps undone"
     assert back in text
+    assert len(re.findall(r"at step 11\b", text)) == 1
+    assert " ".join(describe_recovery(only, report)).count("at step 11") == 1
     assert (describe_decision(only) or "").startswith("no live replica was left: back to step 7")
     corrupt = describe_decision(replace(only, cause="corruption")) or ""
     assert corrupt.startswith("wrong gradients have reached all replicas: back to step 7")
