@@ -78,6 +78,4 @@ def _recognised(file: TraceFile) -> str:
     for name, known in _FORMATS.items():
         if known.recognise is not None and known.recognise(file):
             return name
-    raise file.error(
-        "the format is not recognised", remedy=f"name it; the known formats are {', '.join(FORMATS)}"
-    )
+    raise file.error("the format is not recognised", remedy=f"name it with --format: {', '.join(FORMATS)}")

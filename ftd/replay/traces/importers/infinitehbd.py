@@ -50,7 +50,9 @@ def read_infinitehbd(file: TraceFile, options: ImportOptions) -> Trace:
     named = list(dict.fromkeys(fault.node for fault in faults))
     count = len(named) if options.nodes is None else options.nodes
     if count < len(named):
-        raise file.error(f"the file names {len(named)} nodes, more than {count}", remedy="give more nodes")
+        raise file.error(
+            f"the file names {len(named)} nodes, more than {count}", remedy="give more with --nodes"
+        )
     gaps = file.gap_notes(((fault.place, fault.at_s) for fault in faults), options.max_gap_s)
     notes = gaps
     if options.nodes is None:

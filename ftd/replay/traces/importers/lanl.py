@@ -98,9 +98,13 @@ def _rows_of_system(file: TraceFile, system: str | None) -> list[tuple[str, dict
     if not systems:
         raise file.error("the file has no records", remedy="is it the right file?")
     if system is None and len(systems) > 1:
-        raise file.error(f"the file has the systems {_listed(systems)}", remedy="choose one of them")
+        raise file.error(
+            f"the file has the systems {_listed(systems)}", remedy="choose one of them with --system"
+        )
     if system is not None and system not in systems:
-        raise file.error(f"the file has no system {system}", remedy=f"choose one of {_listed(systems)}")
+        raise file.error(
+            f"the file has no system {system}", remedy=f"choose one with --system: {_listed(systems)}"
+        )
     chosen = next(iter(systems)) if system is None else system
     return [(place, row) for place, row in rows if row[_SYSTEM] == chosen]
 
@@ -122,7 +126,7 @@ def _node_numbers(
         raise file.error(
             f"{len(failed)} nodes failed, more than {count}",
             place=place,
-            remedy="give the number of all nodes",
+            remedy="give the number of all nodes with --nodes",
         )
     others = (number for number in range(count) if number not in failed)
     return sorted([*failed, *(number for number, _ in zip(others, range(count - len(failed)), strict=False))])

@@ -52,6 +52,6 @@ def nodes_of_counts(samples: Iterable[CountSample]) -> tuple[list[Record], tuple
         "The file has only numbers of nodes: which nodes go is drawn at random, and their names are made up."
     ]
     if used and used[0] is not samples[0]:
-        left_out_h = (used[0].at_s - samples[0].at_s) / 3600
-        notes.append(f"The first {left_out_h:.3g} h without a node are left out.")
+        left_out_s = used[0].at_s - samples[0].at_s
+        notes.append(f"The first {left_out_s:,.0f} s without a node are left out.")
     return records, tuple(notes)

@@ -42,7 +42,7 @@ def read_skypilot(file: TraceFile, options: ImportOptions) -> Trace:
         place = f"data[{index}]"
         if count is None:
             if options.max_gap_s is None:
-                raise file.error("the sample is missing", place=place, remedy="accept gaps of some length")
+                raise file.error("the sample is missing", place=place, remedy="accept gaps with --max-gap")
             missing += 1
             continue
         if count < 0:

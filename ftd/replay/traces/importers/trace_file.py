@@ -14,8 +14,8 @@ from ftd.replay.traces.trace import EventKind, Trace, TraceError, TraceEvent
 T = TypeVar("T")
 
 LONG_GAP = 10.0
-"""Spans without records are noted from this multiple of the mean span on. With a constant rate of events the
-longest of n spans is about ln n times the mean, so that no trace below 22,000 records would have such a span.
+"""The longest span without records is noted from this multiple of the mean of the others on. With a constant rate of
+events the longest of n spans is about ln n times the mean, so that few traces of 5 to 22,000 spans have such a one.
 """
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """Largest trace file that is read. The largest public one, LANL's, has 3 MB."""
@@ -40,7 +40,7 @@ class ImportOptions:
     """System whose failures to read, for files with several."""
     max_gap_s: float | None = None
     """Longest span in seconds without records that is accepted. By default any span is, and one of ``LONG_GAP``
-    times the mean is noted; samples that the file marks as missing are not accepted at all.
+    times the mean of the others is noted; samples that the file marks as missing are not accepted at all.
     """
 
 
@@ -139,15 +139,15 @@ class TraceFile:
             raise self.error(
                 f"there is no record for the {longest_s:.10g} s before this one, and {max_gap_s:.10g} s are accepted",
                 place=instants[end_s],
-                remedy="accept a longer gap, or use the part of the file before or after it",
+                remedy="accept a longer gap with --max-gap, or use the part of the file before or after it",
             )
-        mean_s = sum(span for span, _, _ in spans) / len(spans)
-        if longest_s < LONG_GAP * mean_s:
+        others_s = [span for span, _, _ in sorted(spans)[:-1]]
+        if not others_s or longest_s < LONG_GAP * (mean_s := sum(others_s) / len(others_s)):
             return ()
         begin_h = (begin_s - next(iter(instants))) / 3600
         return (
             f"There is no record for {longest_s / 3600:,.1f} h from hour {begin_h:,.1f} on, "
-            f"{longest_s / mean_s:.0f} times the mean; the replay takes it that no node came or went.",
+            f"{longest_s / mean_s:.0f} times the mean of the others; the replay takes it that no node came or went.",
         )
 
     def trace(

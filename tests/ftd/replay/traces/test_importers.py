@@ -40,7 +40,8 @@ def test_a_log_of_bamboo_s_monitor_is_read() -> None:
     assert trace.changes[1].added == ("n3", "n4", "n5"), "nodes that come have new names"
     assert set(trace.changes[0].removed) < {"n0", "n1", "n2"}
     assert trace.end_s == 360, "the trace ends with the last sample"
-    assert [note.split()[0:2] for note in trace.notes] == [["The", "file"], ["The", "first"]]
+    assert trace.notes[0].startswith("The file")
+    assert trace.notes[1] == "The first 60 s without a node are left out."
     assert read_trace(SAMPLES / "monitor.txt") == trace, "the drawing of nodes is seeded"
 
 
@@ -103,12 +104,31 @@ def test_a_gap_is_noted_and_is_an_error_where_it_is_limited(tmp_path: Path) -> N
     path = tmp_path / "trace.csv"
     path.write_text("\n".join(["time_s,event,node", *records]))
     assert read_trace(path).notes == (
-        "There is no record for 2.0 h from hour 0.5 on, 16 times the mean; the replay takes it that no node came "
-        "or went.",
+        "There is no record for 2.0 h from hour 0.5 on, 71 times the mean of the others; the replay takes it that no "
+        "node came or went.",
     )
     assert read_trace(path, max_gap_s=7100).most_nodes == 21
     with pytest.raises(TraceError, match="line 22: there is no record for the 7100 s before this one"):
         read_trace(path, max_gap_s=7000)
+    path.write_text("\n".join(["time_s,event,node", records[0], records[1], records[-1]]))
+    assert "89 times the mean of the others" in read_trace(path).notes[0], "also among few records"
+    path.write_text("\n".join(["time_s,event,node", records[0], records[-1]]))
+    assert read_trace(path).notes == (), "one span has nothing to be compared with"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "remedy"),
+    [
+        ("failures.csv", {}, "with --system"),
+        ("failures.csv", {"system": "1"}, "with --system: 91 "),
+        ("failures.csv", {"system": "91", "nodes": 1}, "with --nodes"),
+        ("faults.json", {"nodes": 1}, "with --nodes"),
+    ],
+)
+def test_the_remedy_names_the_option_of_the_command(name: str, options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        read_trace(SAMPLES / name, **options)
+    assert remedy in (caught.value.remedy or "")
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
