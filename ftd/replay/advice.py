@@ -128,6 +128,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """Instants at which nodes are removed."""
     loss_days: float
     """Expected days until no memory holds the state any more, with the advice."""
+    common_cause_share: float
+    """Share of the failures, from 0 to 1, that is taken to strike all copies of some layer at once."""
     questions: tuple[Question, ...]
     job_file: str
     """The advice as tables of a job file."""
@@ -295,6 +297,7 @@ class _Adviser:
             nodes=self._nodes,
             failures_per_day=self._failures / self._end_s * DAY_S,
             loss_days=self._loss_s(setting) / DAY_S,
+            common_cause_share=self._common_share(setting),
             questions=tuple(questions),
             job_file=_job_file(setting),
             notes=first.notes,

@@ -7,6 +7,7 @@ from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.reliability import days
 from ftd.observe.view.text import plural
 from ftd.replay.advice import Advice, Question
+from planner.state_loss import PRIOR_SHARE
 
 
 def render_advice(advice: Advice) -> RenderableType:
@@ -53,4 +54,7 @@ def _remarks(advice: Advice) -> list[str]:
         f"Job: {advice.job_source}.",
         f"Trace: {advice.trace}{count}.",
         *advice.notes,
+        f"Losses of the state: {advice.common_cause_share:.1%} of the failures are taken to have a cause that strikes "
+        f"all copies at once, such as power: {PRIOR_SHARE:.0%} before any failure is known, and less the more failures "
+        "of the replay leave a copy.",
     ]

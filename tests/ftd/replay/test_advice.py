@@ -119,8 +119,9 @@ def test_the_advice_is_rendered_and_can_be_read_by_programs() -> None:
     advice = few_failures()
     again = msgspec.json.decode(advice.to_bytes(), type=Advice)
     assert again == advice and again.simulated
+    assert advice.common_cause_share == pytest.approx(1 / 12), "one in ten, and two failures that left a copy"
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render_advice(advice))
     text = console.export_text()
-    for words in ("Which protection", "best", "next", "Simulated", "[tolerance]"):
+    for words in ("Which protection", "best", "next", "Simulated", "[tolerance]", "8.3% of the failures"):
         assert words in text
