@@ -41,12 +41,8 @@ _RESUMED = frozenset({NodeActivity.TRAINING, NodeActivity.FINISHED})
 
 def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """Note what this node lacks, and repeat what it has lacked for ``resend_s``."""
-    lost = (
-        _lost(c, node, signal.generation, signal.acknowledgement)
-        if signal.acknowledgement is not None
-        else None
-    )
-    if lost is None:
+    reported = signal.acknowledgement
+    if reported is None or (lost := _lost(c, node, signal.generation, reported)) is None:
         node.lost_message = None
     elif node.lost_message is None or node.lost_message[0] != lost:
         # The heartbeat may have crossed the order or the report.
@@ -55,8 +51,8 @@ def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> No
         node.lost_message = (lost, c.at)
         if lost == "report":
             inquire(c, node.name, node.incarnation)
-        elif lost == "CancelPersist" and signal.acknowledgement is not None and c.job is not None:
-            c.send(node, CancelPersist(job_id=c.job.job_id, attempt=signal.acknowledgement.persist_attempt))
+        elif lost == "CancelPersist":
+            c.send(node, CancelPersist(job_id=c.current_job.job_id, attempt=reported.persist_attempt))
         else:
             c.unacknowledged.setdefault(lost, []).append(node.name)
 
@@ -82,16 +78,18 @@ def _lost(c: Cluster, node: NodeMachine, generation: int, reported: Acknowledgem
     """Return what has not arrived, at the node or here, judging by one heartbeat, or ``None`` if everything
     has.
     """
-    job, activity = c.job, reported.activity
+    activity = reported.activity
     if node.released:
         return "Release" if reported.leaving or activity is not NodeActivity.NONE else None
     if reported.leaving and not node.leaving:
         return "report"
-    if job is None or not c.active or reported.job_id != job.job_id:
-        if job is not None and c.active and node.prepare_sent:
+    # A Hello of a node with a job that is not under way is answered with a Stop.
+    if not c.active:
+        return "report" if reported.job_id is not None else None
+    if reported.job_id != c.current_job.job_id:
+        if node.prepare_sent:
             return "Prepare"
-        # Its Hello is answered with a Stop for a job that is not under way.
-        return "report" if reported.job_id is not None or (c.active and node.prepared) else None
+        return "report" if reported.job_id is not None or node.prepared else None
     if node.prepare_sent or node.prepared:
         built = activity in _BUILT
         if built == node.prepare_sent:
@@ -131,17 +129,9 @@ def _lost_in_generation(
 def _lost_of_snapshots(
     c: Cluster, node: NodeMachine, generation: int, reported: Acknowledgement
 ) -> Lost | None:
-    pending, writing, state = c.snapshots.pending, c.checkpoints.writing, c.state
-    if (
-        pending is not None
-        and isinstance(state, TrainingGroup)
-        and generation == state.generation == pending.generation
-    ):
-        if (
-            node.name not in pending.completed
-            and reported.snapshot_reported
-            and reported.snapshot_reported == pending.step
-        ):
+    pending, writing = c.snapshots.pending, c.checkpoints.writing
+    if pending is not None and generation == pending.generation:
+        if node.name not in pending.completed and reported.snapshot_reported == pending.step:
             return "report"
         if node.name in pending.ordered and reported.snap_after < pending.snap_after:
             return "TakeSnapshot"

@@ -16,7 +16,7 @@ def newcomers(c: Cluster) -> list[NodeMachine]:
     members, paused = c.members, isinstance(c.state, Paused)
     absent = [node for node in c.alive() if node.ready and node.name not in members]
     leaving = drains.leavers(c) if absent else []
-    return [node for node in absent if node not in leaving or (paused and not node.departing)]
+    return [node for node in absent if node not in leaving or paused]
 
 
 def departing(c: Cluster) -> list[NodeMachine]:
@@ -39,9 +39,8 @@ def join(c: Cluster) -> None:
     joining, leaving = newcomers(c), departing(c)
     if not joining and not leaving:
         return
-    if isinstance(c.state, Running) and c.recovery is not None:
-        # Let the recovery under way reach its first commit undisturbed, and try again after that.
-        c.set_timer(JOIN, c.timing.join_settle_s)
+    if c.recovery is not None:
+        # The recovery under way reaches its first commit undisturbed; ``follow_running`` tries again.
         return
     paused = isinstance(c.state, Paused)
     names = [node.name for node in joining]
@@ -69,7 +68,7 @@ def follow_running(c: Cluster, group: Running) -> None:
     if c.recovery is not None:
         return
     peers = sorted(set(group.resumption.replica_peers.values()))
-    lost = [name for name in peers if name not in c.nodes or not c.nodes[name].alive]
+    lost = [name for name in peers if not c.nodes[name].alive]
     if JOIN not in c.due and request_changed(c, group):
         # Another protection was requested than this group was planned with: a boundary, and the same plan.
         why = f"snapshots get another protection: {requested_protection(c)}"

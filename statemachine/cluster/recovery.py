@@ -485,6 +485,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     if not isinstance(state, Planning) or event.generation != state.generation:
         c.ignore("a plan of an older generation")
         return
+    assert state.situation is not None, "the plan was requested"
     decision, plan = state.decision, event.plan
     if state.left_out or state.drain_problems:
         settle_plan(c, state, plan.pipelines)
@@ -519,7 +520,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     c.snapshots.urgent = True
     if resumption.restore is None and (plan.transfers or plan.part_bytes):
         c.replicas.copied = True
-    c.straggler_state.speeds = dict(state.situation.speeds) if state.situation is not None else {}
+    c.straggler_state.speeds = dict(state.situation.speeds)
     c.exposure.plan_began(len(group.planned), c.at)
     for name in state.members:
         c.nodes[name].counted_in = state.generation
@@ -558,8 +559,9 @@ def restore_of(c: Cluster, state: Planning) -> Restore | None:
             url=job.checkpoint.url,
             job_name=job.name,
         )
-    if state.restore_check is None or record is None:
+    if state.restore_check is None:
         return None
+    assert record is not None, "it was checked"
     facts = {name: c.nodes[name].facts for name in state.sources}
     return Restore(
         job_id=job.job_id,

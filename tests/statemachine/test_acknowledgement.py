@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from statemachine.events import BrokerConnected, DrainRequested, NodeVanished
+from statemachine.events import BrokerConnected, DrainRequested, NodeVanished, StopRequested
 from statemachine.messages.cluster import (
     Acknowledgement,
     Command,
@@ -245,25 +245,48 @@ def test_a_different_contradiction_has_its_own_time(s: Cluster) -> None:
         assert s.heartbeat(0.25) == []
 
 
-def test_an_order_is_not_repeated_to_a_node_that_is_lost_before_the_tick(s: Cluster) -> None:
-    recovering(s)
-    waits = Acknowledgement(activity=NodeActivity.QUIESCED, job_id="job-1")
-    for _ in range(4):
-        s.say("node-2", Heartbeat(generation=2, committed=committed(1), acknowledgement=waits))
-        s.wait(0.25)
-    s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.fire("tick")
-    assert not [one for one in s.commands(Resume)]
+def test_an_order_is_not_repeated_that_arrived_before_the_tick() -> None:
+    for last in (NodeActivity.QUIESCED, NodeActivity.TRAINING):
+        s = Cluster()
+        s.running()
+        recovering(s)
+        s.fire("tick")
+        for activity in (*[NodeActivity.QUIESCED] * 3, last):
+            said = Acknowledgement(activity=activity, job_id="job-1")
+            s.say("node-2", Heartbeat(generation=2, committed=committed(1), acknowledgement=said))
+            s.wait(0.2)
+        s.fire("tick")
+        assert bool(s.commands(Resume)) is (last is NodeActivity.QUIESCED)
 
 
-def test_an_order_is_not_repeated_that_was_acknowledged_before_the_tick(s: Cluster) -> None:
-    recovering(s)
-    for activity in (*[NodeActivity.QUIESCED] * 4, NodeActivity.RESUMING):
-        said = Acknowledgement(activity=activity, job_id="job-1")
-        s.say("node-2", Heartbeat(generation=2, committed=committed(1), acknowledgement=said))
-        s.wait(0.25)
+@pytest.mark.parametrize("end", ["it still lacks it", "it is lost", "it has obeyed"])
+def test_an_order_is_repeated_only_to_a_node_that_is_there_and_lacks_it(end: str) -> None:
+    s = Cluster()
+    s.feed(BrokerConnected)
+    s.hello("node-3", 103)
+    s.feed(DrainRequested, request="d", node="node-3")
     s.fire("tick")
-    assert not s.commands(Resume)
+    for _ in range(3):
+        said = Acknowledgement(activity=NodeActivity.NONE, job_id=None, leaving=True)
+        s.say("node-3", Heartbeat(generation=0, committed=None, acknowledgement=said))
+        s.wait(0.25)
+    if end == "it is lost":
+        s.feed(NodeVanished, node="node-3", incarnation=103, graceful=True)
+    elif end == "it has obeyed":
+        said = Acknowledgement(activity=NodeActivity.NONE, job_id=None)
+        s.say("node-3", Heartbeat(generation=0, committed=None, acknowledgement=said))
+    s.fire("tick")
+    assert bool(s.commands(Release)) is (end == "it still lacks it")
+
+
+def test_after_the_end_of_a_job_nothing_is_repeated_for_it() -> None:
+    s = Cluster()
+    s.running()
+    s.hello("node-3", 103, job_id="job-1", prepared=False, generation=1)
+    assert Prepare in {type(one.command) for one in s.commands()}
+    s.feed(StopRequested, request="stop", job="tiny")
+    assert beaten(s, "node-3", activity=NodeActivity.BUILDING) == [RequestHello], "a Stop will be the answer"
+    assert beaten(s, "node-0", activity=NodeActivity.NONE, job_id=None) == []
 
 
 def test_a_released_node_is_released_again_while_it_works_or_wants_to_leave() -> None:

@@ -9,14 +9,15 @@ import pytest
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.replicas import copies_of
+from statemachine.cluster.rules import owned_layers
 from statemachine.effects import ComputePlan
 from statemachine.events import BrokerConnected, NodeVanished, RestoreChecked, SubmitRequested, TemplatesReady
-from statemachine.messages.cluster import Resume
+from statemachine.messages.cluster import Resume, Stepped
 from statemachine.messages.common import Finished, Prepared, Quiesce, ReplicaDigests, SnapshotStarted
 from statemachine.messages.values import ClusterPhase, SnapshotPolicy
 from statemachine.timing import Timing
 from tests.helpers.snapshot_machine import Snapshots
-from tests.helpers.transcripts import PROFILE, job, report
+from tests.helpers.transcripts import PROFILE, committed, job, report
 
 SOUND = 7
 """Digest of every layer of which no copy is corrupt."""
@@ -153,11 +154,27 @@ def test_under_zero1_whole_copies_of_the_parameters_are_compared() -> None:
 
 
 def test_a_majority_proves_nothing_if_its_state_was_copied() -> None:
+    """Two newcomers received the layers of node-2, whatever was in them."""
     s = replicas(6)
     s.snapshot()
-    s.machine._c.replicas.copied = True  # As after a plan that moved layers.
-    s.digests(5, node_2=8)
+    for name in ("node-6", "node-7"):
+        s.hello(name, 100 + int(name[-1]))
+        s.say(name, Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
     s.stop(2)
+    s.quiesced("node-6", 2, report())
+    s.quiesced("node-7", 2, report())
+    s.plan()
+    assert s.events("PlanChosen")[0].details["transfers"] > 0
+    s.names += ["node-6", "node-7"]
+    plan = s.machine._c.resumption.plan  # type: ignore[union-attr]
+    s.layers = {device.node: tuple(sorted(layers)) for device, layers in owned_layers(plan).items()}
+    s.generation = 2
+    for name in s.names:
+        s.resumed(name, 2)
+    s.say("node-0", Stepped(generation=2, steps=(committed(7),), step_s=0.1))
+    s.digests(7, node_2=8)
+    s.stop(3, step=7)
     (event,) = s.events("ReplicasDiverged")
     assert event.details["minority"] == []
 

@@ -319,6 +319,29 @@ def test_a_drain_during_a_pause_is_refused_or_waits_for_its_end() -> None:
     assert set(sent(s, Quiesce)) == {"node-0", "node-1"}, "the job needs it to continue"
 
 
+def test_a_paused_job_continues_with_a_node_that_is_to_leave() -> None:
+    s = Drains(2)
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    s.goes_on()
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=1, training=True)
+    s.say("node-0", Leaving(reason="SIGTERM"))
+    assert not sent(s, Release) and s.node("node-0")["drain_waits"]
+    s.fire("join", 0.1)
+    assert set(sent(s, Quiesce)) == {"node-0", "node-1"}
+
+
+def test_a_newcomer_that_is_to_leave_is_not_included_while_it_waits_for_its_release() -> None:
+    s = Drains(4)
+    s.say("node-0", Heartbeat(generation=1, committed=committed(5)))
+    s.joins("node-4")
+    s.fire("join", 0.1)
+    s.goes_on()
+    s.hello("node-5", 105)
+    s.drain("node-5", check=False)
+    s.say("node-5", Prepared(job_id="job-1", profile=None))
+    assert not s.said and "join" not in s.due, "the votes of some steps are yet to be found"
+
+
 def test_the_end_of_the_job_releases_a_node_whose_drain_waits() -> None:
     s = Drains(2)
     s.drain("node-1", when_possible=True)

@@ -221,7 +221,42 @@ def test_failed_attempts_are_repeated_at_growing_intervals() -> None:
         one.feed(LeaderSessionLost, why="refused")
         waits.append(one.machine._due["turn"] - one.at)
         one.fire("turn")
-    assert waits == sorted(waits) and waits[0] == TIMING.election_s and waits[-1] == waits[-2]
+    assert waits == sorted(waits) and waits[0] == TIMING.election_s
+    assert waits[-2:] == [8 * TIMING.election_s] * 2
+
+
+@pytest.mark.parametrize("peers", [(), (Peer(name="cora", incarnation=3),)])
+def test_only_a_coordinator_that_is_alone_tries_at_once_when_its_broker_is_back(
+    peers: tuple[Peer, ...],
+) -> None:
+    one = One().follows(ANNA, *peers)
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    for _ in range(3):
+        one.feed(LeaderSessionLost, why="refused")
+        one.fire("turn")
+    one.feed(LeaderSessionLost, why="the broker ended")
+    one.feed(FollowerSessionLost)
+    for kind, value in (("leader", ANNA), *(("peer", peer) for peer in peers)):
+        one.feed(LeaderSeen if kind == "leader" else PeerSeen, **{kind: value})
+    one.feed(FollowerSessionOpened)
+    assert one.has(AcquireLeadership) is not bool(peers)
+
+
+def test_the_follower_session_of_a_leader_or_a_candidate_may_end_and_return() -> None:
+    candidate = One().follows()
+    candidate.feed(LeaderVanished, incarnation=1, graceful=False)
+    for one in (candidate, leading()):
+        role, due = one.machine.role, dict(one.machine._due)
+        one.feed(FollowerSessionLost)
+        one.feed(FollowerSessionOpened)
+        assert one.out == [] and (one.machine.role, one.machine._due) == (role, due)
+
+
+def test_a_leader_that_was_restarted_under_its_name_was_not_replaced() -> None:
+    one = One().follows(Leader(term=4, name="bert", incarnation=1))
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.leads(found=Leader(term=4, name="bert", incarnation=1))
+    assert not {"LeaderLost", "LeaderElected"} & set(one.names())
 
 
 def test_a_leader_session_that_does_not_open_in_time_is_released() -> None:
@@ -337,6 +372,22 @@ def test_a_coordinator_that_cannot_read_the_newest_journal_reports_so_once() -> 
     assert one.has(AnnouncePeer) and not one.machine.me.ineligible
     one.feed(LeaderVanished, incarnation=3, graceful=False)
     one.leads(found=Leader(term=5, name="cora", incarnation=3))
+
+
+def test_a_coordinator_that_starts_with_a_journal_that_it_cannot_read_reports_so() -> None:
+    one = One()
+    one.machine = ElectionMachine(replace(one.machine.me, ineligible="schema 2"), TIMING)
+    one.feed(FollowerSessionOpened)
+    assert one.has(RejectTakeover) and not one.has(AcquireLeadership)
+
+
+def test_a_candidate_that_becomes_ineligible_claims_no_term() -> None:
+    one = One().follows()
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.feed(JournalChecked, problem="schema 2")
+    one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0))
+    assert one.has(ReleaseLeadership) and not one.has(ClaimTerm)
+    assert one.machine.role is Role.FOLLOWER
 
 
 def test_no_coordinator_waits_for_an_ineligible_one_and_that_one_waits_for_all() -> None:

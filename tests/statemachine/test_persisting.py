@@ -51,6 +51,7 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
     CheckpointRecord,
+    Restore,
     SkippedCheckpoint,
     Snapshot,
 )
@@ -258,7 +259,9 @@ def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:
     published = s.events("RolledBack")[0]
     assert (published.step, published.details["tier"]) == (5, "persistent")
     restore = s.commands(Resume)[0].command.restore
-    assert (restore.url, restore.job_name, restore.step) == ("/checkpoints", "tiny", 5)
+    assert restore == Restore(
+        job_id="job-1", step=5, generation=0, groups=(), sources={}, url="/checkpoints", job_name="tiny"
+    )
     assert s.machine.snapshot is None
     assert s.machine.durable_state()["exposure"]["state_losses"] == 1
     # A node finds a corrupt byte: the next older one.

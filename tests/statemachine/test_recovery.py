@@ -27,6 +27,7 @@ from statemachine.events import (
     StopRequested,
     SubmitRequested,
     TemplatesReady,
+    TimerFired,
 )
 from statemachine.messages.cluster import (
     Acknowledgement,
@@ -85,6 +86,28 @@ class Recovering(Coordination):
 
     def cancelled(self) -> set[str]:
         return {timer.name for timer in self.all(CancelTimer)}
+
+
+class Sharing(Recovering):
+    """Start a job whose owners share out the optimizer state, and that has committed its first step."""
+
+    def running(self, nodes: int = 4, steps: int = 10, **_: Any) -> None:
+        policy = replace(POLICY, zero1=True)
+        self.planner = Planner(PROFILE, policy)
+        self.feed(BrokerConnected)
+        for number, name in enumerate(HELD):
+            self.hello(name, 100 + number)
+        self.feed(SubmitRequested, request="r", job=job(policy=policy))
+        for number, name in enumerate(HELD):
+            self.say(name, Prepared(job_id="job-1", profile=None if number else PROFILE))
+        self.feed(TemplatesReady, job_id="job-1")
+        whole = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(4))
+        for name in HELD:
+            self.quiesced(name, 1, replace(report(), parts=whole))
+        self.plan()
+        for name in HELD:
+            self.resumed(name, 1)
+        self.stepped("node-0", 1, 1)
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -375,23 +398,7 @@ def test_nothing_is_planned_ahead_before_a_new_coordinator_has_templates() -> No
 
 def test_nothing_is_planned_ahead_where_devices_hold_parts_of_layers() -> None:
     """Which parts they hold depends on more than the plan, so only their reports say it."""
-    s = Coordination()
-    policy = replace(POLICY, zero1=True)
-    s.planner = Planner(PROFILE, policy)
-    s.feed(BrokerConnected)
-    for number, name in enumerate(HELD):
-        s.hello(name, 100 + number)
-    s.feed(SubmitRequested, request="r", job=job(policy=policy))
-    for number, name in enumerate(HELD):
-        s.say(name, Prepared(job_id="job-1", profile=None if number else PROFILE))
-    s.feed(TemplatesReady, job_id="job-1")
-    whole = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(4))
-    for name in HELD:
-        s.quiesced(name, 1, replace(report(), parts=whole))
-    s.plan()
-    for name in HELD:
-        s.resumed(name, 1)
-    s.stepped("node-0", 1, 1)
+    s = Sharing()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     assert s.commands(Quiesce) and not s.all(PlanAhead)
 
@@ -713,6 +720,35 @@ def test_a_newcomer_waits_for_the_first_commit_of_a_recovery() -> None:
     assert set(s.modes().values()) == {"boundary"} and "node-4" in s.modes()
 
 
+def test_a_join_whose_time_is_over_while_nodes_report_starts_nothing() -> None:
+    s = Recovering()
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.feed(TimerFired, name="join")
+    assert not s.commands() and s.machine.generation == 2
+
+
+def test_a_node_that_has_taken_part_again_is_not_one_that_returns() -> None:
+    s = Recovering()
+    lost(s)
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-3", 3, report())
+    s.goes_on(3, "node-0", "node-1", "node-2", step=2)
+    s.resumed("node-3", 3)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-3", 4)
+    s.goes_on(4, "node-0", "node-1", step=3)
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-3", 5, report())
+    s.goes_on(5, "node-0", "node-1", step=4)
+    s.resumed("node-3", 5)
+    assert (s.recovery["cause"], s.recovery["nodes"]) == ("node_joined", ["node-3"])
+
+
 def test_a_join_whose_node_is_gone_starts_nothing() -> None:
     s = Recovering(3)
     s.hello("node-3", 103)
@@ -867,6 +903,24 @@ def test_a_plan_counts_once_and_only_for_its_generation() -> None:
     for generation in (2, 3):
         s.feed(PlanReady, generation=generation, plan=plan)
         assert ignored(s) and not s.commands()
+
+
+def test_a_recovery_whose_state_is_in_replicas_alone_says_so() -> None:
+    s = Sharing()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name, own, replica in (("node-0", 0, None), ("node-1", 0, 1), ("node-2", 1, None)):
+        layers = HELD[name]
+        parts = [StatePart(layer=layer, start=own, end=own + 1, of=2) for layer in layers]
+        if replica is not None:  # Of node-3's part.
+            parts += [StatePart(layer=layer, start=1, end=2, of=2, replica=True) for layer in layers]
+        s.quiesced(name, 2, replace(report(1, held=layers), parts=tuple(parts)))
+    s.plan()
+    [chosen] = s.events("PlanChosen")
+    assert chosen.details["from_replicas"] == [2, 3]
+    for name in ("node-0", "node-1", "node-2"):
+        s.resumed(name, 2)
+    s.stepped("node-0", 2, 2)
+    assert s.recovery["tier"] == "replica"
 
 
 @pytest.mark.parametrize("zero1", [False, True])

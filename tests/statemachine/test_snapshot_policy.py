@@ -9,7 +9,7 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, PlanImpossible, PlanReady, SnapshotRequested
 from statemachine.messages.cluster import Heartbeat, Resume, SnapshotCompleted, Stepped, TakeSnapshot
-from statemachine.messages.common import Quiesce, SnapshotFailed, SnapshotStarted
+from statemachine.messages.common import Prepared, Quiesce, SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import Vote
 from statemachine.timing import Timing
 from tests.helpers.snapshot_machine import HELD, Snapshots
@@ -288,6 +288,16 @@ def test_a_new_protection_takes_a_boundary_and_the_same_plan() -> None:
         0,
     )
     assert s.commands(TakeSnapshot), "the newest snapshot is still protected as before"
+
+
+def test_a_new_protection_waits_for_a_join_that_is_about_to_begin() -> None:
+    s = protected(every_steps=30)
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    s.ask(protection="arc:1")
+    assert not s.commands(Quiesce)
+    s.fire("join", 0.1)
+    assert "node-4" in {sent.node for sent in s.commands(Quiesce)}, "one generation does for both"
 
 
 def test_a_protection_requested_during_a_recovery_takes_effect_after_it() -> None:

@@ -244,11 +244,13 @@ def test_a_lost_snapshot_order_is_sent_again_and_a_lost_completion_requested() -
     s.begin()
     s.ordered()
     assert s.acknowledge("node-1") == [], "only the node of rank 0 gets the order"
+    assert s.acknowledge("node-0", generation=0) == [], "this heartbeat was sent before the group formed"
     assert TakeSnapshot in {type(command) for command in s.acknowledge("node-0")}
     assert s.acknowledge("node-0", snap_after=2) == []
     s.say("node-0", SnapshotStarted(generation=1, step=3))
     s.completed("node-0", "node-2", "node-3")
     assert s.acknowledge("node-0", snap_after=2, snapshot_reported=3) == []
+    assert s.acknowledge("node-1", snapshot_reported=1) == [], "that is another snapshot"
     assert {type(command) for command in s.acknowledge("node-1", snapshot_reported=3)} == {RequestHello}
 
 

@@ -28,6 +28,7 @@ class Watched(Coordination):
         self.published: list[EmitEvent] = []
         self.asked: list[ComparePlan] = []
         self.generation = 1
+        self.names = NAMES
 
     def layers(self, node: str) -> tuple[int, ...]:
         """Return the layers that a node computes under the current plan."""
@@ -40,7 +41,7 @@ class Watched(Coordination):
         """
         for _ in range(round(for_s / 0.25)):
             self.wait(0.25)
-            for name in NAMES:
+            for name in self.names:
                 factor = slowness.get(name.replace("-", "_"), 1.0)
                 times = (LAYER_MS * len(self.layers(name)) * factor,) if factor else None
                 heartbeat = Heartbeat(generation=self.generation, committed=committed(1), microbatch_ms=times)
@@ -167,6 +168,14 @@ def test_a_recovery_plans_with_the_speeds_and_ignores_an_older_comparison() -> N
     for name, held in (("node-0", (0, 1)), ("node-2", (0, 1)), ("node-3", (2, 3))):
         s.quiesced(name, 2, report(1, held=held))
     assert s.one(ComputePlan).situation.speeds == {"node-2": 0.33}
+    s.plan()
+    s.names, s.generation = ("node-0", "node-2", "node-3"), 2
+    for name in s.names:
+        s.resumed(name, 2)
+    s.stepped("node-0", 2, 2)
+    s.asked.clear()
+    s.heartbeats(20.0, node_2=3.0)
+    assert not s.asked, "the plan is made for them"
 
 
 def test_a_restarted_coordinator_still_knows_who_is_slow() -> None:
