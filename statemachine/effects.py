@@ -363,6 +363,21 @@ class RemoveSnapshots(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunHealthCheck(Effect):
+    """Test every device, and the links to these peers; answered by ``HealthCheckEnded``. It ends the check
+    under way.
+    """
+
+    number: int
+    peers: tuple[ReplicaPeer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopHealthCheck(Effect):
+    """End the health check under way, without an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RenewIncarnation(Effect):
     """Reconnect to the broker as a new incarnation after a fence, and feed ``AgentStarted`` again."""
 

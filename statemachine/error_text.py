@@ -13,7 +13,14 @@ MAX_ERRORS = 50
 """Most different errors of a node that are counted."""
 _MAX_CHARACTERS = 200
 """Most characters of an error that are kept."""
+_CRASHES = tuple(f"killed by {name}" for name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"))
+"""Beginnings of ``TrainerLost.detail`` of a process that an error of its own ended."""
 _NUMBER = re.compile(r"0[xX][0-9a-fA-F]*|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?")
+
+
+def is_crash(detail: str) -> bool:
+    """Return whether an error of its own ended a process, and not somebody's SIGKILL or SIGTERM."""
+    return detail.startswith(_CRASHES)
 
 
 def mask_numbers(text: str) -> str:

@@ -18,8 +18,28 @@ class QuarantineLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Largest share of the present nodes that may be set aside at a time; one node always may."""
 
 
+class HealthLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[health]``: nodes whose devices compute wrongly or slowly are set aside."""
+
+    enabled: bool = True
+    """Whether nodes test their devices before they take part, and while they are idle. A node reads it from its
+    own ``ftd.toml``, the coordinator from its own.
+    """
+    every_s: float = 600.0
+    """Seconds between two tests of a node that is in no plan; 0: only before it takes part."""
+    min_speed: float = 0.5
+    """Share of the median speed of the other nodes' devices of the same kind, and of their links, below which a
+    node is slow. It is set aside when it is slow in two tests in a row.
+    """
+    min_others: int = 3
+    """Number of other nodes that must be known before a node counts as slow."""
+    limit_s: float = 30.0
+    """Seconds after which the test of a device is ended, and counts as failed; read by the nodes."""
+
+
 class HardwareLimits(Struct, frozen=True, kw_only=True):
     quarantine: QuarantineLimits = QuarantineLimits()
+    health: HealthLimits = HealthLimits()
 
 
 DEFAULT_LIMITS = HardwareLimits()

@@ -68,7 +68,7 @@ def _require_peers(peers: tuple[str, ...], field: str) -> None:
             )
 
 
-def _require_count(value: int, field: str) -> None:
+def _require_count(value: float, field: str) -> None:
     if value < 0:
         raise ConfigurationError(f"{value} is negative", field=field, remedy="write 0 or more")
 
@@ -89,9 +89,15 @@ _REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
         "node.checkpoint_rate_mib_s",
         "node.scrub_rate_mib_s",
         "quarantine.window_s",
+        "health.limit_s",
     ),
-    _require_count: ("coordinator.expected_nodes", "quarantine.failures"),
-    _require_share: ("quarantine.max_share",),
+    _require_count: (
+        "coordinator.expected_nodes",
+        "quarantine.failures",
+        "health.every_s",
+        "health.min_others",
+    ),
+    _require_share: ("quarantine.max_share", "health.min_speed"),
     _require_peers: ("node.snapshot_peers",),
 }
 """Checks of single values, with the keys that they apply to."""
@@ -279,7 +285,7 @@ def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -
         ),
         dashboard=collector.value_or(lambda: dashboard_address(file.dashboard, directory), None),
         secret=collector.value_or(lambda: _secret(file, directory), None),
-        hardware=HardwareLimits(quarantine=file.quarantine),
+        hardware=HardwareLimits(quarantine=file.quarantine, health=file.health),
         timing=_timing(file.timing, collector),
     )
 

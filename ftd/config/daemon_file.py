@@ -17,7 +17,7 @@ from ftd.config.dashboard import DashboardTable
 from ftd.config.metrics import LOOPBACK
 from ftd.config.validation import field_descriptions
 from ftd.transport.address import DEFAULT_CLUSTER
-from statemachine.hardware import QuarantineLimits
+from statemachine.hardware import HealthLimits, QuarantineLimits
 from statemachine.timing import Timing
 
 VARIABLE_PREFIX = "FTD_"
@@ -143,6 +143,7 @@ class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     coordinator: CoordinatorTable = CoordinatorTable()
     dashboard: DashboardTable = DashboardTable()
     quarantine: QuarantineLimits = QuarantineLimits()
+    health: HealthLimits = HealthLimits()
     timing: dict[str, int | float] = {}
     """Overrides of fields of ``statemachine.timing.Timing``."""
 

@@ -28,6 +28,8 @@ def public_state(
     for node in state["nodes"].values():
         if (quarantine := node["quarantine"]) is not None:
             quarantine["at"] = timestamp(ago_s=max(0.0, now - quarantine["at"]))
+        if (health := node["health"]) is not None:
+            health["at"] = timestamp(ago_s=max(0.0, now - health["at"]))
     return {
         **state,
         "startup": startup_state(state["startup"], progress, expected_nodes),

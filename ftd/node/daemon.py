@@ -76,6 +76,8 @@ AgentEffect = (
     | effects.RemoveSnapshots
     | effects.PersistLayers
     | effects.StopPersisting
+    | effects.RunHealthCheck
+    | effects.StopHealthCheck
     | effects.RenewIncarnation
     | effects.ExitDaemon
 )
@@ -141,6 +143,7 @@ class NodeDaemon:
             environment=self._trainer_environment,
             preload=self._config.preload,
             on_side_report=self._on_side_report,
+            test_limit_s=self._config.hardware.health.limit_s,
         )
         self._starvation = StarvationMonitor(self._supervisor.pids, self._driver.feed, self._stamp)
         try:
@@ -250,6 +253,7 @@ class NodeDaemon:
             snapshot_bytes=self._snapshots.size_bytes,
             secret_fingerprint=secret_fingerprint(self._secret),
             log=log_location(),
+            checks_health=self._config.hardware.health.enabled,
         )
         log.info("incarnation_began", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))
@@ -338,6 +342,10 @@ class NodeDaemon:
                 self._snapshots.persist(wanted.order)
             case effects.StopPersisting():
                 self._snapshots.stop_persisting(wanted.attempt)
+            case effects.RunHealthCheck():
+                self._supervisor.health.start(wanted.number, wanted.peers)
+            case effects.StopHealthCheck():
+                self._supervisor.health.stop()
             case effects.RenewIncarnation():
                 await self._present_publisher().close(DISCONNECT_TIMEOUT_S)
                 self._begin_incarnation()

@@ -22,13 +22,14 @@ from typing import Any
 import msgspec
 import structlog
 
+from ftd.node.health import HealthChecker, LinkTests, no_links
 from ftd.node.zygote import Zygote
 from ftd.processes import reap, signal_group
 from ftd.transport.wire.profiles import problem_of_profile
 from planner.values import ModelProfile
 from runtime.wire import zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from statemachine.agent.events import TrainerConnected, TrainerFailed, TrainerReported
+from statemachine.agent.events import HealthCheckEnded, TrainerConnected, TrainerFailed, TrainerReported
 from statemachine.events import Event
 from statemachine.messages import trainer as protocol
 from statemachine.messages.common import Prepared
@@ -73,6 +74,8 @@ class TrainerSupervisor:
     :param environment: returns the variables to add to the environment of a device's trainer.
     :param preload: modules that the zygote imports before it forks.
     :param on_side_report: receives the reports that are not for the machine.
+    :param test_limit_s: time after which the test of a device is ended.
+    :param test_links: tests the links to peers.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class TrainerSupervisor:
         environment: Callable[[int], dict[str, str]],
         preload: Sequence[str] = (),
         on_side_report: Callable[[int, protocol.DaemonReport], None],
+        test_limit_s: float = 30.0,
+        test_links: LinkTests = no_links,
     ) -> None:
         self._devices = devices
         self._socket_path = directory / "trainers.sock"
@@ -102,6 +107,15 @@ class TrainerSupervisor:
         self._server: asyncio.Server | None = None
         self._closing = False
         self._zygote = Zygote(on_notice=self._on_zygote_notice, on_end=self._on_zygote_end, preload=preload)
+        self.health = HealthChecker(
+            devices=devices,
+            spawn=self._zygote.spawn,
+            environment=environment,
+            limit_s=test_limit_s,
+            test_links=test_links,
+            on_checked=lambda report: feed(HealthCheckEnded(**self._stamp(), report=report)),
+        )
+        """Health checks, whose processes the same zygote forks."""
 
     async def start(self) -> None:
         """Listen for trainers and start the zygote; return before torch is imported."""
@@ -115,6 +129,7 @@ class TrainerSupervisor:
         if self._ending:
             await asyncio.wait(tuple(self._ending))
         self._closing = True
+        self.health.stop()
         for trainer in [*self._by_pid.values(), *self._current.values()]:
             self._end(trainer, grace_s=0.0)
         await self._zygote.close()
@@ -187,8 +202,14 @@ class TrainerSupervisor:
                 log.info("zygote_warm", pid=notice.pid, import_s=round(notice.import_s, 3))
             case zygote_protocol.Spawned():
                 self._spawned(notice)
+            case zygote_protocol.DeviceCheckBegan():
+                self.health.on_began(notice)
+            case zygote_protocol.DeviceChecked():
+                self.health.on_completed(notice)
             case zygote_protocol.Exited():
-                if notice.pid in self._by_pid:
+                if not self.health.on_exited(notice.pid, _exit_sentence(notice.status)) and (
+                    notice.pid in self._by_pid
+                ):
                     self._run(self._exited(self._by_pid[notice.pid], notice))
 
     def _spawned(self, notice: zygote_protocol.Spawned) -> None:
@@ -222,6 +243,7 @@ class TrainerSupervisor:
         self._by_pid.clear()
         for unforked in self._unforked.values():
             unforked.clear()
+        self.health.on_zygote_end()
         for trainer in lost:
             trainer.exited.set()
             if trainer.pid is not None:

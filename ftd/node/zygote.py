@@ -1,7 +1,7 @@
 """The daemon's side of the zygote: start it, ask it to fork, and restart it when it dies.
 
-``runtime.process.zygote`` imports torch once. This module only writes ``Spawn`` to its stdin and reads
-``Warm | Spawned | Exited`` from its stdout, so the daemon stays free of torch.
+``runtime.process.zygote`` imports torch once. This module only writes ``ZygoteRequest`` to its stdin and reads
+``ZygoteNotice`` from its stdout, so the daemon stays free of torch.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Zygote:
         self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None
         self._warm = asyncio.Event()
-        self._waiting: list[zygote_protocol.Spawn] = []
+        self._waiting: list[zygote_protocol.ZygoteRequest] = []
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -56,8 +56,8 @@ class Zygote:
         """Return once torch is imported and forks are quick."""
         await self._warm.wait()
 
-    def spawn(self, request: zygote_protocol.Spawn) -> None:
-        """Fork a trainer now, or as soon as the zygote is warm."""
+    def spawn(self, request: zygote_protocol.ZygoteRequest) -> None:
+        """Fork a trainer or a device test now, or as soon as the zygote is warm."""
         if self._warm.is_set():
             self._write(request)
         else:
@@ -133,7 +133,7 @@ class Zygote:
             log.info("zygote_output", text=data.decode(errors="replace").rstrip())
         return tail.decode(errors="replace").strip()
 
-    def _write(self, request: zygote_protocol.Spawn) -> None:
+    def _write(self, request: zygote_protocol.ZygoteRequest) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(frames.encode(request))

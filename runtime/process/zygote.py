@@ -1,13 +1,13 @@
-"""The zygote: a single-threaded process that has imported torch and forks trainers.
+"""The zygote: a single-threaded process that has imported torch and forks trainers and tests of devices.
 
 Importing torch takes 0.8 to 1.6 s, and transformers as long again. A fork of a process that has imported
 them takes tens of milliseconds, so a crashed trainer is back well within a second. A fork copies only the
 calling thread, so a lock held by any other thread would stay locked forever in the child. The zygote
 therefore never starts a thread, and checks that there is only one.
 
-The node daemon starts ``python -m runtime.process.zygote --parent PID``, writes ``Spawn`` to its stdin and
-reads ``ZygoteReady | Spawned | Exited`` from its stdout (``runtime.wire.zygote_protocol``). Where the nodes of
-a cluster share a machine, one process imports torch for all of their zygotes (``runtime.process.zygote_server``).
+The node daemon starts ``python -m runtime.process.zygote --parent PID``, writes ``ZygoteRequest`` to its stdin
+and reads ``ZygoteNotice`` from its stdout (``runtime.wire.zygote_protocol``). Where the nodes of a cluster share a
+machine, one process imports torch for all of their zygotes (``runtime.process.zygote_server``).
 
 Nothing outlives its parent: the kernel kills the zygote when the daemon ends, and each trainer when the
 zygote ends (PR_SET_PDEATHSIG), so SIGKILL of the daemon leaves no orphan process.
@@ -24,13 +24,24 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from runtime.parent import die_with_parent
 from runtime.process.zygote_server import zygote_from_server
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from runtime.wire.zygote_protocol import Exited, Spawn, Spawned, ZygoteNotice, ZygoteReady
+from runtime.wire.zygote_protocol import (
+    CheckDevice,
+    DeviceCheckBegan,
+    DeviceChecked,
+    Exited,
+    Spawn,
+    Spawned,
+    ZygoteNotice,
+    ZygoteReady,
+    ZygoteRequest,
+)
 from statemachine.messages.trainer import Output
 
 for _library in ("OMP", "OPENBLAS", "MKL"):
@@ -76,6 +87,7 @@ def run(modules: list[str], *, parent: int, lifeline: int | None) -> None:
     os.dup2(2, 1)  # Output during the import of torch must not get between the frames.
     started = time.monotonic()
     gc.disable()  # Everything that imports create stays: collecting meanwhile takes a sixth of the time.
+    import runtime.monitoring.device_check
     import runtime.process.trainer  # noqa: F401  # the point of a zygote: everything heavy is loaded before a fork
 
     preload(parent, modules, notices, lifeline)
@@ -126,7 +138,7 @@ def serve(requests: int, notices: int, lifeline: int | None) -> None:
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     lifelines = () if lifeline is None else (lifeline,)
     private = (notices, wakeup_read, wakeup_write, *lifelines)
-    decoder: Decoder[Spawn] = Decoder(Spawn)
+    decoder: Decoder[ZygoteRequest] = Decoder(ZygoteRequest)
     while True:
         readable, _, _ = select.select([requests, wakeup_read, *lifelines], [], [])
         if lifeline in readable:
@@ -139,12 +151,23 @@ def serve(requests: int, notices: int, lifeline: int | None) -> None:
             if not data:
                 return
             try:
-                spawns = decoder.feed(data)
+                asked = decoder.feed(data)
             except ProtocolError as error:
                 raise SystemExit(f"zygote: {error}") from error
-            for spawn in spawns:
-                pid = fork(spawn, private)
-                notify(notices, Spawned(device=spawn.device, pid=pid))
+            for request in asked:
+                _carry_out(request, notices, private)
+
+
+def _carry_out(request: ZygoteRequest, notices: int, private: tuple[int, ...]) -> None:
+    match request:
+        case Spawn():
+            pid = fork(lambda: _run_trainer(request), private)
+            notify(notices, Spawned(device=request.device, pid=pid))
+        case CheckDevice():
+            answers = os.dup(notices)  # The child closes ``private``.
+            pid = fork(lambda: _check_device(request, answers), private)
+            os.close(answers)
+            notify(notices, DeviceCheckBegan(number=request.number, device=request.device, pid=pid))
 
 
 def reap(notices: int) -> None:
@@ -159,23 +182,23 @@ def reap(notices: int) -> None:
         notify(notices, Exited(pid=pid, status=os.waitstatus_to_exitcode(status)))
 
 
-def fork(spawn: Spawn, private: tuple[int, ...]) -> int:
-    """Fork one trainer and return its pid; the child never returns."""
+def fork(run: Callable[[], int], private: tuple[int, ...]) -> int:
+    """Fork a process that ends with the exit code of ``run``, and return its pid; the child never returns."""
     threads = thread_count()
     if threads != 1:
         raise RuntimeError(f"the zygote has {threads} threads; forking it now could deadlock the child")
     zygote = os.getpid()
     pid = os.fork()
     if pid == 0:
-        become_trainer(spawn, zygote, private)
+        become_child(run, zygote, private)
     with contextlib.suppress(PermissionError, ProcessLookupError):  # It is already gone.
-        # The child does the same. Whichever comes first, killpg works from the moment Spawned is sent.
+        # The child does the same. Whichever comes first, killpg works from the moment the notice is sent.
         os.setpgid(pid, pid)
     return pid
 
 
-def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoReturn:
-    """Turn the forked child into a trainer: drop the zygote's state, connect its output, train, and exit."""
+def become_child(run: Callable[[], int], zygote: int, private: tuple[int, ...]) -> NoReturn:
+    """Drop the zygote's state in the forked child, call ``run``, and exit."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -187,11 +210,7 @@ def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoRet
         os.dup2(null, 0)
         for descriptor in (null, *private):
             os.close(descriptor)
-        os.environ.update(spawn.environment)
-        connect_output(spawn)
-        from runtime.process.trainer import run_trainer
-
-        code = run_trainer(spawn.socket_path, spawn.device)
+        code = run()
     except BaseException:  # After any error, the child must not return into the zygote's loop.
         sys.excepthook(*sys.exc_info())
     finally:
@@ -201,6 +220,25 @@ def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoRet
         except OSError:
             pass  # The daemon is gone, and with it the reader of this output.
         os._exit(code)
+
+
+def _run_trainer(spawn: Spawn) -> int:
+    """Train, with the output connected to the daemon."""
+    os.environ.update(spawn.environment)
+    connect_output(spawn)
+    from runtime.process.trainer import run_trainer
+
+    return run_trainer(spawn.socket_path, spawn.device)
+
+
+def _check_device(request: CheckDevice, answers: int) -> int:
+    """Test a device, and write the result in one piece, because the zygote writes to the same pipe."""
+    os.environ.update(request.environment)
+    from runtime.monitoring.device_check import check_device
+
+    result = check_device(request.device, request.planted)
+    os.write(answers, encode(DeviceChecked(number=request.number, result=result)))
+    return 0
 
 
 def connect_output(spawn: Spawn) -> None:

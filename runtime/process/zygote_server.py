@@ -260,6 +260,7 @@ def main() -> int:
         import runtime.process.zygote  # sets the variables that zygotes set before they describe themselves
 
         context = describe_context([])
+        import runtime.monitoring.device_check
         import runtime.process.trainer  # noqa: F401  # everything heavy is loaded before a fork
 
         gc.collect()

@@ -2,11 +2,13 @@
 
 ``python -m runtime.process.zygote --parent <pid of the daemon>`` exchanges these frames on its stdin and
 stdout (stderr is for people). It sends ZygoteReady once, when torch is imported; then a Spawned for each
-Spawn, and an Exited when that trainer ends, however it ends. The zygote ends at the end of stdin, and the
-kernel then ends its trainers.
+Spawn, and an Exited when that trainer ends, however it ends. A CheckDevice forks a process that tests a device:
+DeviceCheckBegan, the process's own DeviceChecked unless it fails, and Exited follow. The zygote ends at the end of
+stdin, and the kernel then ends its trainers.
 """
 
 from runtime.wire.frames import Frame
+from statemachine.messages.values import DeviceHealth, PlantedFault
 
 
 class Spawn(Frame, frozen=True, kw_only=True):
@@ -16,6 +18,17 @@ class Spawn(Frame, frozen=True, kw_only=True):
     socket_path: str
     environment: dict[str, str]
     """Variables in addition to the zygote's own environment (``CUDA_VISIBLE_DEVICES`` and the like)."""
+
+
+class CheckDevice(Frame, frozen=True, kw_only=True):
+    """Fork a process that tests a device and then ends."""
+
+    number: int
+    """Number of the health check that the test belongs to."""
+    device: int
+    environment: dict[str, str]
+    """Variables in addition to the zygote's own environment."""
+    planted: PlantedFault = ""
 
 
 class ZygoteReady(Frame, frozen=True, kw_only=True):
@@ -41,4 +54,21 @@ class Exited(Frame, frozen=True, kw_only=True):
     """Exit code, or the negative number of the signal that ended it, as in ``subprocess``."""
 
 
-ZygoteNotice = ZygoteReady | Spawned | Exited
+class DeviceCheckBegan(Frame, frozen=True, kw_only=True):
+    """A process that tests a device was forked."""
+
+    number: int
+    device: int
+    pid: int
+    """Process id, which is also the id of its process group."""
+
+
+class DeviceChecked(Frame, frozen=True, kw_only=True):
+    """A device was tested. The forked process writes this frame itself, in one write."""
+
+    number: int
+    result: DeviceHealth
+
+
+ZygoteRequest = Spawn | CheckDevice
+ZygoteNotice = ZygoteReady | Spawned | DeviceCheckBegan | DeviceChecked | Exited

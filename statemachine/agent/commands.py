@@ -4,6 +4,7 @@ from typing import assert_never
 
 from statemachine.agent import persisting as agent_persisting
 from statemachine.agent import snapshots as agent_snapshots
+from statemachine.agent.health import obey_order, stop_check
 from statemachine.agent.snapshots import (
     begin_lineage,
     drop_all,
@@ -17,6 +18,7 @@ from statemachine.effects import ExitDaemon, InstructTrainer, PrepareTrainer, Re
 from statemachine.messages.cluster import (
     Acknowledgement,
     CancelPersist,
+    CheckHealth,
     Command,
     Fence,
     Heartbeat,
@@ -54,6 +56,8 @@ def obey(a: Agent, command: Command) -> None:
     match command:
         case RequestHello():
             send_hello(a)
+        case CheckHealth():
+            obey_order(a, command)
         case Prepare():
             prepare(a, command)
         case Quiesce():
@@ -100,6 +104,7 @@ def send_hello(a: Agent) -> None:
             training=a.training,
             quiesced=a.quiesced,
             snapshots=tuple(a.snapshots),
+            health=a.health,
         )
     )
     if a.rejected:
@@ -158,6 +163,7 @@ def send_heartbeat(a: Agent) -> None:
                 if a.persist_order is not None
                 else a.cancelled_attempt,
                 persist_reported=a.persist_answer is not None or a.persist_order is None,
+                health_number=a.health.number if a.health is not None else 0,
             ),
         )
     )
@@ -239,6 +245,7 @@ def prepare(a: Agent, command: Prepare) -> None:
     )
     if a.job is not None and not same:
         a.past_jobs.append(a.job.job_id)
+    stop_check(a)
     a.job, a.wants_profile, a.profile, a.trainer_lost = command.job, command.profile, None, None
     a.failures = 0
     if not same:
@@ -315,6 +322,8 @@ def resume(a: Agent, command: Resume) -> None:
     if command.vote is not None:
         remember_step(a, CommittedStep(step=command.step, vote=command.vote))
     ranked = set(a.ranked_devices(command))
+    if ranked:
+        stop_check(a)
     a.committed = a.history.get(command.step) if ranked else None
     for trainer in a.trainers:
         trainer.computed_ms.clear()

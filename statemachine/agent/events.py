@@ -6,7 +6,7 @@ from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, PersistFailed, RestoreFailed, ToNode
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.trainer import MachineReport
-from statemachine.messages.values import FailureCause, HeldSnapshot, NodeFacts
+from statemachine.messages.values import FailureCause, HealthReport, HeldSnapshot, NodeFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,13 @@ class TrainerFailed(Event):
     pid: int
     cause_of_failure: FailureCause
     detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthCheckEnded(Event):
+    """Answer to ``RunHealthCheck``."""
+
+    report: HealthReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ the broker or the coordinator is away. ``step(event) -> list[Effect]``; the effe
 
 from typing import assert_never
 
+from statemachine.agent import health
 from statemachine.agent import persisting as agent_persisting
 from statemachine.agent import snapshots as agent_snapshots
 from statemachine.agent.commands import (
@@ -24,6 +25,7 @@ from statemachine.agent.commands import (
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
+    HealthCheckEnded,
     PersistEnded,
     SnapshotCopiesChanged,
     SnapshotCopyCommitted,
@@ -91,6 +93,7 @@ AgentEvent = (
     | SnapshotCopyFailed
     | StagingFailed
     | PersistEnded
+    | HealthCheckEnded
     | TerminationRequested
 )
 
@@ -176,6 +179,9 @@ class AgentMachine:
                     a.send(event.failure)
             case PersistEnded():
                 agent_persisting.take_answer(a, event)
+            case HealthCheckEnded():
+                if health.note_ended(a, event.report) and a.built:
+                    self._built()
             case TrainerConnected():
                 self._trainer_up(event)
             case TrainerStarved():
@@ -191,10 +197,11 @@ class AgentMachine:
         old = self._a
         a = self._a = Agent(name=old.name, timing=old.timing)
         a.at, a.cause, a.connected = old.at, old.cause, old.connected
-        a.ended_pids, a.snapshots = old.ended_pids, old.snapshots
+        a.ended_pids, a.snapshots, a.check_number = old.ended_pids, old.snapshots, old.check_number
         a.incarnation, a.facts = event.incarnation, event.facts
         a.trainers = [TrainerRecord(device=device) for device in range(event.facts.devices)]
         a.active = True
+        health.check_before_work(a)
         a.start_trainers()
         if a.connected:
             self._introduce()
@@ -281,9 +288,15 @@ class AgentMachine:
         if report.profile is not None:
             a.profile = report.profile
         if a.built:
-            a.trainer_lost, a.build_failures = None, 0
-            a.send(Prepared(job_id=a.job.job_id, profile=a.profile))
-            a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
+            self._built()
+
+    def _built(self) -> None:
+        """Report that every trainer has built the job."""
+        a = self._a
+        assert a.job is not None, "nothing is built without a job"
+        a.trainer_lost, a.build_failures = None, 0
+        a.send(Prepared(job_id=a.job.job_id, profile=a.profile))
+        a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
 
     def _trainer_stepped(self, device: int, report: TrainerStepped) -> None:
         """Record a commit. It counts until a later Resume was obeyed, also while a Quiesce is under way."""
@@ -341,6 +354,7 @@ class AgentMachine:
             a.send(a.trainer_lost)
             a.publish(NodeState.UNHEALTHY, f"trainer {device} {cause}")
         a.kill_trainers()
+        health.check_after_failure(a, cause, detail)
         if tries <= 0:
             a.start_trainers()
         else:

@@ -33,6 +33,7 @@ from statemachine.messages.values import (
     BuildProgress,
     CommittedStep,
     DeviceReport,
+    HealthReport,
     HeldSnapshot,
     Job,
     NodeActivity,
@@ -201,6 +202,14 @@ class Agent:
     local_snapshot: LocalSnapshot | None = None
     snapshot_failed: SnapshotFailed | None = None
     """The newest snapshot of the current group, if it failed here."""
+    check_number: int = 0
+    """Number of the newest health check, among those of the daemon."""
+    checking: bool = False
+    """Whether it is under way."""
+    check_awaited: bool = False
+    """Whether this node counts as prepared only when it has ended."""
+    health: HealthReport | None = None
+    """Result of the last health check of this incarnation that has ended."""
     ended_pids: set[int] = field(default_factory=set)
     """Pids of processes that this agent ended: late messages about them do not count."""
     ignored: Counter[str] = field(default_factory=Counter)
@@ -215,8 +224,13 @@ class Agent:
 
     @property
     def built(self) -> bool:
-        """Return whether every trainer has built the job."""
-        return self.job is not None and bool(self.trainers) and all(t.phase in BUILT for t in self.trainers)
+        """Return whether every trainer has built the job, and no health check must end first."""
+        return (
+            self.job is not None
+            and bool(self.trainers)
+            and all(t.phase in BUILT for t in self.trainers)
+            and not self.check_awaited
+        )
 
     @property
     def training(self) -> bool:

@@ -83,6 +83,8 @@ def _lost(c: Cluster, node: NodeMachine, generation: int, reported: Acknowledgem
         return "Release" if reported.leaving or activity is not NodeActivity.NONE else None
     if reported.leaving and not node.leaving:
         return "report"
+    if reported.health_number > (node.health.number if node.health is not None else 0):
+        return "report"
     # A Hello of a node with a job that is not under way is answered with a Stop.
     if not c.active:
         return "report" if reported.job_id is not None else None

@@ -12,6 +12,7 @@ import msgspec
 from statemachine.cluster import (
     boundaries,
     drains,
+    health,
     jobs,
     progress,
     public,
@@ -376,6 +377,9 @@ class ClusterMachine:
             repeat_orders(c)
             remove_absent(c)
             c.dirty = c.dirty or c.recovery is not None
+        if c.hardware.health.enabled:
+            health.judge_waiting(c)
+            health.order_checks(c)
         stragglers.check_stragglers(c)
         snapshots.repeat_retain(c)
 

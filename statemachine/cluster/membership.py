@@ -15,6 +15,7 @@ from statemachine.cluster.state import Cluster, count_noun
 from statemachine.effects import RemoveNode
 from statemachine.messages.cluster import (
     Fence,
+    HealthChecked,
     Heartbeat,
     Hello,
     LayersPersisted,
@@ -76,6 +77,7 @@ _ROWS: dict[type[Signal], tuple[_A, _A, _A, _A, _A]] = {
     # signal: (CURRENT, ABSENT, RETIRED, OTHER, UNKNOWN)
     Hello: (_A.TAKE, _A.RETURN, _A.FENCE, _A.ADMIT, _A.ADMIT),
     Heartbeat: (_A.TAKE, _A.RETURN, _A.FENCE, _A.INQUIRE, _A.INQUIRE),
+    HealthChecked: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
     Prepared: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
     Quiesced: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
     Resumed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
@@ -180,7 +182,12 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
         )
         return False
     old = c.nodes.get(name)
-    node = NodeMachine(name=name, incarnation=incarnation, facts=hello.facts)
+    node = NodeMachine(
+        name=name,
+        incarnation=incarnation,
+        facts=hello.facts,
+        health_pending=c.hardware.health.enabled and hello.facts.checks_health,
+    )
     if old is not None:
         node.retired = (*old.retired, old.incarnation)[-MAX_RETIRED:]
         _continue_drain(c, old, node)

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from statemachine.messages.values import (
     BuildProgress,
+    HealthReport,
     HeldSnapshot,
     NodeFacts,
     NodeFailure,
@@ -164,6 +165,26 @@ class NodeMachine:
     retain_sent_at: float = 0.0
     failures: tuple[NodeFailure, ...] = ()
     """Recent failures that count towards a quarantine, oldest first (``quarantine``)."""
+    health: HealthReport | None = None
+    """Result of the last health check of this incarnation, as reported …"""
+    health_at: float = 0.0
+    """… at this time."""
+    health_pending: bool = False
+    """Whether it takes part only when another health check has ended."""
+    health_ordered_at: float | None = None
+    """Time at which a health check was ordered that is not reported yet."""
+    links_ordered: bool = False
+    """Whether a check of its links was ordered."""
+    judged_check: int = 0
+    """Number of the last health check that was compared with the other nodes'."""
+    slow_checks: tuple[NodeFailure, ...] = ()
+    """Results of the last health checks in a row that were slow."""
+    suspected: bool = False
+    """Whether it takes no part because its check was slow, until that was repeated."""
+    passed_checks: int = 0
+    """Number of health checks in a row that it passed while it was set aside."""
+    health_problem: str = ""
+    """Problem that its last health check found; empty: none."""
     quarantine: Quarantine | None = None
     """Reason why the node is set aside, across incarnations and jobs; ``None``: it is not."""
     retired: tuple[int, ...] = ()
@@ -184,7 +205,8 @@ class NodeMachine:
     @property
     def ready(self) -> bool:
         """Return whether it may take part in a generation."""
-        return self.state in USABLE and self.prepared and not self.released and self.quarantine is None
+        usable = self.state in USABLE and self.prepared and not self.released
+        return usable and self.quarantine is None and not self.health_pending and not self.suspected
 
     @property
     def departing(self) -> bool:

@@ -135,6 +135,23 @@ def _quarantine(node: NodeMachine) -> dict[str, Any] | None:
     }
 
 
+def _health(node: NodeMachine) -> dict[str, Any] | None:
+    """Return the last health check of a node; ``None`` if there is none. ``at`` is on the machine's clock."""
+    report = node.health
+    if report is None:
+        return None
+    computed = [device.compute_gflops for device in report.devices if device.compute_gflops > 0]
+    copied = [device.memory_gb_s for device in report.devices if device.memory_gb_s > 0]
+    return {
+        "at": node.health_at,
+        "problem": node.health_problem,
+        "kind": report.devices[0].kind if report.devices else "",
+        "compute_gflops": min(computed, default=None),
+        "memory_gb_s": min(copied, default=None),
+        "link_mb_s": max((link.mb_s for link in report.links), default=None),
+    }
+
+
 def plan_details(plan: Plan) -> dict[str, Any]:
     """Return the details of a plan. They are long for a thousand nodes, and the durable state has the plan
     anyway.
@@ -186,6 +203,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
                 "step": node.step,
                 "speed": node.speed,
                 "quarantine": _quarantine(node),
+                "health": _health(node),
             }
             for name, node in sorted(c.nodes.items())
         },

@@ -20,13 +20,16 @@ from typing import Any
 from statemachine.cluster.membership import declare_lost, fence
 from statemachine.cluster.node import USABLE, NodeMachine
 from statemachine.cluster.state import Cluster
-from statemachine.error_text import same_error
+from statemachine.error_text import is_crash, same_error
 from statemachine.events import ReadmitRequested
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.values import NodeFailure, NodeState, Quarantine, QuarantineCause, RepeatedError
 
-WRONG_RESULTS: frozenset[QuarantineCause] = frozenset({"corruption"})
+WRONG_RESULTS: frozenset[QuarantineCause] = frozenset({"corruption", "wrong_device"})
 """Causes of a quarantine that no need of the job ends: the node would compute wrong values unnoticed."""
+
+HEALTH_CAUSES: frozenset[QuarantineCause] = frozenset({"wrong_device", "slow_device", "slow_link"})
+"""Causes that a health check finds, and that another one can disprove."""
 
 _FAILED: dict[QuarantineCause, str] = {
     "raised": "its trainers raised an error",
@@ -35,9 +38,10 @@ _FAILED: dict[QuarantineCause, str] = {
     "device": "its devices reported an error",
     "checksum": "bytes in its memory changed",
     "corruption": "its values differed from those of its replicas",
+    "wrong_device": "a device computed a wrong product in its health check",
+    "slow_device": "a device was slow in its health checks",
+    "slow_link": "its network was slow in its health checks",
 }
-_CRASHES = tuple(f"killed by {name}" for name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"))
-"""Beginnings of ``TrainerLost.detail`` of a process that an error of its own ended."""
 _DEVICE_ERRORS = ("CUDA error", "HIP error", "CUBLAS_STATUS", "CUDNN_STATUS", "uncorrectable ECC")
 """Parts of the last line of an exception that a device or its driver caused."""
 _DETAIL_CHARACTERS = 200
@@ -73,7 +77,7 @@ def _category(signal: TrainerLost) -> QuarantineCause | None:
         case "raised":
             device = any(mark in last_line(signal.detail) for mark in _DEVICE_ERRORS)
             return "device" if device else "raised"
-        case "exited" if signal.detail.startswith(_CRASHES):
+        case "exited" if is_crash(signal.detail):
             return "crashed"
         case _:
             return None
@@ -117,13 +121,7 @@ def note_failure(c: Cluster, node: NodeMachine, cause: QuarantineCause, detail: 
     limits = c.hardware.quarantine
     if node.quarantine is not None or limits.failures < 1:
         return False
-    failure = NodeFailure(
-        cause=cause,
-        at=c.at,
-        step=c.progress.known_step + 1,
-        generation=c.generation,
-        detail=detail[:_DETAIL_CHARACTERS],
-    )
+    failure = make_failure(c, cause, detail)
     node.failures = (*_recent(c, node), failure)[-MAX_FAILURES:]
     c.persist()
     evidence = [one for one in node.failures if one.cause == cause]
@@ -131,6 +129,17 @@ def note_failure(c: Cluster, node: NodeMachine, cause: QuarantineCause, detail: 
         return False
     times = f"{len(evidence)} times within {duration(c.at - evidence[0].at)}"
     return quarantine_node(c, node, cause, evidence, f"{_FAILED[cause]} {times}, the last: {failure.detail}")
+
+
+def make_failure(c: Cluster, cause: QuarantineCause, detail: str) -> NodeFailure:
+    """Return a failure of this moment, as evidence."""
+    return NodeFailure(
+        cause=cause,
+        at=c.at,
+        step=c.progress.known_step + 1,
+        generation=c.generation,
+        detail=detail[:_DETAIL_CHARACTERS],
+    )
 
 
 def _recent(c: Cluster, node: NodeMachine) -> tuple[NodeFailure, ...]:
@@ -151,14 +160,20 @@ def _stands_out(c: Cluster, node: NodeMachine, cause: QuarantineCause, count: in
 
 
 def quarantine_node(
-    c: Cluster, node: NodeMachine, cause: QuarantineCause, evidence: Sequence[NodeFailure], reason: str
+    c: Cluster,
+    node: NodeMachine,
+    cause: QuarantineCause,
+    evidence: Sequence[NodeFailure],
+    reason: str,
+    *,
+    fenced: bool = True,
 ) -> bool:
     """Set a node aside, and return whether it was: not if it is the only node that can train, or if too many
     nodes are set aside already. Either way an event with the evidence says so.
 
-    A node whose trainers run is fenced and declared lost: its state does not count, and it returns as a new
-    incarnation. The caller begins the recovery that this makes necessary (``recover_from_loss``, or a
-    rollback).
+    A node whose trainers run is fenced and declared lost, unless ``fenced`` is false: its state does not count,
+    and it returns as a new incarnation. The caller begins the recovery that this makes necessary
+    (``recover_from_loss``, or a rollback).
 
     :param reason: sentence that says why, without the node's name.
     """
@@ -178,7 +193,7 @@ def quarantine_node(
         **details,
         readmit=readmit,
     )
-    if node.alive and node.state is not NodeState.UNHEALTHY and c.active:
+    if fenced and node.alive and node.state is not NodeState.UNHEALTHY and c.active:
         fence(c, node.name, node.incarnation, f"it is set aside: {reason}")
         declare_lost(c, node, "quarantine", f"{node.name} is set aside")
     c.publish()
@@ -256,6 +271,8 @@ def readmit(c: Cluster, event: ReadmitRequested) -> None:
         what = unknown if node is None else f"{event.node} is not set aside"
         c.answer(event.request, False, f"{what}; {which}")
         return
+    if node.quarantine.cause in HEALTH_CAUSES and node.alive and node.health is not None:
+        node.health_pending, node.health_ordered_at = True, None  # The next tick orders the check.
     c.answer(event.request, True, f"{node.name} is not set aside any more; {_when_it_takes_part(c, node)}")
     readmit_node(c, node, "user", "a user requested it")
 
@@ -269,6 +286,8 @@ def _when_it_takes_part(c: Cluster, node: NodeMachine) -> str:
         return (
             f"it takes part again when it can build the job: {node.build_error.strip().partition(chr(10))[0]}"
         )
+    if node.health_pending:
+        return "it takes part again if it passes another health check"
     if node.state in USABLE and node.prepared:
         return "it takes part again from the next step boundary on"
     return "it takes part again when it has built the job"
@@ -301,7 +320,7 @@ def readmit_needed(c: Cluster) -> None:
 def readmit_node(c: Cluster, node: NodeMachine, by: str, reason: str) -> None:
     """Let a node that was set aside take part again. Its failures still count if it is readmitted by need.
 
-    :param by: ``user``, ``need`` or ``job``, as ``NodeReadmitted`` has it.
+    :param by: ``user``, ``need``, ``job`` or ``health``, as ``NodeReadmitted`` has it.
     """
     assert node.quarantine is not None, "only a node that was set aside can be readmitted"
     cause, node.quarantine = node.quarantine.cause, None

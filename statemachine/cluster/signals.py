@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from statemachine.cluster import corruption
+from statemachine.cluster import corruption, health
 from statemachine.cluster.acknowledgement import take_acknowledgement
 from statemachine.cluster.drains import take_leaving
 from statemachine.cluster.jobs import fail, send_stop, take_build_progress, take_finished, take_prepared
@@ -44,6 +44,7 @@ from statemachine.cluster.stragglers import take_times
 from statemachine.cluster.trainers import trainer_lost
 from statemachine.events import SignalArrived
 from statemachine.messages.cluster import (
+    HealthChecked,
     Heartbeat,
     Hello,
     LayersPersisted,
@@ -118,6 +119,8 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             found += ["bytes of a snapshot changed in its memory, and were repaired"] * repairs
             for detail in found:
                 _take_corruption(c, node, detail)
+        case HealthChecked():
+            health.take_report(c, node, signal.report)
         case Prepared():
             take_prepared(c, node, signal)
         case Quiesced():
@@ -205,6 +208,10 @@ def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         return
     node.obeyed = signal.generation
     node.facts = signal.facts
+    if signal.health is not None:
+        health.take_report(c, node, signal.health)
+        if not node.alive:
+            return
     new_snapshots = snapshots.take_held(c, node, signal)
     learn_generation(c, signal.generation)
     under_way = c.current_job.job_id if c.active else None

@@ -240,6 +240,8 @@ class Cluster:
     """Nodes that an order did not reach, by the order (``acknowledgement``); it is sent again at the next
     tick.
     """
+    unjudged_health: set[str] = field(default_factory=set)
+    """Nodes whose last health check could not be compared with others so far (``health``)."""
     faults: dict[str, float] = field(default_factory=dict)
     """Time of each node's newest injected fault that no loss has followed yet."""
     ignored: Counter[str] = field(default_factory=Counter)

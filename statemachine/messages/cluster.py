@@ -28,6 +28,7 @@ from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
     FailureCause,
+    HealthReport,
     HeldPart,
     HeldSnapshot,
     Job,
@@ -62,6 +63,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """
     snapshots: tuple[HeldSnapshot, ...] = ()
     """Snapshots that this node's memory holds complete, also those of trainers and daemons that have ended."""
+    health: HealthReport | None = None
+    """Result of the last health check that has ended; ``None``: none has."""
 
 
 class Acknowledgement(Struct, frozen=True, kw_only=True):
@@ -88,6 +91,8 @@ class Acknowledgement(Struct, frozen=True, kw_only=True):
     """Attempt of the last Persist or CancelPersist received; empty: none."""
     persist_reported: bool = False
     """Whether LayersPersisted or PersistFailed was sent for that attempt."""
+    health_number: int = 0
+    """Number of the last health check that was reported; 0: none."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -202,9 +207,18 @@ class PersistFailed(Message, frozen=True, kw_only=True):
     detail: str
 
 
+class HealthChecked(Message, frozen=True, kw_only=True):
+    """Report of a health check that has ended. A node that has to pass it before it may take part sends it
+    before ``Prepared``.
+    """
+
+    report: HealthReport
+
+
 Signal = (
     Hello
     | Heartbeat
+    | HealthChecked
     | Prepared
     | Quiesced
     | Resumed
@@ -361,8 +375,17 @@ class CancelPersist(Message, frozen=True, kw_only=True):
     attempt: str
 
 
+class CheckHealth(Message, frozen=True, kw_only=True):
+    """Order to test the devices, and the links to these peers. A node that trains, or that runs a check
+    already, ignores it.
+    """
+
+    peers: tuple[ReplicaPeer, ...] = ()
+
+
 Command = (
     RequestHello
+    | CheckHealth
     | Prepare
     | Quiesce
     | Resume

@@ -105,10 +105,21 @@ FailureCause = Literal["exited", "raised", "hung", "unprepared", "foreign"]
 the job; the state to restore belongs to another model.
 """
 
-QuarantineCause = Literal["raised", "hung", "crashed", "device", "checksum", "corruption"]
+QuarantineCause = Literal[
+    "raised",
+    "hung",
+    "crashed",
+    "device",
+    "checksum",
+    "corruption",
+    "wrong_device",
+    "slow_device",
+    "slow_link",
+]
 """Category of failures of a node that count towards its quarantine: a trainer raised; it made no progress; a
 signal ended its process because of an error; a device reported an error; bytes in memory changed; values that
-it computed differ from those of its replicas.
+it computed differ from those of its replicas. In a health check: a device computed a wrong product; a device
+was slower than those of other nodes, or its test did not end; the network was slower than that of other nodes.
 """
 
 
@@ -132,6 +143,48 @@ class Quarantine(Struct, frozen=True, kw_only=True):
     reason: str
     evidence: tuple[NodeFailure, ...]
     """The failures that led to it, oldest first."""
+
+
+class DeviceHealth(Struct, frozen=True, kw_only=True):
+    """Result of the test of one device."""
+
+    device: int
+    kind: str = ""
+    """Model of the device; only devices of one kind are compared. Empty: the test did not get so far."""
+    wrong: str = ""
+    """Sentence about a product that was not exact; empty: all were exact."""
+    failed: str = ""
+    """Reason why the test did not end: it hung, or its process ended; empty: it ended."""
+    compute_gflops: float = 0.0
+    """Speed of a product of float32 matrices, in 10**9 operations a second; 0: not measured."""
+    memory_gb_s: float = 0.0
+    """Bandwidth of a copy in the device's memory, in 10**9 bytes a second; 0: not measured, as on a CPU, whose
+    memory everything on the host shares.
+    """
+
+
+class LinkHealth(Struct, frozen=True, kw_only=True):
+    """Result of a short transfer from another node."""
+
+    node: str
+    latency_ms: float
+    """Time of the shortest request, in milliseconds."""
+    mb_s: float
+    """Bandwidth of the transfer, in 10**6 bytes a second."""
+
+
+class HealthReport(Struct, frozen=True, kw_only=True):
+    """Result of a health check of a node."""
+
+    number: int
+    """Number of the check among those of the node's incarnation, from 1."""
+    devices: tuple[DeviceHealth, ...]
+    links: tuple[LinkHealth, ...] = ()
+    """Transfers from the peers that the coordinator named and that answered."""
+
+
+PlantedFault = Literal["", "wrong", "slow", "hung"]
+"""Fault that fault injection plants in the test of a device; empty: none."""
 
 
 QuiesceMode = Literal["abort", "boundary"]
@@ -405,7 +458,7 @@ class DeviceReport(TrainerState, frozen=True, kw_only=True):
     device: int
 
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the protocol between the daemons and trainers of a cluster. Raise it with every change that a
 side which does not know it would misunderstand.
 """
@@ -430,6 +483,8 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
     log: str = ""
     """Command or file with which people read its log on its host; empty: there is none that lasts."""
+    checks_health: bool = False
+    """Whether it tests its devices; it is in no plan before the first test has ended."""
 
 
 class Divergence(Struct, frozen=True, kw_only=True):

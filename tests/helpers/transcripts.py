@@ -60,7 +60,9 @@ from statemachine.messages.common import Prepared, Resumed
 from statemachine.messages.values import (
     RECOVERY_PHASES,
     CommittedStep,
+    DeviceHealth,
     DeviceReport,
+    HealthReport,
     Job,
     NodeActivity,
     NodeFacts,
@@ -78,7 +80,7 @@ HIDDEN = {"at", "cause", "facts", "training", "policy", "bubble_s", "acknowledge
 PLAIN = {
     "lineage", "retained_step", "corrupt_step", "protection", "snapshots", "failed", "lost_layers", "tier",
     "replica_peer", "replica_peers", "owner", "copied", "held_parts", "evaluation", "evaluated", "building",
-    "in_memory", "outcome", "when_possible", "cancel", "skipped_batches", "repairs",
+    "in_memory", "outcome", "when_possible", "cancel", "skipped_batches", "repairs", "health",
 }  # fmt: skip
 """Fields that are shown only if they differ from their default."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}
@@ -114,6 +116,12 @@ def job(
 
 def facts(devices: int = 1, host: str = "10.0.0.1") -> NodeFacts:
     return NodeFacts(devices=devices, host=host, rendezvous_port=7000)
+
+
+def health_report(number: int, compute_gflops: float = 100.0, **found: Any) -> HealthReport:
+    """Return the result of a health check of a node with one device."""
+    device = DeviceHealth(device=0, kind="H100", compute_gflops=compute_gflops, **found)
+    return HealthReport(number=number, devices=(device,))
 
 
 def vote(step: int) -> Vote:
@@ -158,6 +166,11 @@ def short(value: Any) -> str:
         case DeviceReport():
             ready = f" ready {value.ready_step}" if value.ready_step is not None else ""
             return f"<{value.device} at {value.committed_step}{ready} holds {short(value.held)}>"
+        case HealthReport():
+            (device,) = value.devices
+            return (
+                f"<{value.number}: {device.wrong or device.failed or f'{device.compute_gflops:g} GFLOP/s'}>"
+            )
         case EmitEvent():
             return _event(value)
         case FromNode():

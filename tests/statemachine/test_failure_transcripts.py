@@ -40,13 +40,24 @@ from statemachine.events import (
     NodeVanished,
     PlanCompared,
     PlanImpossible,
+    ReadmitRequested,
     SubmitRequested,
 )
-from statemachine.messages.cluster import Acknowledgement, Heartbeat, Stepped, TrainerLost
-from statemachine.messages.common import PeerSuspected
+from statemachine.messages.cluster import Acknowledgement, HealthChecked, Heartbeat, Stepped, TrainerLost
+from statemachine.messages.common import PeerSuspected, Prepared
 from statemachine.messages.values import CommittedStep, NodeActivity, NotFinite, UpdatePolicy, Vote
 from statemachine.timing import Timing
-from tests.helpers.transcripts import GOLDEN, POLICY, Coordination, Script, committed, facts, job, report
+from tests.helpers.transcripts import (
+    GOLDEN,
+    POLICY,
+    Coordination,
+    Script,
+    committed,
+    facts,
+    health_report,
+    job,
+    report,
+)
 
 HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 """Layers of each node under the first plan for four nodes."""
@@ -563,6 +574,38 @@ def test_fewer_devices() -> None:
 # --- election ------------------------------------------------------------------------------------
 
 ANNA, BERT = Peer(name="anna", incarnation=1, priority=1), Peer(name="bert", incarnation=2)
+
+
+def test_bad_device() -> None:
+    row = "a device computes wrongly, or slowly, from the start"
+    s = Failing(3)
+    s.failure(row, "Three nodes train. A node that joins tests its device before it may take part.")
+    checks = msgspec.structs.replace(facts(), checks_health=True)
+    s.note("the product of its device is wrong: it is set aside, and the others train on")
+    s.hello("node-3", 103, facts=checks)
+    wrong = "a product of float32 matrices is wrong in 3 of 256 rows, first in row 7"
+    s.say("node-3", HealthChecked(report=health_report(1, 100.0, wrong=wrong)))
+    s.wait(1.0)
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.note("after a user readmits it, it is tested again before it takes part")
+    s.feed(ReadmitRequested, request="r", node="node-3")
+    s.fire("tick", 0.25)
+    s.say("node-3", HealthChecked(report=health_report(2, 100.0)))
+    s.note("node-4 is as exact as the others, and slow: its check is repeated, and it is set aside")
+    for number, name in enumerate(("node-0", "node-1", "node-2")):
+        s.hello(
+            name,
+            100 + number,
+            job_id="job-1",
+            prepared=True,
+            generation=1,
+            training=True,
+            health=health_report(1, 90.0),
+        )
+    s.hello("node-4", 104, facts=checks, health=health_report(1, 20.0))
+    s.fire("tick", 0.25)
+    s.say("node-4", HealthChecked(report=health_report(2, 21.0)))
+    s.compare("bad_device")
 
 
 class Election(Script):

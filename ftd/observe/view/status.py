@@ -11,6 +11,7 @@ from ftd.observe.view.text import (
     PHASE_STYLES,
     JsonMap,
     NodeColours,
+    aside_words,
     drain_words,
     format_duration,
     format_number,
@@ -72,6 +73,8 @@ def render_status(state: JsonMap) -> RenderableType:
         grid.add_row("", Text(sentence, style="yellow"))
     for number, sentence in enumerate(drain_words(state)):
         grid.add_row("" if number else "drain", Text(sentence, style="yellow"))
+    for number, sentence in enumerate(aside_words(state)):
+        grid.add_row("" if number else "set aside", Text(sentence, style="red"))
     if snapshot := state.get("snapshot"):
         grid.add_row("snapshot", _snapshot(state, snapshot))
     if checkpoint := state.get("checkpoint"):

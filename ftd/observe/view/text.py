@@ -206,6 +206,13 @@ def drain_words(state: JsonMap) -> list[str]:
     return [f"{name} waits until a plan without it exists: {reason}" for name, reason in waiting.items()]
 
 
+def aside_words(state: JsonMap) -> list[str]:
+    """Return a sentence for each node that is set aside: why, and how it is readmitted."""
+    nodes: JsonMap = state.get("nodes") or {}
+    aside = {name: node["quarantine"] for name, node in nodes.items() if node.get("quarantine")}
+    return [f"{name}: {one['reason']}; to readmit it: {one['readmit']}" for name, one in aside.items()]
+
+
 def planning_words(state: JsonMap) -> str:
     """Return how many of the plans for all numbers of nodes are ready; empty when all are."""
     planning: JsonMap | None = state.get("planning")

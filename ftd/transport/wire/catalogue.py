@@ -27,6 +27,7 @@ _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
         e.NodeRecovered,
         e.StragglerRecovered,
         e.NodeReadmitted,
+        e.HealthCheckPassed,
         e.NodeDraining,
         e.NodeDrainCancelled,
         e.NodeReleased,

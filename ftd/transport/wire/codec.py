@@ -25,9 +25,24 @@ from ftd.errors import WireError
 from ftd.transport.wire.compression import compress, decompress
 from ftd.transport.wire.plans import pack, unpack
 from ftd.transport.wire.profiles import problem_of_profile
-from statemachine.messages.cluster import Command, FromNode, Hello, Resume, Signal, ToNode, ToNodes
+from statemachine.messages.cluster import (
+    Command,
+    FromNode,
+    HealthChecked,
+    Hello,
+    Resume,
+    Signal,
+    ToNode,
+    ToNodes,
+)
 from statemachine.messages.common import Prepared
-from statemachine.messages.values import MAX_METRIC_NAME_CHARACTERS, MAX_METRICS, Evaluation, Vote
+from statemachine.messages.values import (
+    MAX_METRIC_NAME_CHARACTERS,
+    MAX_METRICS,
+    Evaluation,
+    HealthReport,
+    Vote,
+)
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Largest payload from anybody but the coordinator: signals, requests, events, states."""
@@ -42,6 +57,12 @@ COMPRESS_COMMAND_FROM_BYTES = 1024
 """Size above which a command to several nodes is compressed."""
 
 MAX_RECEIVERS = 65_536
+
+MAX_DEVICES = 4096
+"""Most devices of a node."""
+MAX_LINKS = 16
+MAX_HEALTH_CHARACTERS = 500
+"""Most links, and most characters of a text, in the result of a health check."""
 
 MAX_COUNTER = 2**53
 """Largest value of any counter: what every reader of JSON, and the journal, can hold."""
@@ -331,14 +352,39 @@ def _check_numbers(message: Any) -> None:
     profile = message.profile if isinstance(message, Prepared) else None
     if profile is not None and (problem := problem_of_profile(profile)) is not None:
         raise WireError(f"malformed Prepared: its profile's {problem}")
+    if isinstance(message, HealthChecked):
+        _check_health(message, message.report)
     if isinstance(message, Hello):
         facts = message.facts
-        if not 1 <= facts.devices <= 4096:
-            raise WireError(f"malformed Hello: {facts.devices} devices; 1 to 4096 are allowed")
+        if message.health is not None:
+            _check_health(message, message.health)
+        if not 1 <= facts.devices <= MAX_DEVICES:
+            raise WireError(f"malformed Hello: {facts.devices} devices; 1 to {MAX_DEVICES} are allowed")
         if not 0 <= facts.rendezvous_port <= 65535:
             raise WireError(f"malformed Hello: rendezvous_port is {facts.rendezvous_port}")
         if not 0 <= facts.snapshot_port <= 65535:
             raise WireError(f"malformed Hello: snapshot_port is {facts.snapshot_port}")
+
+
+def _check_health(message: Any, report: HealthReport) -> None:
+    """Check the result of a health check, whose speeds are compared with those of other nodes.
+
+    :raises WireError: a number is negative or not finite, a text is too long, or there are too many results.
+    """
+    kind = type(message).__name__
+    if not 0 <= report.number <= MAX_COUNTER:
+        raise WireError(f"malformed {kind}: number is {report.number}")
+    if not (1 <= len(report.devices) <= MAX_DEVICES and len(report.links) <= MAX_LINKS):
+        raise WireError(f"malformed {kind}: {len(report.devices)} devices and {len(report.links)} links")
+    for device in report.devices:
+        if not (0 <= device.compute_gflops < float("inf") and 0 <= device.memory_gb_s < float("inf")):
+            raise WireError(f"malformed {kind}: there is no {device}")
+        if max(map(len, (device.kind, device.wrong, device.failed))) > MAX_HEALTH_CHARACTERS:
+            raise WireError(f"malformed {kind}: a text has more than {MAX_HEALTH_CHARACTERS} characters")
+    for link in report.links:
+        if not (0 <= link.latency_ms < float("inf") and 0 <= link.mb_s < float("inf")):
+            raise WireError(f"malformed {kind}: there is no {link}")
+        _check_node(link.node, link.node)
 
 
 def _check_vote(message: Any, vote: Vote | None) -> None:

@@ -73,6 +73,7 @@ DETAILS: dict[str, Json] = {
     "NodeQuarantined": {**_FAILED, "readmit": "ftd readmit node-2"},
     "QuarantineSkipped": _FAILED,
     "NodeReadmitted": {"by": "user", "cause": "raised"},
+    "HealthCheckPassed": {"cause": "wrong_device"},
     "NodeRemoved": {"incarnation": 17200003},
     "NodeRejected": {"incarnation": 17200009},
     "NodeFenced": {"incarnation": 17200003},

@@ -262,7 +262,9 @@ class FailureData(Details, frozen=True, kw_only=True):
 
 
 class NodeQuarantined(Details, frozen=True, kw_only=True):
-    """A node failed repeatedly for the same reason and was set aside: it gets no work until it is readmitted."""
+    """A node failed repeatedly for the same reason, or its health check failed, and it was set aside: it gets no
+    work until it is readmitted.
+    """
 
     cause: QuarantineCause
     evidence: list[FailureData]
@@ -281,8 +283,17 @@ class QuarantineSkipped(Details, frozen=True, kw_only=True):
 class NodeReadmitted(Details, frozen=True, kw_only=True):
     """A node that was set aside may take part in training again."""
 
-    by: Literal["user", "need", "job"]
-    """A user's request; the other nodes cannot train without it; its failures turned out to be the job's."""
+    by: Literal["user", "need", "job", "health"]
+    """A user's request; the other nodes cannot train without it; its failures turned out to be the job's; it
+    passed two health checks in a row.
+    """
+    cause: QuarantineCause
+    """Category of the failures for which it was set aside."""
+
+
+class HealthCheckPassed(Details, frozen=True, kw_only=True):
+    """A node that a health check had set aside passed one: the problem is not there now."""
+
     cause: QuarantineCause
     """Category of the failures for which it was set aside."""
 

@@ -99,6 +99,23 @@ class QuarantineState(StateData, frozen=True, kw_only=True):
     """Command that readmits the node."""
 
 
+class HealthState(StateData, frozen=True, kw_only=True):
+    """The last health check of a node."""
+
+    at: str
+    """ISO-8601, UTC."""
+    problem: str
+    """Problem that it found, in words; empty: none."""
+    kind: str
+    """Model of the devices."""
+    compute_gflops: float | None
+    """Speed of matrix products on the slowest device, in 10**9 operations a second; null: not measured."""
+    memory_gb_s: float | None
+    """Bandwidth of copies in the memory of the slowest device, in 10**9 bytes a second; null: not measured."""
+    link_mb_s: float | None
+    """Bandwidth of the quickest transfer from another host, in 10**6 bytes a second; null: not measured."""
+
+
 class NodeSummary(StateData, frozen=True, kw_only=True):
     """A node, as the coordinator knows it."""
 
@@ -114,6 +131,8 @@ class NodeSummary(StateData, frozen=True, kw_only=True):
     """Speed relative to the other nodes; below 1 while the node is a straggler."""
     quarantine: QuarantineState | None = None
     """Present while the node is set aside."""
+    health: HealthState | None = None
+    """Present once a health check has ended."""
     drain_waits: str = ""
     """Reason why a node that is to leave stays for now: there is no plan without it."""
 

@@ -86,12 +86,15 @@ from statemachine.messages.values import (
     BuildProgress,
     BuildStage,
     CommittedStep,
+    DeviceHealth,
     DeviceReport,
     Evaluation,
+    HealthReport,
     HeldPart,
     HeldSnapshot,
     Job,
     LayerFile,
+    LinkHealth,
     NodeActivity,
     NodeFacts,
     NodeState,
@@ -303,7 +306,30 @@ files = st.builds(
     header_digest=names,
     payload_bytes=numbers,
 )
+speeds = st.floats(0, 1e9)
+health = st.builds(
+    HealthReport,
+    number=numbers,
+    devices=st.lists(
+        st.builds(
+            DeviceHealth,
+            device=st.integers(0, 64),
+            kind=names,
+            wrong=names,
+            failed=names,
+            compute_gflops=speeds,
+            memory_gb_s=speeds,
+        ),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+    links=st.lists(st.builds(LinkHealth, node=names, latency_ms=speeds, mb_s=speeds), max_size=3).map(tuple),
+)
+peers = st.builds(ReplicaPeer, node=names, address=texts)
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    HealthReport: health,
+    HealthReport | None: st.none() | health,
+    tuple[ReplicaPeer, ...]: st.lists(peers, max_size=3).map(tuple),
     int: numbers,
     float: st.floats(0, 1e9),
     Snapshot: snapshots,
@@ -336,9 +362,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     dict[int, int]: st.dictionaries(numbers, numbers, max_size=3),
     dict[int, str]: st.dictionaries(numbers, texts, max_size=3),
     dict[str, str]: st.dictionaries(names, texts, max_size=3),
-    dict[str, ReplicaPeer]: st.dictionaries(
-        names, st.builds(ReplicaPeer, node=names, address=texts), max_size=3
-    ),
+    dict[str, ReplicaPeer]: st.dictionaries(names, peers, max_size=3),
 }
 
 

@@ -1,0 +1,229 @@
+"""Health checks: nodes whose devices compute wrongly are in no plan, and neither are slow ones.
+
+A node tests its devices before it may take part, and in orders of the coordinator while it is idle (``agent.health``).
+A wrong product proves that the device is bad, and the node is set aside at once (``quarantine``). Speed is relative:
+a device is slow if it reaches less than ``HealthLimits.min_speed`` of the median of the other nodes' devices of the
+same kind. Since a busy host is slow once, the check is repeated at once, and the node is set aside if it is slow
+again; it is not taken in before. A test that hangs or crashes counts like a slow one. The network is judged by the
+quickest of the transfers from some random peers, so that a slow peer does not count.
+
+Nodes that train are not tested, and their speed is the matter of ``stragglers``.
+
+A node that was set aside because it was slow is readmitted when it has passed two checks in a row. One whose
+results were wrong stays until a user readmits it, since a device that is wrong at times is as bad; it is tested once
+more before it takes part.
+"""
+
+import hashlib
+from statistics import median
+
+from statemachine.cluster.node import USABLE, NodeMachine
+from statemachine.cluster.phases import Planning, Quiescing
+from statemachine.cluster.quarantine import (
+    HEALTH_CAUSES,
+    WRONG_RESULTS,
+    make_failure,
+    quarantine_node,
+    readmit_command,
+    readmit_node,
+)
+from statemachine.cluster.recovery import recover_from_loss
+from statemachine.cluster.state import Cluster
+from statemachine.messages.cluster import CheckHealth
+from statemachine.messages.values import HealthReport, NodeFailure, ReplicaPeer
+
+_IN_A_ROW = 2
+"""Slow checks after which a node is set aside, and passed ones after which it is readmitted."""
+_PEERS = 3
+"""Peers from which a transfer is timed."""
+_ORDERED_AGAIN_S = 10.0
+"""Time after which a check that was ordered and not reported is ordered again."""
+_ORDERS_PER_TICK = 50
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def take_report(c: Cluster, node: NodeMachine, report: HealthReport) -> None:
+    """Take the result of a check, and set the node aside if its devices are bad."""
+    if node.health is not None and report.number <= node.health.number:
+        return
+    node.health, node.health_at, node.health_ordered_at = report, c.at, None
+    node.health_pending = False
+    c.dirty = True
+    c.publish()
+    if c.hardware.health.enabled:
+        _judge(c, node)
+
+
+def judge_waiting(c: Cluster) -> None:
+    """Judge results that could not be compared with others so far; called at every tick."""
+    waiting, c.unjudged_health = c.unjudged_health, set()
+    for name in sorted(waiting):
+        if (node := c.nodes.get(name)) is not None and node.alive:
+            _judge(c, node)
+
+
+def _judge(c: Cluster, node: NodeMachine) -> None:
+    report = node.health
+    if report is None or report.number <= node.judged_check:
+        return
+    wrong = [f"device {one.device}: {one.wrong}" for one in report.devices if one.wrong]
+    if wrong:
+        node.judged_check = report.number
+        _note_bad(c, node, (make_failure(c, "wrong_device", "; ".join(wrong)),))
+        return
+    if node.name in c.planned:
+        c.unjudged_health.add(node.name)  # It is judged when it does not train.
+        return
+    slow, compared = _find_slow(c, node, report)
+    only_wrong = node.quarantine is not None and node.quarantine.cause in WRONG_RESULTS
+    if slow is None and not compared and not only_wrong:
+        c.unjudged_health.add(node.name)
+        return
+    node.judged_check = report.number
+    c.publish()
+    if slow is None:
+        _note_passed(c, node)
+        return
+    node.slow_checks = (*node.slow_checks, slow)
+    node.health_problem, node.passed_checks = slow.detail, 0
+    node.suspected = not _in_use(c, node)
+    if len(node.slow_checks) >= _IN_A_ROW:
+        _note_bad(c, node, node.slow_checks)
+
+
+def _note_bad(c: Cluster, node: NodeMachine, evidence: tuple[NodeFailure, ...]) -> None:
+    last = evidence[-1]
+    node.health_problem, node.passed_checks = last.detail, 0
+    node.suspected, node.slow_checks = False, ()
+    if node.quarantine is not None:
+        return
+    in_use = _in_use(c, node)
+    reason = f"its health check failed: {last.detail}"
+    if quarantine_node(c, node, last.cause, evidence, reason, fenced=in_use) and in_use:
+        recover_from_loss(c, node, "node_lost", "quarantine", f"{node.name} is set aside")
+
+
+def _note_passed(c: Cluster, node: NodeMachine) -> None:
+    node.health_problem, node.suspected, node.slow_checks = "", False, ()
+    aside = node.quarantine
+    if aside is None or aside.cause not in HEALTH_CAUSES:
+        return
+    node.passed_checks += 1
+    if aside.cause not in WRONG_RESULTS and node.passed_checks >= _IN_A_ROW:
+        readmit_node(c, node, "health", f"it passed {_IN_A_ROW} health checks in a row")
+    elif node.passed_checks == 1:
+        command = readmit_command(node)
+        then = (
+            f"it stays set aside, because its results were wrong before; to readmit it: {command}"
+            if aside.cause in WRONG_RESULTS
+            else "it takes part again if it passes the next one too"
+        )
+        c.emit(
+            "HealthCheckPassed",
+            f"{node.name} passed a health check; {then}",
+            node=node.name,
+            cause=aside.cause,
+        )
+
+
+def _in_use(c: Cluster, node: NodeMachine) -> bool:
+    return node.name in c.members or node.name in c.required_nodes
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def _find_slow(c: Cluster, node: NodeMachine, report: HealthReport) -> tuple[NodeFailure | None, bool]:
+    """Return what is slow, if anything is, and whether enough other nodes are known to compare everything."""
+    others = [one for one in c.alive() if one is not node and one.health is not None]
+    compared = True
+    for device in report.devices:
+        name = f"device {device.device}"
+        if device.failed:
+            return make_failure(c, "slow_device", f"{name}: {device.failed}"), True
+        for speed, what, unit in (
+            ("compute_gflops", "matrix products", "GFLOP/s"),
+            ("memory_gb_s", "copies in memory", "GB/s"),
+        ):
+            usual = _usual(c, [_speed(one, device.kind, speed) for one in others])
+            own = getattr(device, speed)
+            compared = compared and (usual is not None or own <= 0)
+            if usual is not None and 0 < own < c.hardware.health.min_speed * usual:
+                detail = (
+                    f"{name} ({device.kind}): {what} at {own:.3g} {unit}, and the other nodes at {usual:.3g}"
+                )
+                return make_failure(c, "slow_device", detail), True
+    usual, own = _usual(c, [_link_speed(one) for one in others]), _link_speed(node)
+    if usual is not None and 0 < own < c.hardware.health.min_speed * usual:
+        detail = f"transfers from other nodes at {own:.3g} MB/s, and those of the other nodes at {usual:.3g}"
+        return make_failure(c, "slow_link", detail), True
+    return None, compared
+
+
+def _usual(c: Cluster, speeds: list[float]) -> float | None:
+    """Return the median of the known speeds; ``None`` if there are too few."""
+    known = [speed for speed in speeds if speed > 0]
+    return median(known) if len(known) >= max(c.hardware.health.min_others, 1) else None
+
+
+def _speed(node: NodeMachine, kind: str, name: str) -> float:
+    """Return the median speed of a node's devices of a kind; 0 if it is unknown."""
+    assert node.health is not None, "only nodes with a result are compared"
+    speeds = [speed for one in node.health.devices if one.kind == kind and (speed := getattr(one, name)) > 0]
+    return median(speeds) if speeds else 0.0
+
+
+def _link_speed(node: NodeMachine) -> float:
+    """Return the speed of the quickest transfer to a node; 0 if it is unknown."""
+    return max((link.mb_s for link in node.health.links), default=0.0) if node.health is not None else 0.0
+
+
+# --- orders ---------------------------------------------------------------------------------------
+
+
+def order_checks(c: Cluster) -> None:
+    """Order the checks that are due on nodes that do not work; called at every tick."""
+    left = _ORDERS_PER_TICK
+    for node in c.alive():
+        if not left:
+            return
+        ordered = node.health_ordered_at
+        if not _may_be_checked(c, node) or (ordered is not None and c.at - ordered < _ORDERED_AGAIN_S):
+            continue
+        peers = _choose_peers(c, node)
+        if _is_due(c, node, peers):
+            node.health_ordered_at, node.links_ordered = c.at, node.links_ordered or bool(peers)
+            c.send(node, CheckHealth(peers=peers))
+            left -= 1
+
+
+def _may_be_checked(c: Cluster, node: NodeMachine) -> bool:
+    awaited = isinstance(c.state, Quiescing | Planning) and node.name in c.required_nodes
+    measures = node.name == c.profiler and not c.profiled
+    return node.health is not None and node.name not in c.planned and not awaited and not measures
+
+
+def _is_due(c: Cluster, node: NodeMachine, peers: tuple[ReplicaPeer, ...]) -> bool:
+    """Return whether a result is missing or old: a slow one is repeated at once, the first one has no links."""
+    if node.slow_checks or node.health_pending or (peers and not node.links_ordered):
+        return True
+    every_s = c.hardware.health.every_s
+    return not node.prepare_sent and 0 < every_s <= c.at - node.health_at
+
+
+def _choose_peers(c: Cluster, node: NodeMachine) -> tuple[ReplicaPeer, ...]:
+    """Return some nodes on other hosts, whose snapshot servers answer: others for each check."""
+    there = [
+        one
+        for one in c.alive()
+        if one.state in USABLE and one.facts.snapshot_port and one.facts.host != node.facts.host
+    ]
+    count = min(_PEERS, len(there))
+    number = node.health.number if node.health is not None else 0
+    first = int.from_bytes(hashlib.sha256(f"{node.name}:{number}".encode()).digest()[:8])
+    chosen = [there[(first + at * len(there) // count) % len(there)] for at in range(count)]
+    return tuple(
+        ReplicaPeer(node=one.name, address=f"{one.facts.host}:{one.facts.snapshot_port}") for one in chosen
+    )

@@ -1,0 +1,172 @@
+"""Health checks with a real zygote and real tests of devices: their results, planted faults, and their limits."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+from ftd.node.health import HealthChecker
+from ftd.node.supervisor import TrainerSupervisor
+from ftd.processes import is_alive
+from runtime.wire.zygote_protocol import CheckDevice, DeviceCheckBegan, DeviceChecked
+from statemachine.agent.events import HealthCheckEnded
+from statemachine.events import Event
+from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, ReplicaPeer
+from tests.ftd.node.test_supervisor import short_directory
+
+LIMIT_S = 60.0
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not happened():  # noqa: ASYNC110  # processes end, and notices arrive, without an event here
+            await asyncio.sleep(0.005)
+
+
+class Checks:
+    """A supervisor with two devices, and the results of its health checks."""
+
+    def __init__(self, supervisor: TrainerSupervisor, results: "asyncio.Queue[HealthReport]") -> None:
+        self.supervisor, self.health, self.results = supervisor, supervisor.health, results
+
+    async def result(self) -> HealthReport:
+        return await asyncio.wait_for(self.results.get(), LIMIT_S)
+
+    async def pids(self) -> list[int]:
+        """Return the processes of the check under way, once both devices are tested."""
+        await until(lambda: self.health._check is not None and len(self.health._check.pids) == 2)
+        assert self.health._check is not None
+        return list(self.health._check.pids)
+
+
+def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> None:
+    async def body() -> None:
+        results: asyncio.Queue[HealthReport] = asyncio.Queue()
+
+        def feed(event: Event) -> None:
+            assert isinstance(event, HealthCheckEnded)
+            results.put_nowait(event.report)
+
+        with short_directory() as directory:
+            supervisor = TrainerSupervisor(
+                devices=2,
+                directory=directory,
+                feed=feed,
+                cause=lambda: "test",
+                environment=lambda device: {},
+                on_side_report=lambda device, frame: None,
+                test_limit_s=limit_s,
+            )
+            await supervisor.start()
+            try:
+                await test(Checks(supervisor, results))
+            finally:
+                await supervisor.close()
+
+    asyncio.run(body())
+
+
+def test_a_check_reports_every_device_with_its_kind_and_speed_and_planted_faults_are_found() -> None:
+    async def test(checks: Checks) -> None:
+        checks.health.start(1, ())  # The zygote is not warm yet.
+        sound = await checks.result()
+        assert sound.number == 1 and [one.device for one in sound.devices] == [0, 1]
+        for one in sound.devices:
+            assert (one.wrong, one.failed) == ("", "") and one.kind and one.compute_gflops > 0.1
+        checks.health.plant("wrong", [1], 60.0)
+        checks.health.start(2, ())
+        found = await checks.result()
+        assert not found.devices[0].wrong
+        assert "a product of float32 matrices is wrong in 1 of 256 rows" in found.devices[1].wrong
+        checks.health.plant("slow", [1], 60.0)
+        checks.health.start(3, ())
+        slow = await checks.result()
+        assert not slow.devices[1].wrong
+        assert slow.devices[1].compute_gflops < 0.5 * sound.devices[1].compute_gflops
+        checks.health.plant("wrong", [0, 1], 0.0)
+        checks.health.start(4, ())
+        assert not any(one.wrong for one in (await checks.result()).devices), "the fault is over"
+
+    run(test)
+
+
+def test_a_test_that_hangs_is_killed_and_counts_as_failed() -> None:
+    async def test(checks: Checks) -> None:
+        checks.health.plant("hung", [0], 60.0)
+        checks.health.start(1, ())
+        pids = await checks.pids()
+        found = await checks.result()
+        assert found.devices[0].failed == "its test did not end within 1 s" and not found.devices[1].failed
+        await until(lambda: not any(map(is_alive, pids)))
+
+    run(test, limit_s=1.0)
+
+
+def test_a_test_whose_process_ends_early_counts_as_failed_with_the_way_it_ended() -> None:
+    async def test(checks: Checks) -> None:
+        checks.health.plant("hung", [0, 1], 60.0)
+        checks.health.start(1, ())
+        for pid in await checks.pids():
+            os.kill(pid, signal.SIGSEGV)
+        assert [one.failed for one in (await checks.result()).devices] == [
+            "the process of its test ended: killed by SIGSEGV"
+        ] * 2
+
+    run(test)
+
+
+def test_a_check_that_is_stopped_ends_with_its_processes_and_gives_no_result() -> None:
+    async def test(checks: Checks) -> None:
+        checks.health.plant("hung", [0, 1], 60.0)
+        checks.health.start(1, ())
+        pids = await checks.pids()
+        checks.health.stop()
+        await until(lambda: not any(map(is_alive, pids)))
+        checks.health.plant("hung", [0, 1], 0.0)
+        checks.health.start(2, ())
+        assert (await checks.result()).number == 2 and checks.results.empty()
+
+    run(test)
+
+
+def test_a_check_that_ends_with_the_zygote_is_repeated() -> None:
+    async def test(checks: Checks) -> None:
+        checks.health.plant("hung", [1], 0.5)
+        checks.health.start(1, ())
+        await checks.pids()
+        await asyncio.sleep(0.5)
+        pid = checks.supervisor.zygote_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert not any(one.failed for one in (await checks.result()).devices)
+
+    run(test)
+
+
+def test_links_are_tested_in_parallel_and_the_result_waits_for_them() -> None:
+    async def body() -> None:
+        asked: list[CheckDevice] = []
+        results: list[HealthReport] = []
+        arrived = asyncio.Event()
+
+        async def links(peers: Sequence[ReplicaPeer]) -> tuple[LinkHealth, ...]:
+            await arrived.wait()
+            return tuple(LinkHealth(node=peer.node, latency_ms=1.0, mb_s=2.0) for peer in peers)
+
+        checker = HealthChecker(
+            devices=1, spawn=asked.append, environment=lambda _: {}, limit_s=1.0, test_links=links,
+            on_checked=results.append,
+        )  # fmt: skip
+        checker.start(5, [ReplicaPeer(node="b", address="b:1")])
+        (request,) = asked
+        checker.on_began(DeviceCheckBegan(number=5, device=0, pid=1 << 30))
+        checker.on_completed(DeviceChecked(number=4, result=DeviceHealth(device=0)))
+        checker.on_completed(DeviceChecked(number=5, result=DeviceHealth(device=0, kind="k")))
+        assert request.number == 5 and not results
+        arrived.set()
+        await asyncio.sleep(0.01)
+        (report,) = results
+        assert report.links[0].node == "b" and report.devices[0].kind == "k"
+        assert checker.on_exited(1 << 30, "exited with code 0") and not checker.on_exited(7, "")
+
+    asyncio.run(body())
