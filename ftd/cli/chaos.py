@@ -58,8 +58,20 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    faults = kill, term, stop, hang, raise_, slow, flip, corrupt, disconnect, lossy, fill_memory, fill_disk
-    for command in faults:
+    devices = flip, corrupt, bad_device
+    for command in (
+        kill,
+        term,
+        stop,
+        hang,
+        raise_,
+        slow,
+        *devices,
+        disconnect,
+        lossy,
+        fill_memory,
+        fill_disk,
+    ):
         chaos.command(command.__name__.rstrip("_").replace("_", "-"))(_fault_command(command))
     chaos.command("run")(run)
     chaos.command("soak")(soak.soak)
@@ -176,6 +188,28 @@ def corrupt(
     Example: ftd chaos corrupt node-2
     """
     return {"device": device}
+
+
+def bad_device(
+    node: NodeArgument,
+    how: Annotated[
+        Literal["wrong", "slow", "hung"],
+        typer.Option(
+            help="wrong: a product is not exact; slow: four times slower; hung: the test never ends."
+        ),
+    ] = "wrong",
+    device: DeviceOption = None,
+    for_s: Annotated[
+        float | None, typer.Option("--for", help="Duration in seconds.", show_default="60")
+    ] = None,
+) -> FaultFields:
+    """Make devices bad in a node's next health checks.
+
+    Training is not affected. A node is checked before it returns and while it is idle.
+
+    Example: ftd chaos bad-device node-2 --how slow --for 30
+    """
+    return {"device": device, "for_s": for_s, "how": how}
 
 
 def disconnect(

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
@@ -21,6 +22,7 @@ from ftd.node.message_faults import LinkFaults, MessageFaultInjector
 from ftd.processes import die_with_parent, signal_group
 from ftd.transport.wire.public import Answer, ChaosRequest, decode_json
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
+from statemachine.messages.values import PlantedFault
 
 log = structlog.get_logger()
 
@@ -49,6 +51,9 @@ class FaultActions(Protocol):
 
     def leave(self, reason: str) -> None:
         """Leave gracefully, as after SIGTERM."""
+
+    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
+        """Make these devices wrong, slow or hung in the health checks of the next ``for_s`` seconds."""
 
     def disconnect(self, for_s: float) -> None:
         """Cut the connection to the broker without a disconnect message, and reconnect after ``for_s``."""
@@ -184,7 +189,7 @@ class NodeFaultInjector:
         }
         if request.do == "slow":
             details["factor"] = request.factor or DEFAULT_FACTOR
-        for name in ("size_mib", "drop", "duplicate", "late_s"):
+        for name in ("size_mib", "drop", "duplicate", "late_s", "how"):
             if (value := getattr(request, name)) is not None:
                 details[name] = value
         log.warning("chaos_injected", **details)
@@ -220,6 +225,9 @@ class NodeFaultInjector:
             case "corrupt":
                 for device in self._target_devices(request):
                     self._actions.send(device, FlipBit())
+            case "bad_device":
+                devices = self._target_devices(request)
+                self._actions.plant_bad_device(request.how or "wrong", devices, for_s)
             case "disconnect":
                 self._actions.disconnect(for_s)
             case "raise":
@@ -313,7 +321,7 @@ def _whole_node(request: ChaosRequest) -> bool:
     match request.do:
         case "kill" | "stop":
             return request.target == "node"
-        case "hang" | "raise" | "slow" | "flip" | "corrupt":
+        case "hang" | "raise" | "slow" | "flip" | "corrupt" | "bad_device":
             return False
         case "term" | "disconnect" | "lossy" | "fill_memory" | "fill_disk":
             return True

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any, assert_never, cast
 
 import msgspec
@@ -54,7 +55,7 @@ from statemachine.messages import trainer as protocol
 from statemachine.messages.cluster import ToNode
 from statemachine.messages.common import Quiesce, Resumed
 from statemachine.messages.trace import Traced
-from statemachine.messages.values import NodeFacts
+from statemachine.messages.values import NodeFacts, PlantedFault
 
 log = structlog.get_logger("ftd.node")
 
@@ -421,6 +422,9 @@ class NodeDaemon:
 
     def leave(self, reason: str) -> None:
         self._driver.feed(TerminationRequested(**self._stamp(), reason=reason))
+
+    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
+        self._supervisor.health.plant(how, devices, for_s)
 
     def disconnect(self, for_s: float) -> None:
         self._present_publisher().interrupt(for_s)

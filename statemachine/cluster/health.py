@@ -18,7 +18,7 @@ import hashlib
 from statistics import median
 
 from statemachine.cluster.node import USABLE, NodeMachine
-from statemachine.cluster.phases import Planning, Quiescing
+from statemachine.cluster.phases import Planning, Quiescing, Running
 from statemachine.cluster.quarantine import (
     HEALTH_CAUSES,
     WRONG_RESULTS,
@@ -73,8 +73,8 @@ def _judge(c: Cluster, node: NodeMachine) -> None:
         node.judged_check = report.number
         _note_bad(c, node, (make_failure(c, "wrong_device", "; ".join(wrong)),))
         return
-    if node.name in c.planned:
-        c.unjudged_health.add(node.name)  # It is judged when it does not train.
+    if _is_needed(c, node):
+        c.unjudged_health.add(node.name)  # Its speed is judged later.
         return
     slow, compared = _find_slow(c, node, report)
     only_wrong = node.quarantine is not None and node.quarantine.cause in WRONG_RESULTS
@@ -126,6 +126,12 @@ def _note_passed(c: Cluster, node: NodeMachine) -> None:
             node=node.name,
             cause=aside.cause,
         )
+
+
+def _is_needed(c: Cluster, node: NodeMachine) -> bool:
+    """Return whether a node trains, or may hold state that a job needs which does not train at present."""
+    may_hold_state = c.active and node.counted_in > 0 and not isinstance(c.state, Running)
+    return node.name in c.planned or may_hold_state
 
 
 def _in_use(c: Cluster, node: NodeMachine) -> bool:

@@ -29,7 +29,7 @@ from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.inject import LocalInjector
 from ftd.transport.address import ClusterAddress
 from ftd.transport.client import ClusterClient
-from ftd.transport.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
+from ftd.transport.wire.public import DrainRequest, JobData, ReadmitRequest, StopRequest, SubmitRequest
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.contract_witness import ContractWitness
 
@@ -284,6 +284,12 @@ class Playground:
         request = DrainRequest(request=envelope["request"], reply=envelope["reply"], node=node, **how)
         outcome: str = self.on_loop(self.client.request(request)).outcome
         return outcome
+
+    def readmit(self, node: str) -> str:
+        """Readmit a node that was set aside, and return the answer."""
+        envelope = self.client.envelope()
+        request = ReadmitRequest(request=envelope["request"], reply=envelope["reply"], node=node)
+        return self.on_loop(self.client.request(request)).detail
 
     def inject(self, **fault: Any) -> None:
         """Inject a fault now; ``fault`` has the fields of a scenario's ``[[fault]]`` without a trigger."""

@@ -17,6 +17,7 @@ from ftd.faults.sim.faults import corrupt_parameter, raise_everywhere
 from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.simulation import SHAPES, Fault, SeedOverrides
 from ftd.faults.sim.simulation_run import SimulationRun, run_seed
+from statemachine.cluster import health
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.events import TimerFired
@@ -179,6 +180,34 @@ def test_a_node_that_raises_again_and_again_is_set_aside_and_readmitted() -> Non
         ):
             return
     raise AssertionError(f"{SEEDS} seeds did not meet all: {seen_events}")
+
+
+def test_nodes_with_wrong_slow_and_hung_devices_are_set_aside_and_readmitted() -> None:
+    seen_events: Counter[tuple[str, str]] = Counter()
+    for seed in range(SEEDS):
+        simulation = SimulationRun(seed, overrides=SeedOverrides(bad_devices=True))
+
+        def seen(event: EmitEvent, check: Callable[..., None] = simulation.invariants.check_event) -> None:
+            seen_events[event.name, str(event.details.get("cause", ""))] += 1
+            check(event)
+
+        simulation.invariants.check_event = seen  # type: ignore[method-assign]
+        simulation.run_to_end()
+        if all(
+            seen_events[name, cause]
+            for name in ("NodeQuarantined", "NodeReadmitted")
+            for cause in ("wrong_device", "slow_device")
+        ):
+            return
+    raise AssertionError(f"{SEEDS} seeds did not meet all: {seen_events}")
+
+
+def test_a_plan_with_a_wrong_device_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "quarantine_node", lambda *_, **__: False)
+    violations = [
+        run_seed(seed, overrides=SeedOverrides(bad_devices=True)).violation for seed in range(SEEDS)
+    ]
+    assert any("whose health check found a wrong product" in (found or "") for found in violations)
 
 
 def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ class RemoteInjector:
             drop=fault.drop or None,
             duplicate=fault.duplicate or None,
             late_s=fault.late_s or None,
+            how=fault.how if fault.do == "bad_device" else None,
             seed=self._seed,
             dry_run=dry_run,
         )

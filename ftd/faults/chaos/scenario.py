@@ -26,13 +26,14 @@ _TRAINER_FAULTS = ("stop", "hang", "raise", "slow", "flip", "corrupt")
 """Faults that target the trainers by default; the others target the node."""
 _FIELD_OWNERS: dict[str, tuple[str, ...]] = {
     "target": ("kill", "stop"),
-    "device": ("kill", *_TRAINER_FAULTS),
-    "for_s": ("stop", "hang", "slow", "disconnect", "lossy", "fill_memory", "fill_disk", "cut"),
+    "device": ("kill", "bad_device", *_TRAINER_FAULTS),
+    "for_s": ("stop", "hang", "slow", "bad_device", "disconnect", "lossy", "fill_memory", "fill_disk", "cut"),
     "factor": ("slow",),
     "size_mib": ("fill_memory", "fill_disk"),
     "drop": ("lossy",),
     "duplicate": ("lossy",),
     "late_s": ("lossy",),
+    "how": ("bad_device",),
 }
 _ROLES = re.compile(
     r"(?P<part>coordinator|broker)|(?P<plain>rank 0|spare)|pipeline (?P<whole>\d+)"
@@ -67,6 +68,7 @@ class FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     drop: float | None = None
     duplicate: float | None = None
     late_s: float | None = None
+    how: v.BadDevice | None = None
     restart_after_s: float | None = None
     expect: ExpectTable = ExpectTable()
 
@@ -166,6 +168,7 @@ def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
         drop=table.drop or 0.0,
         duplicate=table.duplicate or 0.0,
         late_s=table.late_s or 0.0,
+        how=table.how or "wrong",
         restart_after_s=table.restart_after_s or 0.0,
         expect=parse_expectations(table.expect, f"{where}: expect"),
     )

@@ -18,6 +18,7 @@ NodeFault = Literal[
     "slow",
     "flip",
     "corrupt",
+    "bad_device",
     "disconnect",
     "lossy",
     "fill_memory",
@@ -26,6 +27,8 @@ NodeFault = Literal[
 """Faults that a node injects into itself when it is asked over MQTT."""
 LocalFault = Literal["start", "cut"]
 """Faults that need control of the processes and the network: a cluster that was started for the scenario."""
+BadDevice = Literal["wrong", "slow", "hung"]
+"""Behaviour of a bad device in the tests of health checks."""
 Process = Literal["node", "trainer"]
 Service = Literal["coordinator", "broker"]
 RolePosition = Literal["rank 0", "first stage", "last stage", "owner", "owners", "pipeline", "spare"]
@@ -47,7 +50,7 @@ PHASE_EVENTS: dict[str, str] = {
 }
 """The event that begins each phase. ``snapshotting`` has none: it lasts while a node's state is SNAP."""
 DEFAULT_FOR_S: dict[str, float] = {
-    "disconnect": 5.0, "cut": 5.0, "lossy": 10.0, "fill_memory": 10.0, "fill_disk": 10.0,
+    "disconnect": 5.0, "cut": 5.0, "lossy": 10.0, "fill_memory": 10.0, "fill_disk": 10.0, "bad_device": 60.0,
 }  # fmt: skip
 """The duration in seconds of faults that end by themselves even if the scenario does not say when."""
 
@@ -339,6 +342,8 @@ class Fault:
     """Probabilities per message of a lossy fault."""
     late_s: float = 0.0
     """Longest delay of a message in a lossy fault; the order of one sender's messages is kept."""
+    how: BadDevice = "wrong"
+    """Behaviour of the device in a bad_device fault."""
     restart_after_s: float = 0.0
     expect: tuple[Expectation, ...] = ()
     """Events and states that must follow this fault before the next one is injected or the scenario ends."""

@@ -35,6 +35,7 @@ from ftd.faults.sim.faults import (
     hang_trainer,
     lose_all_memory,
     lose_messages,
+    make_device_bad,
     partition_two,
     raise_in_trainer,
     repeat_request,
@@ -220,6 +221,10 @@ def draw(sim: Simulation, until_s: float) -> None:
     _draw_flipped_bits(sim, until_s)
     if (bad := separate_rng(sim, "bad node", 0.3, overrides.bad_node)) is not None:
         sim.world.call_later(bad.uniform(0.5, until_s), fail_repeatedly, sim, bad)
+    if sim.world.checks_health:
+        bad_devices = Random(f"{sim.world.seed} bad devices")
+        for _ in range(bad_devices.randint(0, 3)):
+            sim.world.call_later(bad_devices.uniform(0.5, until_s), make_device_bad, sim, bad_devices)
     _draw_hosts(
         sim, separate_rng(sim, "power", 0.2, overrides.power_losses), 3, until_s, host_faults.lose_power, 8.0
     )

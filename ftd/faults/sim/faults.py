@@ -6,6 +6,7 @@ from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.network import MessageFaults
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.simulation import Simulation, protections
+from statemachine.messages.values import PlantedFault
 
 
 def live_nodes(sim: Simulation) -> list[SimNode]:
@@ -68,6 +69,29 @@ def fail_repeatedly(sim: Simulation, rng: Random) -> None:
         sim.world.call_later(period_s, fail)
 
     fail()
+
+
+def make_device_bad(sim: Simulation, rng: Random) -> None:
+    """Let the devices of a node be bad in health checks for a while. Something makes the node run one meanwhile."""
+    node = rng.choice(list(sim.nodes.values()))
+    bad: tuple[PlantedFault, ...] = ("wrong", "wrong", "slow", "hung")
+    how = rng.choice(bad)
+    if sim.healed:
+        return
+    sim.log(f"the devices of {node.name} are {how} in health checks")
+    node.health_checks.planted = how
+    sim.world.call_later(rng.uniform(3.0, 15.0), repair_device, sim, node)
+    if rng.random() < 0.5:
+        node.fail_trainer(rng.randrange(node.devices), "exited", "killed by SIGSEGV")
+    else:
+        node.crash()
+        sim.world.call_later(rng.uniform(0.05, 3.0), sim.start_if_down, node)
+
+
+def repair_device(sim: Simulation, node: SimNode) -> None:
+    """End the fault of a node's devices. A user readmits the node if it was set aside."""
+    node.health_checks.planted = ""
+    sim.coordinator.readmit(node.name)
 
 
 def fail_all_trainers(sim: Simulation) -> None:

@@ -177,6 +177,9 @@ class Invariants(Oracle):
                 f"a Resume at step {resume.step} after step {self.newest_published} was published as committed"
             )
         self.check_plan(resume.plan)
+        for name in resume.plan.nodes:
+            if self.wrong_devices.get(name) == self.nodes[name].incarnation:
+                self.violated(f"the plan uses {name}, whose health check found a wrong product")
 
     def _is_lost_with_power(self, step: int) -> bool:
         """Return whether the power loss explains a lower step: only trainers knew what was not forced, and
@@ -243,6 +246,8 @@ class Invariants(Oracle):
                 used = {device.split("/")[0] for stage in stages for device in stage["devices"]}
                 if self.leaving & used:
                     self.violated(f"{sorted(self.leaving & used)} were to leave, and the plan uses them")
+            case "NodeReadmitted" | "QuarantineSkipped":
+                self.wrong_devices.pop(event.node or "", None)
             case "RecoveryCompleted":
                 self._check_protection_switch(event.details["recovery"])
                 self._check_phases(event.details["recovery"])

@@ -6,6 +6,7 @@ from typing import assert_never, cast
 
 from ftd.faults.sim.checkpoint_store import SimCheckpointStore
 from ftd.faults.sim.copy_sender import SimCopySender
+from ftd.faults.sim.health_checks import SimHealthChecks
 from ftd.faults.sim.host import SimHost, StepTiming
 from ftd.faults.sim.network import SimNetwork
 from ftd.faults.sim.restorer import SimRestorer
@@ -36,10 +37,12 @@ from statemachine.effects import (
     RenewIncarnation,
     ResumeTrainer,
     RetainSnapshotCopies,
+    RunHealthCheck,
     SendSignal,
     SendSnapshotCopy,
     SetTimer,
     StartTrainer,
+    StopHealthCheck,
     StopPersisting,
 )
 from statemachine.events import BrokerConnected, BrokerDisconnected, TimerFired
@@ -52,6 +55,7 @@ AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
     | PrepareTrainer | InstructTrainer | ResumeTrainer | RemoveSnapshots
     | RenewIncarnation | ExitDaemon | SendSnapshotCopy | RetainSnapshotCopies | PersistLayers | StopPersisting
+    | RunHealthCheck | StopHealthCheck
 )  # fmt: skip
 
 
@@ -81,6 +85,7 @@ class SimNode(SimHost):
         """The longest extra time that a starting daemon needs to scan its memory."""
         self.trainers: dict[int, SimTrainer] = {}
         self.writer = SimWriter(self)
+        self.health_checks = SimHealthChecks(self, devices)
         scrubber = self._scrubber()
         self.copy_sender = SimCopySender(self, scrubber)
         self.restorer = SimRestorer(self, scrubber)
@@ -106,7 +111,13 @@ class SimNode(SimHost):
     def _begin(self) -> None:
         self.incarnation = self.world.next_serial()
         host = f"host-{self.name}"
-        facts = NodeFacts(devices=self.devices, host=host, rendezvous_port=7000, snapshot_port=7001)
+        facts = NodeFacts(
+            devices=self.devices,
+            host=host,
+            rendezvous_port=7000,
+            snapshot_port=7001,
+            checks_health=self.world.checks_health,
+        )
         self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
         self.network.register(self)
         looks_s = self.world.between(0.0, 0.5) + (
@@ -159,6 +170,7 @@ class SimNode(SimHost):
         self.data_cut = False
         self.failing_builds = 0
         self.slowness = 1.0
+        self.health_checks.planted = ""
         self.max_scan_s = self.restorer.max_read_s = self.copy_sender.max_send_s = 0.0
         self.thaw()
 
@@ -231,6 +243,8 @@ class SimNode(SimHost):
                 self.copy_sender.perform(effect)
             case PersistLayers() | StopPersisting():
                 self.writer.perform(effect)
+            case RunHealthCheck() | StopHealthCheck():
+                self.health_checks.perform(effect)
             case PublishNode():
                 self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
             case RenewIncarnation():

@@ -68,6 +68,8 @@ class Oracle:
         """Incarnations of each node that obeyed a Fence."""
         self.flips: dict[int, int] = {}
         """The oldest step whose state a flipped bit changed on a trainer, by the generation that trained."""
+        self.wrong_devices: dict[str, int] = {}
+        """Incarnation of each node whose device was wrong in the check before it may take part."""
         self.diverged: Divergence | None = None
         """Copies of layers that differ, as the coordinator's journal names them."""
         self.on_commit: Callable[[], None] = lambda: None
@@ -123,6 +125,10 @@ class Oracle:
     def on_corrupted(self, generation: int, step: int) -> None:
         """Note that a bit of the state after ``step`` flipped on a trainer. Its gradients reach all others."""
         self.flips[generation] = min(step, self.flips.get(generation, step))
+
+    def on_wrong_device(self, node: str, incarnation: int) -> None:
+        """Note that a check that a node has to pass before it takes part found a wrong product."""
+        self.wrong_devices[node] = incarnation
 
     # --- snapshots in a host's memory ----------------------------------------------------------------
 

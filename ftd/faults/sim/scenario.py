@@ -102,6 +102,7 @@ class ScenarioSimulation(SimCluster):
     ) -> None:
         self.scenario, self.setting = scenario, setting
         world = World(seed, tracing=tracing, timing=setting.timing)
+        world.checks_health = True
         super().__init__(
             world, setting.job.policy, setting.profile, setting.coordinators, state_period_s=STATE_PERIOD_S
         )

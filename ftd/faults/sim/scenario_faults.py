@@ -58,6 +58,9 @@ def inject_into_node(cluster: SimCluster, fault: Fault, name: str) -> None:
             node.slowness = fault.factor or DEFAULT_FACTOR
             if fault.for_s is not None:
                 clock.call_later(fault.for_s, _restore_speed, node)
+        case "bad_device":
+            node.health_checks.planted = fault.how
+            clock.call_later(for_s, _repair_device, node)
         case "disconnect":
             cluster.network.cut(node.name, for_s)
             cluster.network.drop(node.name)
@@ -119,6 +122,10 @@ def _heal_messages(cluster: SimCluster, node: SimNode) -> None:
 
 def _reconnect(node: SimNode) -> None:
     node.data_cut = False
+
+
+def _repair_device(node: SimNode) -> None:
+    node.health_checks.planted = ""
 
 
 def _restore_speed(node: SimNode) -> None:

@@ -67,6 +67,8 @@ class SeedOverrides:
     """Whether hosts lose power, so that their last wills come when the keep-alive expires."""
     bad_node: bool | None = None
     """Whether the trainers of one node raise again and again."""
+    bad_devices: bool | None = None
+    """Whether nodes check their health, and devices are wrong, slow or hung."""
     evaluations: bool | None = None
     """Whether jobs evaluate the state after some steps."""
     corruption: bool | None = None
@@ -111,6 +113,8 @@ class Simulation(SimCluster):
 
     def __init__(self, seed: int, *, tracing: bool = False, overrides: SeedOverrides | None = None) -> None:
         world = World(seed, tracing=tracing)
+        if overrides is not None and overrides.bad_devices is not None:
+            world.checks_health = overrides.bad_devices
         self.overrides = overrides = overrides or SeedOverrides()
         self.shape = shape = world.rng.choice(SHAPES)
         policy = Policy(

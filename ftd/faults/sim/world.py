@@ -61,6 +61,8 @@ class World:
         self.done = False
         self.failure: Exception | None = None
         """The first violation or bug that occurred where other code handles exceptions."""
+        self.checks_health = Random(f"{seed} health checks").random() < 0.3
+        """Whether nodes check their health."""
         self.tracing = tracing
         self.lines: list[str] = []
         self._queue: list[tuple[float, int, Action, tuple[Any, ...]]] = []

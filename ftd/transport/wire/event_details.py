@@ -477,6 +477,8 @@ class ChaosInjected(Details, frozen=True, kw_only=True):
     duplicate: float | None = None
     late_s: float | None = None
     """Longest delay of a message; with ``drop`` and ``duplicate``, the requested parameters of ``lossy``."""
+    how: str | None = None
+    """Behaviour of the device in health checks (``bad_device``)."""
 
 
 class ChaosRejected(Details, frozen=True, kw_only=True):

@@ -249,6 +249,7 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "slow",
         "flip",
         "corrupt",
+        "bad_device",
         "disconnect",
         "lossy",
         "fill_memory",
@@ -269,6 +270,8 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     late_s: float | None = None
     """Longest delay of a message (``lossy``)."""
+    how: Literal["wrong", "slow", "hung"] | None = None
+    """Behaviour of the device in health checks (``bad_device``); default: wrong."""
     seed: int = 0
     """Seed of the fault's random numbers (``lossy``)."""
     dry_run: bool = False

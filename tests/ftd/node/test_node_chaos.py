@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import FaultyLink, LinkFaults
 from ftd.transport.wire.public import Answer, encode_json
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
+from statemachine.messages.values import PlantedFault
 
 
 class RecordedActions:
@@ -64,6 +65,9 @@ class RecordedActions:
 
     def leave(self, reason: str) -> None:
         self.log.append(("leave", reason))
+
+    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
+        self.log.append((how, tuple(devices), for_s))
 
     def disconnect(self, for_s: float) -> None:
         self.log.append(("disconnect", for_s))
