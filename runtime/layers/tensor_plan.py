@@ -313,6 +313,10 @@ class SplitRegionChecker(TorchFunctionMode):
             )
         self._open = None
 
+    def release(self) -> None:
+        """Release the tensors of the layer observed last."""
+        self._inputs, self._calls = {}, {}
+
     def compare_split(self, layer: int, run: Callable[[], object], *, tolerance: float) -> None:
         """Run the layer that was observed last again with a part of its features, and compare the result with
         the whole.

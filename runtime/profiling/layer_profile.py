@@ -433,7 +433,7 @@ def _tensor_split(given: _LayerInput) -> TensorSplit | None:
         with regions.observe(layer):
             output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
         del output
-    return TensorSplit(
+    split = TensorSplit(
         parameter_bytes=sum(sizes[name] for name in plan.split_parameters if name in sizes),
         column_bytes=sum(sizes[one.weight] for one in linears if one.is_rowwise),
         activation_bytes=sum(saved.values()),
@@ -442,6 +442,9 @@ def _tensor_split(given: _LayerInput) -> TensorSplit | None:
         backward_bytes=sum(regions.backward_bytes),
         backward_exchanges=len(regions.backward_bytes),
     )
+    # Their graph refers to ``pack``, and it to the regions. No collector finds this cycle.
+    regions.release()
+    return split
 
 
 def _as_received(x: Activation | None) -> Activation | None:

@@ -30,6 +30,7 @@ from tests.helpers.reference import load
 from tests.helpers.runtime_support import data_for, gpt_data, script, training_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+HELPERS = REPOSITORY / "tests/helpers"
 
 
 def test_sizes_are_those_of_the_model() -> None:
@@ -59,9 +60,15 @@ def test_activation_bytes_are_those_that_autograd_saves() -> None:
     assert sizes == [one_tensor, 2 * one_tensor, one_tensor + loss]
 
 
-def test_measuring_keeps_no_activations() -> None:
+@pytest.mark.parametrize("is_split", [False, True])
+def test_measuring_keeps_no_activations(is_split: bool) -> None:
     data = data_for("unused.py:build")
-    model = Model(training_of([nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)]), data)
+    training = training_of([nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)])
+    if is_split:
+        data = data_for("split_gpt.py:build", HELPERS, within_node="auto")
+        training = load(data)
+    model = Model(training, data)
+    assert (model.tensor_plan is not None) is is_split
 
     def tensors() -> int:
         gc.collect()
