@@ -17,7 +17,7 @@ from planner.changes.cover import Masks, StateNeeds, whole_layers
 from planner.changes.parts import moved_bytes, part_needs
 from planner.changes.stragglers import estimates_s, estimates_still_hold, has_notable_stragglers, rebalance
 from planner.changes.tradeoff import DEFAULT_HORIZON_S, choose_layout, place_stages
-from planner.changes.transition import layers_to_release, plan_transfers
+from planner.changes.transition import layers_to_release, parts_to_release, plan_transfers
 from planner.errors import InfeasibleError, SolverError, TooFewNodesError
 from planner.pipelines.batch import check_batch
 from planner.pipelines.instantiation import Instantiator
@@ -298,9 +298,19 @@ class Planner:
                 self.profile, placements, situation.holdings, parts, zero1=self.policy.zero1
             )
         gone: tuple[ReleasedLayers, ...] = ()
-        if _leaves_old_layers(situation):
-            memory = self.costs.memory
-            gone = layers_to_release(self.profile, memory, placements, masks, moves, self.policy.tolerate)
+        memory, tolerate = self.costs.memory, self.policy.tolerate
+        if parts is not None and situation.in_memory:
+            gone = parts_to_release(
+                self.profile,
+                memory,
+                placements,
+                situation.holdings,
+                parts,
+                tolerate,
+                zero1=self.policy.zero1,
+            )
+        elif situation.in_memory:
+            gone = layers_to_release(self.profile, memory, placements, masks, moves, tolerate)
         taken = [placement.nodes for placement in placements]
         used = {node for of_pipeline in taken for node in of_pipeline}
         idle = tuple(node for node in nodes if node not in used)

@@ -6,22 +6,32 @@ old state, so a device keeps its old layers (parameters and optimizer state; the
 addition to its new stage. Where this is more than the device has, it releases old layers that its new stage
 does not need before new state arrives: it *drops* those that enough other nodes of the plan hold, so that
 every layer still survives the tolerated failures and at least the loss of one node, and *parks* others in
-host memory, from where they can be sent, until the first commit. Under ZeRO-1, and with shards inside a
-node, state is in parts, and none of it is released.
+host memory, from where they can be sent, until the first commit.
+
+Under ZeRO-1, and where devices hold shards or tensor-parallel parts, state is in parts, and a device keeps
+those that its new stage does not have exactly: also of layers of its new stage, whose ranges change. They are
+parked in the same way. A layer's parts are dropped only if other nodes have all of the layer, which ZeRO-1
+excludes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from fractions import Fraction
 from functools import cache
 from heapq import heapify, heapreplace
+from math import ceil
+from typing import NamedTuple
 
 from planner.changes.cover import Masks, layers_of
+from planner.changes.parts import FractionRange, incomplete, retained_parts, share_of, stages_by_layer
 from planner.stages.memory import MemoryModel
 from planner.values import (
     Device,
+    LayerProfile,
     ModelProfile,
     PipelinePlacement,
     ReleasedLayers,
     StagePlacement,
+    StatePart,
     Template,
     Transfer,
 )
@@ -141,34 +151,151 @@ def layers_to_release(
         old = tuple(layers_of(held & ~((1 << end) - (1 << first))))
         return old, sum(size_of[layer] for layer in old)
 
-    short: list[tuple[Device, tuple[int, ...], int]] = []
+    short: list[_Shortage] = []
     for pipeline in pipelines:
         for number, stage in enumerate(pipeline.stages):
             needed = _stage_bytes(memory, stage, len(pipeline.stages) - 1 - number)
             for device in stage.devices:
                 old, size = old_of(masks[device.node][device.index], stage.first_layer, stage.end_layer)
                 if size and size + needed > memory.limit_bytes:
-                    short.append((device, old, size + needed - memory.limit_bytes))
+                    sizes = {layer: size_of[layer] for layer in old}
+                    short.append(_Shortage(device, sizes, size + needed - memory.limit_bytes))
     if not short:
         return ()
-    holders = _holders(pipelines, masks)
-    sent = {(move.source, move.layer) for move in moves}
+    kept = {(move.source, move.layer) for move in moves}
+    return _release(short, _holders(pipelines, masks), kept, tolerate)
+
+
+def parts_to_release(
+    profile: ModelProfile,
+    memory: MemoryModel,
+    pipelines: Sequence[PipelinePlacement],
+    holdings: Mapping[Device, frozenset[int]],
+    parts: Mapping[Device, Sequence[StatePart]],
+    tolerate: int,
+    *,
+    zero1: bool,
+) -> tuple[ReleasedLayers, ...]:
+    """Return the layers whose parts devices park or drop, as ``layers_to_release``.
+
+    A device of the plan never sends parts that it drops: the ranks choose among those that are left.
+
+    :param holdings: layers of which each device has the whole parameters.
+    :param parts: parts that each device holds, replicas in host memory included.
+    """
+    if memory.limit_bytes is None:
+        return ()
+    layers = len(profile.layers)
+    stages_of = stages_by_layer(pipelines, layers)
+    short: list[_Shortage] = []
+    kept: set[tuple[Device, int]] = set()
+    for number, pipeline in enumerate(pipelines):
+        for position, stage in enumerate(pipeline.stages):
+            own = range(stage.first_layer, stage.end_layer)
+            room = memory.limit_bytes - _stage_bytes(memory, stage, len(pipeline.stages) - 1 - position)
+            for device in stage.devices:
+                whole = holdings.get(device, frozenset())
+                ranges: dict[int, list[FractionRange]] = {layer: [] for layer in whole}
+                for part in parts.get(device, ()):
+                    if not part.replica:
+                        held = Fraction(part.start, part.of), Fraction(part.end, part.of)
+                        ranges.setdefault(part.layer, []).append(held)
+                share = share_of(stage, device)
+                sizes = {}
+                for layer, held_ranges in ranges.items():
+                    new = (
+                        retained_parts(stages_of[layer], number, device, zero1=zero1) if layer in own else []
+                    )
+                    sizes[layer] = _old_bytes(
+                        profile.layers[layer],
+                        held_ranges,
+                        layer in whole,
+                        new,
+                        share if layer in own else None,
+                    )
+                excess = sum(sizes.values()) - room
+                if excess > 0 and any(sizes.values()):
+                    short.append(
+                        _Shortage(device, {layer: size for layer, size in sizes.items() if size}, excess)
+                    )
+                    kept |= {(device, layer) for layer in own}
+    if not short:
+        return ()
+    holders: dict[int, set[str]] = {layer: set() for layer in range(layers)}
+    for node in {node for pipeline in pipelines for node in pipeline.nodes}:
+        here = [
+            [part for part in of_device if not part.replica]
+            for device, of_device in parts.items()
+            if device.node == node
+        ]
+        for layer in set(range(layers)).difference(incomplete(here, layers)):
+            holders[layer].add(node)
+    return _release(short, holders, kept, tolerate)
+
+
+def _old_bytes(
+    layer: LayerProfile,
+    held: Sequence[FractionRange],
+    whole: bool,
+    new: Sequence[FractionRange],
+    share: FractionRange | None,
+) -> int:
+    """Return the bytes of a layer that a device has next to its new stage.
+
+    Memory of ranges that stay the same is used again.
+
+    :param held: ranges of which the device has the optimizer state; ``whole``: it has all parameters.
+    :param new: ranges of which the new stage keeps the optimizer state; ``share``: its range of the
+        parameters, or ``None`` if it does not have the layer.
+    """
+    size = sum(
+        (layer.optimizer_bytes * (end - low) for low, end in held if (low, end) not in new), Fraction()
+    )
+    everything = Fraction(0), Fraction(1)
+    if whole:
+        size += 0 if share == everything else layer.parameter_bytes
+    else:
+        size += sum(
+            (layer.parameter_bytes * (end - low) for low, end in held if (low, end) != share), Fraction()
+        )
+    return ceil(size)
+
+
+class _Shortage(NamedTuple):
+    """A device whose old layers, with their sizes, and new stage exceed its memory by ``excess_bytes``."""
+
+    device: Device
+    sizes: dict[int, int]
+    excess_bytes: int
+
+
+def _release(
+    short: Sequence[_Shortage],
+    holders: Mapping[int, set[str]],
+    kept: Set[tuple[Device, int]],
+    tolerate: int,
+) -> tuple[ReleasedLayers, ...]:
+    """Choose layers to drop and to park, the largest first.
+
+    :param holders: nodes of the plan that hold each layer; those that drop it are removed.
+    :param kept: layers that a device does not drop.
+    """
     found = []
-    for device, old, too_much in short:
+    for device, sizes, too_much in short:
         excess = too_much
         dropped: list[int] = []
         parked: list[int] = []
-        for layer in sorted(old, key=lambda layer: (-size_of[layer], layer)):
+        for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
             others = len(holders[layer] - {device.node})
-            if excess > 0 and others > max(tolerate, 1) and (device, layer) not in sent:
+            if excess > 0 and others > max(tolerate, 1) and (device, layer) not in kept:
                 dropped.append(layer)
                 # The node no longer counts, even if another of its devices keeps the layer.
                 holders[layer].discard(device.node)
-                excess -= size_of[layer]
-        for layer in sorted(set(old).difference(dropped), key=lambda layer: (-size_of[layer], layer)):
+                excess -= sizes[layer]
+        for layer in sorted(set(sizes).difference(dropped), key=lambda layer: (-sizes[layer], layer)):
             if excess > 0:
                 parked.append(layer)
-                excess -= size_of[layer]
+                excess -= sizes[layer]
         found.append(
             ReleasedLayers(device=device, parked=tuple(sorted(parked)), dropped=tuple(sorted(dropped)))
         )

@@ -412,13 +412,16 @@ class Engine:
         """Drop layers that are not complete, and park and drop layers as the plan says, before new state
         arrives.
 
-        Under ZeRO-1 parts are kept, and incomplete parameters may be filled from them.
+        Where state is in parts, incomplete parameters may be filled from them, and are not dropped.
         """
-        if self.sharding is not None:
-            return
         needed = frozenset(assignment.layers)
         dropped = frozenset(resume.dropped) - needed
         self.complete_layers -= dropped
+        if self.sharding is not None:
+            self.model.drop(dropped)
+            self.sharding.make_room(resume.parked, dropped, stage_of(resume.world, resume.rank))
+            give_back_memory()
+            return
         self.parked.free(dropped)
         self.model.drop(self.model.held_layers - self.complete_layers)
         self.optimization.release_dropped()

@@ -35,6 +35,7 @@ from runtime.layers.activations import Activation, ActivationShape, flatten, sha
 from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
 from runtime.layers.finite_values import FiniteValues
+from runtime.layers.host_memory import copy_to_host_memory
 from runtime.layers.loss import Loss
 from runtime.layers.randomness import DropoutProbe, LayerRandomStream, SampleDropout, seed_generators
 from runtime.layers.tensor_plan import (
@@ -364,6 +365,28 @@ class Model:
         self._held |= {layer}
         self._version += 1
         self._allocate(self.tensors_of(layer))
+
+    def park(self, layers: Collection[int], own: Collection[int], whole: Collection[int]) -> None:
+        """Move the memory of ``layers`` from the device to the host, until ``unpark`` or ``drop``.
+
+        :param own: layers of this rank's next stage, whose buffers and frozen parameters stay; ``whole``:
+            those of them whose parameters stay, too.
+        """
+        for tensor in self._tensors:
+            stays = whole if tensor.trainable else own
+            moves = not set(layers).isdisjoint(tensor.layers) and set(stays).isdisjoint(tensor.layers)
+            if moves and not tensor.value.is_meta:
+                tensor.replace(copy_to_host_memory(tensor.value.detach()))
+        self._version += 1
+
+    def unpark(self, layers: Collection[int]) -> None:
+        """Move the memory of parked layers back to the device."""
+        for tensor in self._tensors:
+            if not set(layers).isdisjoint(tensor.layers) and not tensor.value.is_meta:
+                tensor.replace(
+                    torch.empty_like(tensor.value.detach(), device=self.device).copy_(tensor.value)
+                )
+        self._version += 1
 
     def shard(self, layers: Collection[int], shards: ShardedParameters | None) -> None:
         """Run ``layers``, and no others, with parameters from ``shards`` from now on.

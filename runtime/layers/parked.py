@@ -2,17 +2,16 @@
 
 A layer is parked from before new state arrives until the first commit of a generation, as the plan says
 (``planner.changes.transition``). A parked layer counts as held: it can be sent from host memory, and moves
-back to the device if the next plan assigns it to this rank. If the device is the host's CPU, parked layers
-use a separate kind of memory (shared pages) that is not counted as the device's.
+back to the device if the next plan assigns it to this rank. Where state is in parts,
+``runtime.zero.sharding`` parks it.
 """
 
-import mmap
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from runtime.layers.host_memory import allocate_host_memory
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
@@ -55,7 +54,7 @@ class ParkedLayers:
     def park(self, layer: int) -> None:
         """Move a held layer from the device to host memory."""
         reader = self._states.reader(layer)
-        payload = _host_memory(reader.size_bytes, self._model.device)
+        payload = allocate_host_memory(reader.size_bytes, self._model.device)
         reader.read_into(payload)
         self._layers[layer] = ParkedPayload(reader.header, payload)
         self._model.drop([layer])
@@ -70,9 +69,3 @@ class ParkedLayers:
         """Free these layers; all parked layers if ``layers`` is ``None``."""
         for layer in self._layers.keys() & (self._layers if layers is None else layers):
             del self._layers[layer]
-
-
-def _host_memory(size_bytes: int, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), dtype=torch.uint8)[:size_bytes]

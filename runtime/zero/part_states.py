@@ -16,6 +16,7 @@ from torch import Tensor
 
 from planner.values import StatePart
 from runtime.device import flat_bytes
+from runtime.layers.host_memory import copy_to_host_memory
 from runtime.layers.model import Model
 from runtime.layers.optimizer import ParameterState, Scalar
 from runtime.layers.state import DTYPES, StateError
@@ -112,6 +113,40 @@ class PartStates:
                     kept = value if self._optimization.in_shards(one.name) else None
                 slices.append(SliceState(slice=one, state=state, value=kept))
         return PartState(layer=layer, start=start, end=end, of=of, replica=replica, slices=slices)
+
+    def park(self, layers: Collection[int]) -> None:
+        """Move the held parts of these layers to host memory; replicas are there already."""
+        for part in self._kept:
+            if part.layer not in layers or part.replica:
+                continue
+            for one in part.slices:
+                if one.parked:
+                    continue
+                for key, value in one.state.items():
+                    if isinstance(value, Tensor) and value.dim():
+                        one.state[key] = copy_to_host_memory(value)
+                if one.value is not None:
+                    one.value = copy_to_host_memory(one.value)
+                one.parked = True
+
+    def drop(self, layers: Collection[int]) -> None:
+        """Release the held parts of these layers, replicas included.
+
+        Elements that a layer shares with one that stays are kept with the latter's part.
+        """
+        kept = [part for part in self._kept if part.layer not in layers]
+        for part in self._kept:
+            if part.layer not in layers:
+                continue
+            for other in kept:
+                if (other.fractions, other.replica) == (part.fractions, part.replica):
+                    known = {one.slice for one in other.slices}
+                    other.slices += [
+                        one
+                        for one in part.slices
+                        if other.layer in self._layers_of[one.slice.name] and one.slice not in known
+                    ]
+        self.held = kept
 
     def discard_received(self) -> None:
         self._received = {}
@@ -322,7 +357,7 @@ class PartStates:
         if not host:
             here = self._model.device.type == "cpu"
             for source in sources:
-                if source.slice == one and (here or source in own):
+                if source.slice == one and not source.parked and (here or source in own):
                     return source.state
         return self._joined(one, sources, host=host)
 

@@ -47,7 +47,9 @@ class SliceState:
     state: ParameterState = field(default_factory=dict)
     """The optimizer's own state, not a copy; it changes in place. It is empty before the first step."""
     value: Tensor | None = None
-    """Values of a replica, in host memory. The values of an owner's part are in the model."""
+    """Values of a replica, in host memory, or those in a shard. Other values are in the model."""
+    parked: bool = False
+    """Whether state and values are in host memory because the device has no room for them."""
 
 
 class ShardedOptimization(Optimization):

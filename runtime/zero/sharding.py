@@ -95,6 +95,8 @@ class ShardedState:
         self._aor = False
         self.first_digests: dict[int, str] = {}
         """Digests of the layers that this rank had whole before the first step."""
+        self._parked: set[int] = set()
+        """Layers whose whole parameters are in host memory."""
 
     # --- between generations ---------------------------------------------------------------------
 
@@ -107,9 +109,32 @@ class ShardedState:
         """Release all parts."""
         self.leave()
         self._end_replica()
-        self.states.held, self._own = [], []
+        self.states.held, self._own, self._parked = [], [], set()
         self._optimization.shards = None
         self._model.shard((), None)
+
+    def make_room(self, parked: Collection[int], dropped: Collection[int], stage: WorldStage) -> None:
+        """Park and drop the parts of these layers until the first commit, before new state arrives.
+
+        Parked state counts as held and is sent from host memory. What ``stage``, this rank's next one, needs
+        of it is copied from there.
+        """
+        own = range(stage.first_layer, stage.end_layer)
+        whole = () if is_sharded(stage) else own
+        self._model.unpark(self._parked.intersection(whole))
+        self._parked -= set(whole)
+        if parked or dropped:
+            self._end_replica()
+            # The optimizer would keep the memory of the parts alive.
+            self._own = []
+            self._optimization.set_slices(())
+            self.states.drop(dropped)
+            self.states.park(parked)
+            if self._optimization.shards is not None:
+                self._optimization.shards.release({*parked, *dropped})
+            self._model.park(set(parked) & self._model.held_layers, own, whole)
+            self._parked |= (set(parked) & self._model.held_layers).difference(whole)
+        self._optimization.refresh_parameters()
 
     def set_restored(self, layers: Iterable[int]) -> None:
         """Hold these layers, which were just filled whole, state included, and nothing else."""
@@ -252,6 +277,8 @@ class ShardedState:
 
     def leave(self) -> None:
         """End the generation."""
+        if self._optimization.shards is not None:
+            self._optimization.shards.end()
         self._world = self._communicator = self._gather = None
 
     # --- snapshots -----------------------------------------------------------------------------------
@@ -314,6 +341,7 @@ class ShardedState:
         self._optimization.step(owned, skipped=skipped)
         if self._optimization.shards is not None:
             self._optimization.shards.mark_values_changed()
+        self._parked = set()
         followed = self.replica is not None and self.replica.error is None
         self.states.held = [*self._own, *(self.replica.parts if self.replica and followed else [])]
 

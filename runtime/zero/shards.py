@@ -189,6 +189,18 @@ class StageShards:
     def mark_values_changed(self) -> None:
         """Record that an update has changed ``values``."""
 
+    def end(self) -> None:
+        """Release everything but ``values``: the generation has ended."""
+        self.gradients = {}
+        self.on_complete = None
+
+    def release(self, layers: Collection[int]) -> None:
+        """Release the values of these layers, after ``end``."""
+        for number in self.vectors:
+            if not set(layers).isdisjoint(self._shape.vectors[number].layers):
+                self.values.pop(number, None)
+                self.ranges.pop(number, None)
+
     # --- elements --------------------------------------------------------------------------------
 
     def value_of(self, one: ParameterSlice) -> Tensor:

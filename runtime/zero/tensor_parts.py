@@ -137,6 +137,10 @@ class StageTensorParts(StageShards):
     def mark_values_changed(self) -> None:
         self._outdated = set(self._columns)
 
+    def end(self) -> None:
+        super().end()
+        self._parts, self._columns = {}, {}
+
     # --- running layers ----------------------------------------------------------------------------
 
     @contextmanager

@@ -52,12 +52,16 @@ def _part(layer: int, held: FractionRange, *, replica: bool) -> StatePart:
 def held_parts(plan: Plan, holdings: Mapping[Device, frozenset[int]], parts: Parts) -> tuple[HeldPart, ...]:
     """Return the parts that the devices of ``plan`` have, in runs of layers and in the order of the ranks.
 
+    A part that the plan drops is not sent, and does not count.
+
     :param holdings: the layers whose parameters and buffers each device has whole.
     """
+    dropped = {each.device: each.dropped for each in plan.released_layers}
     runs: list[HeldPart] = []
     for device in plan.devices:
         whole, of_device = holdings.get(device, frozenset()), len(runs)
-        for part in sorted(parts.get(device, ()), key=lambda p: (p.replica, p.of, p.start, p.end, p.layer)):
+        kept = [part for part in parts.get(device, ()) if part.layer not in dropped.get(device, ())]
+        for part in sorted(kept, key=lambda p: (p.replica, p.of, p.start, p.end, p.layer)):
             run = HeldPart(
                 device=device,
                 first_layer=part.layer,

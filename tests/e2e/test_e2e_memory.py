@@ -61,7 +61,7 @@ optimizer computes for one weight, chunks of state in transfer, and small blocks
 """
 
 
-def wide_job(directory: Path, *, width: int, device_mib: float) -> JobData:
+def wide_job(directory: Path, *, width: int, device_mib: float, within: str = "replicate") -> JobData:
     path = directory / "wide.toml"
     path.write_text(
         f"""
@@ -77,6 +77,7 @@ arguments = {{ blocks = {BLOCKS}, width = {width} }}
 [tolerance]
 failures = 0
 [planner]
+within_node = "{within}"
 device_memory_mib = {device_mib}
 [snapshot]
 every_steps = 5
@@ -110,6 +111,39 @@ def test_a_model_three_times_as_large_as_a_device_trains_through_a_join_and_a_ki
         ground.further()
         losses = ground.stop_job().losses
     assert max(guard.peaks_mib.values()) - base_mib <= DEVICE_MIB, (guard.peaks_mib, base_mib)
+    data = training_data(run.job)
+    expected = reference_losses(load(data), data, len(losses))
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(expected, rel=RELATIVE)
+
+
+PLANNED_SHARD_MIB = 60.0
+"""Memory of a device that is enough for half of twelve blocks and for gathering one; four nodes have two such
+devices each.
+"""
+SHARD_MIB = 85.0
+"""Limit of a device: what is planned, and a remainder as above."""
+
+
+@pytest.mark.devices(2)
+def test_shards_of_a_model_that_fills_the_devices_are_parked_when_nodes_join(
+    ground: Playground, tmp_path: Path
+) -> None:
+    """Old and new shards of a device do not fit together."""
+    ground.submit(wide_job(tmp_path, width=WIDTH // 32, device_mib=1000.0, within="shard"))
+    ground.further()
+    base_mib = max(private_mib(pid) for pid in ground.pids.values())
+    ground.stop_job()
+    with MemoryGuard(ground.pids.values) as guard:
+        run = ground.submit(wide_job(tmp_path, width=WIDTH, device_mib=PLANNED_SHARD_MIB, within="shard"))
+        assert nodes_of(ground.state["pipelines"]) == [4]
+        ground.until_step(3)
+        ground.on_loop(ground.cluster.start_node("node-4"))
+        ground.until_planned([*HOME, "node-4"])
+        ground.further(3)
+        losses = ground.stop_job().losses
+    reasons = [plan["reason"] for plan in run.named("PlanChosen")]
+    assert any("in host memory to have room" in reason for reason in reasons)
+    assert max(guard.peaks_mib.values()) - base_mib <= SHARD_MIB, (guard.peaks_mib, base_mib)
     data = training_data(run.job)
     expected = reference_losses(load(data), data, len(losses))
     assert [losses[step] for step in sorted(losses)] == pytest.approx(expected, rel=RELATIVE)

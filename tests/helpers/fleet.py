@@ -91,6 +91,7 @@ class Fleet:
                     ranks[engine],
                     zero1=self.job.zero1,
                 )
+                if part.layer not in self.dropped.get(rank, ())
             ]
         elif not self.restore:
             transfers = whole_layers(engines, best.committed_step, pipelines)

@@ -9,8 +9,19 @@ from planner.changes.assignment import Assigner
 from planner.changes.candidates import PipelineLayout, candidate_layouts
 from planner.changes.cover import Masks, whole_layers
 from planner.changes.tradeoff import MEMORY_FIT_TOLERANCE, CandidatePlan, choose_layout
+from planner.changes.transition import parts_to_release
 from planner.planner import Planner
-from planner.values import Device, Plan, Policy, Situation
+from planner.values import (
+    Device,
+    PipelinePlacement,
+    Plan,
+    Policy,
+    ReleasedLayers,
+    Situation,
+    StagePlacement,
+    StatePart,
+)
+from statemachine.cluster.sharding import parts_by_device
 from tests.helpers.oracles import check_plan, layer, profile_of
 
 
@@ -162,3 +173,90 @@ def weigh_among(
         horizon_s=1e6,
         memory=planner.costs.memory,
     )[0]
+
+
+# --- state in parts ----------------------------------------------------------------------------------
+
+
+def sharded_pipeline(node: str, *ends: int, devices: int) -> PipelinePlacement:
+    """Return a pipeline within one node, whose stages hold shards on ``devices`` devices each."""
+    stages = tuple(
+        StagePlacement(
+            first_layer=first,
+            end_layer=end,
+            devices=tuple(Device(node=node, index=number * devices + index) for index in range(devices)),
+            within="shard" if devices > 1 else "replicate",
+        )
+        for number, (first, end) in enumerate(zip((0, *ends), ends, strict=False))
+    )
+    return PipelinePlacement(stages=stages, first_microbatch=0, microbatches=8, estimated_s=1.0)
+
+
+def released(
+    before: list[PipelinePlacement], after: list[PipelinePlacement], limit: int, *, zero1: bool = False
+) -> dict[Device, ReleasedLayers]:
+    """Return what devices release between these plans, of four layers with 10 bytes of parameters and of
+    gradients, and 20 of optimizer state.
+    """
+    profile = replace(profile_of([1.0] * 4), layers=(layer(state_bytes=40, activation_bytes=0),) * 4)
+    policy = Policy(
+        global_batch=64,
+        microbatch_rows=4,
+        devices_per_node=4,
+        zero1=zero1,
+        tolerate=0,
+        within_node="shard",
+        device_memory_bytes=limit,
+    )
+    planner = Planner(profile, policy)
+    start = planner.plan(planner.initial_situation(names(1)))
+    parts = parts_by_device(replace(start, pipelines=tuple(before)), zero1=zero1)
+    found = parts_to_release(
+        profile,
+        planner.costs.memory,
+        after,
+        {},
+        {device: tuple(sorted(of)) for device, of in parts.items()},
+        policy.tolerate,
+        zero1=zero1,
+    )
+    return {each.device: each for each in found}
+
+
+def test_parts_that_change_are_parked_where_old_and_new_do_not_fit() -> None:
+    """Quarters of four layers take 4 · 8 bytes of state that moves; halves of two layers take 40 bytes, and
+    gathering 30.
+    """
+    quarters, halves = [sharded_pipeline("n0", 4, devices=4)], [sharded_pipeline("n0", 2, 4, devices=2)]
+    assert released(quarters, halves, 70 + 32) == {}
+    tight = released(quarters, halves, 70 + 16)
+    assert len(tight) == 4
+    assert all(len(each.parked) == 2 and not each.dropped for each in tight.values())
+    assert {each.parked for each in released(quarters, halves, 70).values()} == {(0, 1, 2, 3)}
+    assert released(quarters, quarters, 70) == {}, "ranges that stay the same take no more memory"
+
+
+def test_parts_are_dropped_where_other_nodes_have_all_of_a_layer() -> None:
+    """Under ZeRO-1 no node has all of a layer's optimizer state."""
+    nodes = names(3)
+    before = [sharded_pipeline(node, 4, devices=4) for node in nodes]
+    after = [sharded_pipeline("n0", 2, 4, devices=2), *before[1:]]
+    found = released(before, after, 70)
+    assert set(found) == {Device(node="n0", index=index) for index in range(4)}
+    assert {(each.dropped, each.parked) for each in found.values()} == {((2, 3), (0, 1)), ((0, 1), (2, 3))}
+    assert all(not each.dropped for each in released(before, after, 60, zero1=True).values())
+
+
+def test_replicas_in_host_memory_take_no_memory_of_devices() -> None:
+    quarters, halves = [sharded_pipeline("n0", 4, devices=4)], [sharded_pipeline("n0", 2, 4, devices=2)]
+    profile = replace(profile_of([1.0] * 4), layers=(layer(state_bytes=40, activation_bytes=0),) * 4)
+    policy = Policy(
+        global_batch=64, microbatch_rows=4, devices_per_node=4, within_node="shard", device_memory_bytes=70
+    )
+    replicas = {
+        device: tuple(StatePart(layer=n, start=0, end=1, of=1, replica=True) for n in range(4))
+        for stage in quarters[0].stages
+        for device in stage.devices
+    }
+    memory = Planner(profile, policy).costs.memory
+    assert parts_to_release(profile, memory, halves, {}, replicas, 0, zero1=True) == ()

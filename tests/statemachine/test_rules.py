@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from planner.values import Device, PipelinePlacement, Plan, StagePlacement, StatePart
+from planner.values import Device, PipelinePlacement, Plan, ReleasedLayers, StagePlacement, StatePart
 from statemachine.cluster.rules import Resumption, decide, is_trusted, owned_layers
 from statemachine.cluster.sharding import held_parts, only_replicas
 from statemachine.messages.values import CommittedStep, DeviceReport, Vote
@@ -285,6 +285,9 @@ def test_the_parts_of_a_plan_s_devices_are_listed_in_runs() -> None:
         ("a", 0, 2, 1, 2, 2, True, True),
         ("b", 2, 3, 0, 1, 2, False, False),
     ]
+    gone = ReleasedLayers(device=device("a"), parked=(3,), dropped=(0, 1))
+    left = held_parts(replace(PLAN, released_layers=(gone,)), {}, parts)
+    assert [(h.device.node, h.first_layer, h.end_layer) for h in left] == [("a", 3, 4), ("b", 2, 3)]
 
 
 def test_layers_of_which_only_replicas_are_left_are_named() -> None:
