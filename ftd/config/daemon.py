@@ -84,6 +84,7 @@ _REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
     _require_port: ("node.rendezvous_port", "node.snapshot_port"),
     require_positive: (
         "node.devices",
+        "node.device_memory_mib",
         "node.snapshot_limit_mib",
         "node.snapshot_rate_mib_s",
         "node.checkpoint_rate_mib_s",
@@ -124,6 +125,8 @@ class DaemonConfig:
     snapshot_rate_bytes_s: float | None
     snapshot_tls: ShardTls | None
     checkpoint_rate_bytes_s: float | None
+    device_memory_bytes: int | None
+    """Memory of each device that a job may use; ``None``: all of it."""
     scrub_rate_bytes_s: float
     snapshot_peers: tuple[str, ...]
     node_metrics: MetricsAddress | None
@@ -273,6 +276,9 @@ def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -
         snapshot_tls=collector.value_or(lambda: shard_tls(*tls_files, directory), None),
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
+        device_memory_bytes=None
+        if file.node.device_memory_mib is None
+        else int(file.node.device_memory_mib * (1 << 20)),
         scrub_rate_bytes_s=float(file.node.scrub_rate_mib_s << 20),
         snapshot_peers=file.node.snapshot_peers,
         node_metrics=collector.value_or(lambda: _metrics("node", file.node, directory), None),

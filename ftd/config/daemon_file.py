@@ -78,6 +78,10 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
     snapshot_limit_mib: int | None = None
     """Memory for the snapshots of all devices together, in MiB. Default: all that the file system has."""
+    device_memory_mib: float | None = None
+    """Memory of each device that a job may use on this node, in MiB. Default: all that the device has; unlimited
+    on CPUs. A node with less than a job's plan assumes builds nothing and says so.
+    """
     snapshot_port: int = 0
     """Port where other nodes read this node's snapshots; 0 takes a free one. Set it if a firewall needs a fixed
     port.

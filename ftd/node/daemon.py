@@ -375,7 +375,12 @@ class NodeDaemon:
             # One device's trainer is enough, since every trainer has the whole model.
             describe = bool(effect.job.checkpoint.url) and effect.device == 0
             frame = make_prepare_instruction(
-                effect.job, effect.profile, arena, limit_bytes, describe=describe
+                effect.job,
+                effect.profile,
+                arena,
+                limit_bytes,
+                describe=describe,
+                memory_limit_bytes=self._config.device_memory_bytes,
             )
         except (msgspec.ValidationError, ValueError) as error:
             self._supervisor.fail_trainer(effect.device, "unprepared", f"the job is invalid: {error}")

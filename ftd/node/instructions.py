@@ -105,8 +105,11 @@ def make_prepare_instruction(
     arena_limit_bytes: int | None = None,
     *,
     describe: bool = False,
+    memory_limit_bytes: int | None = None,
 ) -> trainer.PrepareJob:
     """Return the instruction for a trainer to prepare for a job.
+
+    :param memory_limit_bytes: memory of the device that the node allows; ``None``: all of it.
 
     :raises msgspec.ValidationError: the job's training table is not valid for a trainer.
     """
@@ -119,4 +122,6 @@ def make_prepare_instruction(
         arena=arena,
         arena_limit_bytes=arena_limit_bytes,
         describe=describe,
+        planned_memory_bytes=job.policy.device_memory_bytes,
+        memory_limit_bytes=memory_limit_bytes,
     )

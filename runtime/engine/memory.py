@@ -7,6 +7,7 @@ from torch import Tensor
 
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
+from runtime.training import TrainingError
 
 _MIB = 1024 * 1024
 _HOST_WORDS = ("can't allocate memory", "not enough memory")
@@ -17,6 +18,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)
+
+
+def usable_memory_bytes(device: torch.device, limit_bytes: int | None = None) -> int | None:
+    """Return the memory of a device that a job may use, or ``None`` if it has no limit.
+
+    :param limit_bytes: memory that the node allows; ``None``: all of it.
+    """
+    if device.type != "cuda":
+        return limit_bytes
+    total_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    return total_bytes if limit_bytes is None else min(total_bytes, limit_bytes)
+
+
+def check_planned_memory(device: int, usable_bytes: int | None, planned_bytes: int | None) -> None:
+    """Check that a device has the memory that the job's plans assume.
+
+    :param device: number of the device in its node.
+    :raises TrainingError: it has less; the message contains both numbers, and what to do.
+    """
+    if usable_bytes is None or planned_bytes is None or usable_bytes >= planned_bytes:
+        return
+    raise TrainingError(
+        f"device {device} of this node has {usable_bytes} bytes of memory, and the job's plans assume "
+        f"{planned_bytes} bytes: give the device its memory back (node.device_memory_mib, MIG) and restart the "
+        f"node, or submit the job again with planner.device_memory_mib = {usable_bytes / (1 << 20):g}"
+    )
 
 
 def explain_out_of_memory(

@@ -8,6 +8,7 @@ from wherever it was, keeps its state, reports, and waits for the next generatio
 import gc
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,12 @@ from planner.values import ModelProfile
 from runtime.allocator import bound_memory, give_back_memory
 from runtime.description import describe
 from runtime.engine.engine import Engine, StepResult
-from runtime.engine.memory import explain_out_of_memory, is_out_of_memory
+from runtime.engine.memory import (
+    check_planned_memory,
+    explain_out_of_memory,
+    is_out_of_memory,
+    usable_memory_bytes,
+)
 from runtime.engine.staged_state import StagingCorruptedError
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import (
@@ -119,13 +125,15 @@ class Trainer:
         self._monitor.tick()
         data = prepare.training
         device = torch_device(data)
+        memory_bytes = usable_memory_bytes(device, prepare.memory_limit_bytes)
+        check_planned_memory(self._device, memory_bytes, prepare.planned_memory_bytes)
         # One trainer of the cluster measures and verifies the model; the others do not wait for it.
         verified = not prepare.profile and not data.profile_given
         engine = Engine(data, device, self._monitor, verified=verified)
         self._monitor.tick()
         engine.warm_up()
         self._set_up_snapshots(engine, prepare)
-        profile = self._profile(engine, prepare) if prepare.profile else None
+        profile = self._profile(engine, prepare, memory_bytes) if prepare.profile else None
         if self._engine is not None:
             self._engine.close()
         self._engine = engine
@@ -176,7 +184,7 @@ class Trainer:
             engine.snapshots.enqueue,
         )
 
-    def _profile(self, engine: Engine, prepare: PrepareJob) -> ModelProfile:
+    def _profile(self, engine: Engine, prepare: PrepareJob, memory_bytes: int | None) -> ModelProfile:
         self._monitor.set_build_progress(BuildStage.MEASURING)
         measured = profile_model(
             engine.model,
@@ -185,7 +193,7 @@ class Trainer:
             # A large model takes longer than the timeout of a hang, so each layer counts as progress.
             progress=lambda done, total: self._monitor.set_build_progress(BuildStage.MEASURING, done, total),
         )
-        return measured.profile
+        return replace(measured.profile, device_memory_bytes=memory_bytes)
 
     def _report(self, quiesce: Quiesce) -> None:
         engine = self._engine

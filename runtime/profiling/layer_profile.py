@@ -36,6 +36,7 @@ from planner.values import (
     TensorSplit,
 )
 from runtime.data.batches import slice_rows, to_device
+from runtime.engine.memory import usable_memory_bytes
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model, first_batch
 from runtime.parent import die_with_parent
@@ -203,7 +204,7 @@ def profile_model(
                 for size, found in zip(sizes, cases, strict=True)
             ),
             microbatch_rows=rows,
-            device_memory_bytes=_device_memory_bytes(model.device),
+            device_memory_bytes=usable_memory_bytes(model.device),
             flops=float(total_flops) if peak is not None and total_flops else None,
             device_peak_flops=peak,
             shard_problem=_shard_problem(training, model),
@@ -529,12 +530,6 @@ def device_time_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _device_memory_bytes(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _device_name(device: torch.device) -> str:

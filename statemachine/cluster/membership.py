@@ -7,6 +7,8 @@ table below covers every pair.
 from collections.abc import Iterable
 from enum import StrEnum
 
+from msgspec.structs import replace
+
 from planner.values import Policy
 from statemachine.cluster.node import MAX_RETIRED, NodeEvent, NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Running, TrainingGroup
@@ -326,10 +328,17 @@ def silent_nodes(c: Cluster) -> list[NodeMachine]:
 
 
 def prepare(c: Cluster, nodes: Iterable[NodeMachine]) -> None:
-    """Order nodes to build the job; the one that was chosen for it also measures the model."""
+    """Order nodes to build the job; the one that was chosen for it also measures the model.
+
+    The job's policy names the memory that plans assume, also if it is that of the measured device: a node
+    with less refuses to build the job.
+    """
     job = c.job
     if job is None:
         return
+    if job.policy.device_memory_bytes is None and c.profiled is not None:
+        memory_bytes = c.profiled.profile.device_memory_bytes
+        job = replace(job, policy=replace(job.policy, device_memory_bytes=memory_bytes))
     measuring: list[NodeMachine] = []
     others: list[NodeMachine] = []
     for node in nodes:

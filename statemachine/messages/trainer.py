@@ -190,6 +190,10 @@ class PrepareJob(Message, frozen=True, kw_only=True):
     """Limit of the arena's slots together; ``None``: the file system is the limit."""
     describe: bool = False
     """Whether to send a description of the model, for checkpoints, before ``Prepared``."""
+    planned_memory_bytes: int | None = None
+    """Memory that the job's plans assume of each device; ``None``: no limit, or not known before the profile."""
+    memory_limit_bytes: int | None = None
+    """Memory that this node allows its devices; ``None``: all that they have."""
 
 
 class ResumeRank(Message, frozen=True, kw_only=True):

@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+
+from runtime.engine.memory import check_planned_memory, usable_memory_bytes
+from runtime.training import TrainingError
 from statemachine.messages import trainer as p
 from tests.helpers.harness import Cluster, pipeline
 from tests.helpers.runtime_support import data_for, script
@@ -36,3 +41,14 @@ def test_out_of_memory_in_the_first_step_reports_memory_by_use(tmp_path: Path) -
         "The allocation that failed",
     ):
         assert words in raised.detail
+
+
+def test_a_device_with_less_memory_than_planned_refuses_with_both_numbers() -> None:
+    cpu = torch.device("cpu")
+    assert usable_memory_bytes(cpu) is None and usable_memory_bytes(cpu, 10) == 10
+    for usable, planned in ((None, 7), (7, None), (7, 7), (8, 7)):
+        check_planned_memory(0, usable, planned)
+    with pytest.raises(
+        TrainingError, match=r"device 1 of this node has 1048576 bytes .* assume 2097152 bytes"
+    ):
+        check_planned_memory(1, 1 << 20, 2 << 20)

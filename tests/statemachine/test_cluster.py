@@ -325,6 +325,19 @@ def test_the_rejection_of_a_returning_node_says_how_many_devices_it_had() -> Non
     assert "NodeJoined" in events(s)
 
 
+def test_a_node_that_joins_learns_the_memory_that_plans_assume() -> None:
+    """It is that of the measured device, unless the job names another one."""
+    s = running()
+    c = s.machine._c
+    assert c.profiled is not None
+    profile = replace(c.profiled.profile, device_memory_bytes=1000)
+    c.profiled = msgspec.structs.replace(c.profiled, profile=profile)
+    unlimited = msgspec.structs.replace(c.current_job.policy, device_memory_bytes=None)
+    c.job = msgspec.structs.replace(c.current_job, policy=unlimited)
+    s.hello("node-9", 900)
+    assert sent(s, Prepare)["node-9"].job.policy.device_memory_bytes == 1000
+
+
 def test_the_rejection_of_a_node_with_fewer_devices_says_that_one_may_have_failed() -> None:
     policy = msgspec.structs.replace(job().policy, devices_per_node=2)
     published = device_mismatch(facts(devices=1), policy, before=2)

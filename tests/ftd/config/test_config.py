@@ -59,7 +59,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         '[node]\nname = "n1"\ndevices = 8\nhost = "10.0.0.1"\nrendezvous_port = 4000\nchaos = true\n'
         'runtime_dir = "run"\npreload = ["transformers", "peft"]\ncompile_cache_dir = "made"\n'
         'snapshot_dir = "memory"\nsnapshot_limit_mib = 3\nsnapshot_port = 4001\nsnapshot_rate_mib_s = 2\n'
-        "checkpoint_rate_mib_s = 5\n"
+        "checkpoint_rate_mib_s = 5\ndevice_memory_mib = 1.5\n"
         '[coordinator]\nstate_dir = "journal"\n'
         "[timing]\nsilence_s = 3\nsteps_remembered = 50\n"
     )
@@ -77,6 +77,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
     assert config.snapshot_dir == tmp_path / "memory" / "lab-n1"
     assert (config.snapshot_limit_bytes, config.snapshot_port) == (3 << 20, 4001)
     assert (config.snapshot_rate_bytes_s, config.checkpoint_rate_bytes_s) == (2 << 20, 5 << 20)
+    assert config.device_memory_bytes == 3 << 19
     assert config.require_secret() == "sesame"
     assert config.timing.silence_s == 3.0
     assert config.timing.steps_remembered == 50

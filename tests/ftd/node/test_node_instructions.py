@@ -114,6 +114,10 @@ def test_a_trainer_receives_the_number_of_devices_of_a_node() -> None:
     assert not frame.describe and make_prepare_instruction(job, True, describe=True).describe
     assert (frame.job_id, frame.profile, frame.devices_per_node) == ("x-1", True, 3)
     assert msgspec.to_builtins(frame.training).items() >= training.items()
+    assert (frame.planned_memory_bytes, frame.memory_limit_bytes) == (None, None)
+    limited = msgspec.structs.replace(job, policy=msgspec.structs.replace(policy, device_memory_bytes=9))
+    frame = make_prepare_instruction(limited, False, memory_limit_bytes=8)
+    assert (frame.planned_memory_bytes, frame.memory_limit_bytes) == (9, 8)
 
 
 def test_held_parts_name_ranks_and_layers() -> None:
