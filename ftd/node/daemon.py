@@ -145,6 +145,7 @@ class NodeDaemon:
             preload=self._config.preload,
             on_side_report=self._on_side_report,
             test_limit_s=self._config.hardware.health.limit_s,
+            test_links=self._snapshots.check_links,
         )
         self._starvation = StarvationMonitor(self._supervisor.pids, self._driver.feed, self._stamp)
         try:

@@ -8,7 +8,7 @@ provides the arenas of the job, lets other nodes read them, stages layers for a 
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ftd.snapshots.shards.arenas import Corruption, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copies import CopyStore
 from ftd.snapshots.shards.copy_sender import CopySender
+from ftd.snapshots.shards.link_check import check_links
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
 from ftd.snapshots.shards.sources import SnapshotSource
@@ -40,7 +41,7 @@ from statemachine.effects import SendSnapshotCopy
 from statemachine.events import Event
 from statemachine.messages.cluster import Persist
 from statemachine.messages.common import SnapshotFailed
-from statemachine.messages.values import HeldSnapshot, Job, Restore
+from statemachine.messages.values import HeldSnapshot, Job, LinkHealth, ReplicaPeer, Restore
 from storage.codes import has_buddy
 
 log = structlog.get_logger("ftd.node")
@@ -288,6 +289,10 @@ class SnapshotService:
         else:
             log.info("copy_sent", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **key)
             self._feed(SnapshotCopyCommitted(**self._stamp(), **key, size_bytes=size))
+
+    async def check_links(self, peers: Sequence[ReplicaPeer]) -> tuple[LinkHealth, ...]:
+        """Test the links to these nodes, and return those that answered."""
+        return await check_links(peers, self._token, self._tls)
 
     def _feed_copies(self) -> None:
         self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=_held_snapshots(self._copies.held())))

@@ -31,7 +31,7 @@ def obey_order(a: Agent, order: CheckHealth) -> None:
     """Run a check that the coordinator ordered, unless this node works or runs one already."""
     busy = any(trainer.phase in _BUSY for trainer in a.trainers)
     if a.facts.checks_health and not a.checking and not busy:
-        _start(a, order, awaited=not a.built)
+        _start(a, order, awaited=a.job is not None and not a.built)
 
 
 def _start(a: Agent, order: CheckHealth, *, awaited: bool) -> None:

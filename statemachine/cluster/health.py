@@ -213,7 +213,8 @@ def _may_be_checked(c: Cluster, node: NodeMachine) -> bool:
 
 def _is_due(c: Cluster, node: NodeMachine, peers: tuple[ReplicaPeer, ...]) -> bool:
     """Return whether a result is missing or old: a slow one is repeated at once, the first one has no links."""
-    if node.slow_checks or node.health_pending or (peers and not node.links_ordered):
+    missing = node.health_ordered_at is not None or node.health_pending
+    if missing or node.slow_checks or (peers and not node.links_ordered):
         return True
     every_s = c.hardware.health.every_s
     return not node.prepare_sent and 0 < every_s <= c.at - node.health_at

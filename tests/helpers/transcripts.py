@@ -167,10 +167,8 @@ def short(value: Any) -> str:
             ready = f" ready {value.ready_step}" if value.ready_step is not None else ""
             return f"<{value.device} at {value.committed_step}{ready} holds {short(value.held)}>"
         case HealthReport():
-            (device,) = value.devices
-            return (
-                f"<{value.number}: {device.wrong or device.failed or f'{device.compute_gflops:g} GFLOP/s'}>"
-            )
+            found = [one.wrong or one.failed or f"{one.compute_gflops:g} GFLOP/s" for one in value.devices]
+            return f"<{value.number}: {', '.join(found)}>"
         case EmitEvent():
             return _event(value)
         case FromNode():

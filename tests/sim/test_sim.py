@@ -204,10 +204,8 @@ def test_nodes_with_wrong_slow_and_hung_devices_are_set_aside_and_readmitted() -
 
 def test_a_plan_with_a_wrong_device_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "quarantine_node", lambda *_, **__: False)
-    violations = [
-        run_seed(seed, overrides=SeedOverrides(bad_devices=True)).violation for seed in range(SEEDS)
-    ]
-    assert any("whose health check found a wrong product" in (found or "") for found in violations)
+    found = (run_seed(seed, overrides=SeedOverrides(bad_devices=True)).violation for seed in range(SEEDS))
+    assert any("whose health check found a wrong product" in (violation or "") for violation in found)
 
 
 def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:

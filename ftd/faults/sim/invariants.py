@@ -53,6 +53,8 @@ class Invariants(Oracle):
         self.first_step = 0
         """The step from which the current job began."""
         self.wrong_code = False
+        self.spike_lineage = 0
+        """Lineage that began with the last spike of the loss that was undone."""
         self.journal_tail_lost = False
         """Whether the end of the newest journal was ever lost with its host's power or the broker's memory."""
         self.resumed_job = False
@@ -129,6 +131,8 @@ class Invariants(Oracle):
         elif not spiked:
             self._check_rollback_needed(machine)
         self.diverged = None
+        if spiked:
+            self.spike_lineage = machine.lineage
         self.lineage, self.groups.trained = machine.lineage, None
         step = machine.committed_step
         if self.newest is None and machine.checkpoint is not None and machine.checkpoint.step == step:
@@ -249,7 +253,7 @@ class Invariants(Oracle):
             case "NodeReadmitted" | "QuarantineSkipped":
                 self.wrong_devices.pop(event.node or "", None)
             case "RecoveryCompleted":
-                self._check_protection_switch(event.details["recovery"])
+                self._check_protection_switch(event)
                 self._check_phases(event.details["recovery"])
                 self._check_drained(event)
             case "CheckpointAbandoned":
@@ -281,9 +285,11 @@ class Invariants(Oracle):
         if steps[0] <= begin + 1 and len(counted) != self.skipped_updates:
             self.violated(f"steps {counted} updated nothing, and the journal counts {self.skipped_updates}")
 
-    def _check_protection_switch(self, recovery: dict[str, Any]) -> None:
-        """Check that a mere change of the protection costs no step."""
+    def _check_protection_switch(self, event: EmitEvent) -> None:
+        """Check that a mere change of the protection costs no step, unless a spike is undone at that boundary."""
+        recovery = event.details["recovery"]
         alone = recovery["cause"] == "protection_changed" and recovery["generations_tried"] == 1
+        alone = alone and event.generation != self.spike_lineage
         if alone and recovery["recomputed_steps"] + recovery["rolled_back_steps"]:
             self.violated("the protection is switched, but steps are computed again")
 

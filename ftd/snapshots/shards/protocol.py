@@ -28,6 +28,8 @@ import msgspec
 
 from storage.manifest import SnapshotManifest
 
+LINK_TEST_BYTES = 4 * 1024 * 1024
+"""Most bytes of a transfer that tests a link."""
 WANT_DIGEST_HEADER = "Want-Digest"
 DIGEST_HEADER = "X-Ftd-Digest"
 STREAM_BYTES = 1024 * 1024

@@ -20,7 +20,13 @@ from aiohttp import web
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.copies import CopyStore
 from ftd.snapshots.shards.copy_server import CopyServer
-from ftd.snapshots.shards.protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, AsyncRateLimiter, NodeManifest
+from ftd.snapshots.shards.protocol import (
+    DIGEST_HEADER,
+    LINK_TEST_BYTES,
+    WANT_DIGEST_HEADER,
+    AsyncRateLimiter,
+    NodeManifest,
+)
 from ftd.transport.http_server import BoundedHttpServer, close_connection
 from ftd.transport.rate_limited_log import RateLimitedLog
 from storage.manifest import SnapshotPart, digest_of, encode_record
@@ -98,6 +104,7 @@ class ShardServer:
         """:raises OSError: the address cannot be bound."""
         app = web.Application(middlewares=[self._guard])
         app.router.add_routes(self._routes)
+        app.router.add_get("/link/{size}", self._link, allow_head=False)
         app.router.add_get("/v1/{job}/{step}", self._manifest, allow_head=False)
         app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
         if self._copies is not None:
@@ -177,6 +184,21 @@ class ShardServer:
             status = 206 if "Range" in request.headers else 200
             response = web.StreamResponse(status=status, headers=headers)
             await self._stream(request, response, memory)
+            return response
+        finally:
+            self._streams -= 1
+
+    async def _link(self, request: web.Request) -> web.StreamResponse:
+        """Send zeros, with which another node tests the link to this one."""
+        size = request.match_info["size"]
+        if not _STEP.fullmatch(size) or not 1 <= int(size) <= LINK_TEST_BYTES:
+            raise web.HTTPNotFound(text=f"1 to {LINK_TEST_BYTES} bytes are sent")
+        if self._streams >= self._most_streams:
+            raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
+        self._streams += 1
+        try:
+            response = web.StreamResponse(headers={"Content-Length": size})
+            await self._stream(request, response, memoryview(bytes(int(size))))
             return response
         finally:
             self._streams -= 1

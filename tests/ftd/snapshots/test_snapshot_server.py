@@ -17,8 +17,10 @@ from ftd.errors import ConfigurationError, PeerError
 from ftd.snapshots.shards import server as shard_server
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.protocol import STREAM_BYTES, bearer_token
+from ftd.snapshots.shards.link_check import check_links
+from ftd.snapshots.shards.protocol import LINK_TEST_BYTES, STREAM_BYTES, bearer_token
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
+from statemachine.messages.values import ReplicaPeer
 from storage.arena import Arena
 from storage.manifest import BLOCK_BYTES, SnapshotPart, digest_of
 from tests.helpers.kept_snapshots import JOB, TOKEN, Node, flip, raw_request, shared_directory, write
@@ -71,10 +73,24 @@ def test_parts_and_ranges_arrive_as_they_were_written(run: Callable[[Any], None]
     with_node(body, run=run)
 
 
+def test_the_link_to_a_node_is_tested_and_a_node_that_does_not_answer_is_left_out() -> None:
+    async def body(node: Node) -> None:
+        peers = [
+            ReplicaPeer(node="gone", address="127.0.0.1:1"),
+            ReplicaPeer(node="node-1", address=node.source.address),
+            ReplicaPeer(node="odd", address="127.0.0.1"),
+        ]
+        (link,) = await check_links(peers, TOKEN, None)
+        assert link.node == "node-1" and 0 < link.latency_ms < 1e4 and link.mb_s > 1
+        assert await check_links(peers, bearer_token("other"), None) == ()
+
+    with_node(body)
+
+
 def test_requests_without_a_valid_token_are_rejected_and_counted() -> None:
     async def body(node: Node) -> None:
         for number, token in enumerate((None, "", "x", TOKEN[:-1], bearer_token("other")), start=1):
-            for path in (f"/v1/{JOB}/5", "/v1/", "/etc/passwd"):
+            for path in (f"/v1/{JOB}/5", "/link/1", "/etc/passwd"):
                 answer = await raw_request(node.server.port, f"GET {path} HTTP/1.1", token=token)
                 assert answer.startswith(b"HTTP/1.1 401 ")
             assert node.server.unauthorized == 3 * number
@@ -102,6 +118,9 @@ def test_requests_without_a_valid_token_are_rejected_and_counted() -> None:
         (f"GET /v1/{JOB}/5e0 HTTP/1.1", 404),
         (f"GET /v1/{JOB}/{'5' * 40} HTTP/1.1", 404),
         (f"POST /v1/{JOB}/5 HTTP/1.1", 405),
+        ("GET /link/0 HTTP/1.1", 404),
+        ("GET /link/-1 HTTP/1.1", 404),
+        (f"GET /link/{LINK_TEST_BYTES + 1} HTTP/1.1", 404),
         (f"GET /v1/{JOB}/5/{'x' * 9000} HTTP/1.1", 400),
         (f"GET /v1/{JOB}/5 HTTP/1.1\r\nX-Long: {'x' * 9000}", 400),
         (f"GET /v1/{JOB}/5/{PART} HTTP/1.1\r\nRange: bytes=0-{SIZE}", 416),
