@@ -23,7 +23,8 @@ def doctor(
 ) -> None:
     """Check whether this host is ready to run a node.
 
-    The checks cover its configuration, memory, ports, torch, host names, broker, credentials and rights.
+    The checks cover its configuration, memory, ports, torch, devices, host names, broker, credentials and
+    rights.
 
     Each check prints one line: ok, or the problem and its remedy. The exit code is 1 if a check failed. A
     node that is running on this host is not disturbed.

@@ -55,16 +55,17 @@ _SIZES = {
 }
 
 
-def check_device(index: int, planted: PlantedFault = "") -> DeviceHealth:
+def check_device(index: int, planted: PlantedFault = "", *, gpu: int = 0) -> DeviceHealth:
     """Test the device that a trainer of this environment would use.
 
     :param index: number of the device on its node.
     :param planted: fault to simulate; ``hung`` makes this function wait forever.
+    :param gpu: number of the GPU among those that this process sees; a trainer sees one.
     """
     while planted == "hung":
         time.sleep(3600.0)
     torch.set_num_threads(1)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
     size = _SIZES[device.type]
     wrong = [
         problem

@@ -23,10 +23,13 @@ _GIB = 1 << 30
 
 _PROBE = """
 import json, torch
+from runtime.monitoring.device_check import check_device
 cuda = torch.cuda.is_available()
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
 gloo = torch.distributed.is_gloo_available()
-print(json.dumps({"torch": torch.__version__, "devices": names, "gloo": gloo}))
+found = [check_device(i, gpu=i) for i in range(len(names) or 1)]
+wrong = [f"device {one.device}: {one.wrong}" for one in found if one.wrong]
+print(json.dumps({"torch": torch.__version__, "devices": names, "gloo": gloo, "wrong": wrong}))
 """
 
 
@@ -162,6 +165,9 @@ def check_torch(config: DaemonConfig) -> CheckResult:
     if devices and config.devices > len(devices):
         remedy = f"set node.devices = {len(devices)}"
         return failed(name, f"{detail}, but node.devices is {config.devices}", remedy)
+    if found["wrong"]:
+        remedy = "replace the device: a health check would set this node aside"
+        return failed(name, f"{detail}, but {'; '.join(found['wrong'])}", remedy)
     if not found["gloo"]:
         return warning(name, f"{detail}, without gloo", 'set backend = "nccl" in job files')
     return ok(name, detail)
