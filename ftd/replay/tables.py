@@ -1,8 +1,9 @@
 """Renders the document of a replay for the terminal; the page takes the same rows."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from ftd.observe.view.blocks import plain_table
@@ -12,6 +13,8 @@ from ftd.replay.report import ReplayedPolicy, ReplayReport, ReportedEstimate
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 """A table: its header and its rows. The first column has names, the others numbers."""
+GAP = 2
+"""Blanks between two columns."""
 
 
 def render_replay(report: ReplayReport) -> RenderableType:
@@ -20,14 +23,14 @@ def render_replay(report: ReplayReport) -> RenderableType:
         Text.assemble((report.job.name, "bold"), (f"  {shape_line(report)}", "dim")),
         Text(trace_line(report), style="dim"),
         "",
-        _table(result_rows(report)),
+        _Table(result_rows(report)),
         "",
         Text("where the time went", style="bold"),
-        _table(time_rows(report)),
+        _Table(time_rows(report)),
     ]
     recoveries = recovery_rows(report)
     if recoveries[1]:
-        parts += ["", Text("recoveries", style="bold"), _table(recoveries)]
+        parts += ["", Text("recoveries", style="bold"), _Table(recoveries)]
     if report.excluded:
         parts += ["", *(Text(f"not replayed: {each.policy}: {each.reason}") for each in report.excluded)]
     parts += ["", *(Text(line, style="dim") for line in remarks(report))]
@@ -120,13 +123,34 @@ def remarks(report: ReplayReport) -> Iterator[str]:
     yield f"Throughput without failures: {report.throughput}. Parameters: {report.parameters}."
 
 
-def _table(content: Rows) -> RenderableType:
-    header, rows = content
-    table = plain_table()
-    for index, name in enumerate(header):
+@dataclass(frozen=True)
+class _Table:
+    """A table that is as wide as the terminal at most: columns that do not fit stand in another one below."""
+
+    content: Rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        header, rows = self.content
+        widths = [max(map(len, column)) + GAP for column in zip(header, *rows, strict=True)]
+        begin = 1
+        while begin < len(header):
+            end, width = begin, widths[0] - GAP
+            while end < len(header) and (end == begin or width + widths[end] <= options.max_width):
+                width += widths[end]
+                end += 1
+            if begin > 1:
+                yield ""
+            yield _columns(header, rows, begin, end)
+            begin = end
+
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], begin: int, end: int) -> RenderableType:
+    """Return the table with the first column and those from ``begin`` to ``end``."""
+    table = plain_table(GAP)
+    for index, name in enumerate((header[0], *header[begin:end])):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(row[0], *row[begin:end])
     return table
 
 

@@ -29,8 +29,8 @@ def compared(**changes: object) -> Comparison:
     return Comparison(**(fields | changes))
 
 
-def printed(report: ReplayReport) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def printed(report: ReplayReport, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(render_replay(report))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -65,6 +65,18 @@ def test_the_terminal_shows_results_times_exclusions_and_that_they_are_simulated
     assert "not replayed: bamboo: there is no next stage" in text
     assert "Simulated" in text and "Job: test." in text
     assert "cost of" not in printed(build_report(compared(), generated=False, parameters="shipped"))
+
+
+def test_columns_that_do_not_fit_into_the_terminal_stand_below_the_others() -> None:
+    report = build_report(compared(), generated=False, parameters="shipped")
+    wide, narrow = printed(report), printed(report, width=45)
+    assert "…" not in narrow
+    for name in ("policy   ", "varuna "):
+        cells = [
+            sorted(cell for line in text.splitlines() if line.startswith(name) for cell in line.split()[1:])
+            for text in (wide, narrow)
+        ]
+        assert cells[0] == cells[1], "no cell is left out or cut"
 
 
 def test_several_traces_have_confidence_intervals() -> None:
