@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ftd.config.validation import read_toml
+from ftd.config.validation import convert, read_toml
 from ftd.errors import ConfigurationError
 
 _SHIPPED = Path(__file__).with_name("parameters.toml")
@@ -31,10 +31,7 @@ class Parameters:
         :param kind: a Struct that rejects unknown fields.
         :raises ConfigurationError: a key is unknown, missing, or has a wrong value.
         """
-        try:
-            return msgspec.convert(self._tables.get(policy, {}), kind)
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{self._file}, [{policy}]: {error}", field=policy) from error
+        return convert(self._tables.get(policy, {}), kind, where=f"{self._file}, [{policy}]")
 
 
 def read_parameters(path: Path | None = None) -> Parameters:

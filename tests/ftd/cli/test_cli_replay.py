@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
-from ftd.errors import ConfigurationError
+from ftd.errors import ConfigurationError, ConfigurationErrors
 from tests.helpers.harness import ROOT
 
 RUNNER = CliRunner()
@@ -60,6 +60,16 @@ def test_published_throughput_and_parameters_change_the_result(tmp_path: Path) -
     published = json.loads(replayed(*options, "--throughput", "published"))
     assert published["throughput"] == "published"
     assert published["policies"][1]["samples"] != common["policies"][1]["samples"]
+
+
+def test_wrong_parameters_are_all_named_with_their_table(tmp_path: Path) -> None:
+    parameters = tmp_path / "mine.toml"
+    parameters.write_text("[ftd]\ndetect = 1\nquiesce_s = -1\n")
+    with pytest.raises(ConfigurationErrors) as caught:
+        replayed("gpt2", "--trace", TRACE, "--policy", "ftd", "--parameters", parameters)
+    text = str(caught.value)
+    assert f"{parameters}, [ftd]: quiesce_s: -1 is not allowed" in text
+    assert f"{parameters}, [ftd]: detect: unknown field (did you mean 'detect_s'?)" in text
 
 
 def test_a_seed_repeats_the_traces_of_a_failure_model(model: Path) -> None:
