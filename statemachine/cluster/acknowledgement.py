@@ -21,10 +21,8 @@ from statemachine.cluster.state import SUSPICION, Cluster
 from statemachine.messages.cluster import (
     Acknowledgement,
     CancelPersist,
-    Command,
     Heartbeat,
     Release,
-    Resume,
     TakeSnapshot,
 )
 from statemachine.messages.common import Quiesce
@@ -138,7 +136,7 @@ def _lost_of_snapshots(
         if node.name in pending.ordered and reported.snap_after < pending.snap_after:
             return "TakeSnapshot"
     if writing is not None:
-        if node.name in writing.shares and node.name not in writing.files:
+        if node.name in writing.unwritten:
             if reported.persist_attempt != writing.attempt:
                 return "Persist"
             return "report" if reported.persist_reported else None
@@ -150,44 +148,35 @@ def _lost_of_snapshots(
 # --- repeating orders ----------------------------------------------------------------------------
 
 
-def _to_all(command: Callable[[Cluster], Command | None]) -> Callable[[Cluster, list[NodeMachine]], None]:
-    def send(c: Cluster, nodes: list[NodeMachine]) -> None:
-        if (order := command(c)) is not None:
-            c.send_all(nodes, order)
-
-    return send
-
-
-def _quiesce(c: Cluster) -> Quiesce | None:
+def _send_quiesce(c: Cluster, nodes: list[NodeMachine]) -> None:
     state = c.state
-    return Quiesce(generation=state.generation, mode=state.mode) if isinstance(state, Quiescing) else None
+    if isinstance(state, Quiescing):
+        c.send_all(nodes, Quiesce(generation=state.generation, mode=state.mode))
 
 
-def _resume(c: Cluster) -> Resume | None:
-    return resume_command(c, c.state) if isinstance(c.state, TrainingGroup) else None
+def _send_resume(c: Cluster, nodes: list[NodeMachine]) -> None:
+    if isinstance(c.state, TrainingGroup):
+        c.send_all(nodes, resume_command(c, c.state))
 
 
-def _snap(c: Cluster) -> TakeSnapshot | None:
+def _send_snapshot_order(c: Cluster, nodes: list[NodeMachine]) -> None:
     pending = c.snapshots.pending
-    return (
-        TakeSnapshot(generation=pending.generation, after_step=pending.snap_after)
-        if pending is not None
-        else None
-    )
+    if pending is not None:
+        c.send_all(nodes, TakeSnapshot(generation=pending.generation, after_step=pending.snap_after))
 
 
-def _persist(c: Cluster, nodes: list[NodeMachine]) -> None:
+def _send_persist_orders(c: Cluster, nodes: list[NodeMachine]) -> None:
     writing = c.checkpoints.writing
     for node in nodes:
-        if writing is not None and node.name in writing.shares and node.name not in writing.files:
+        if writing is not None and node.name in writing.unwritten:
             persisting.send_order(c, node)
 
 
 _SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
     "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.prepare_sent]),
-    "Quiesce": _to_all(_quiesce),
-    "Resume": _to_all(_resume),
-    "Release": _to_all(lambda _: Release()),
-    "TakeSnapshot": _to_all(_snap),
-    "Persist": _persist,
+    "Quiesce": _send_quiesce,
+    "Resume": _send_resume,
+    "Release": lambda c, nodes: c.send_all(nodes, Release()),
+    "TakeSnapshot": _send_snapshot_order,
+    "Persist": _send_persist_orders,
 }

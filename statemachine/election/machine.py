@@ -240,18 +240,18 @@ class ElectionMachine:
             self.leader, self._lost_how, self._reported_ineligible = leader, None, False
             if self._claimed is not None and self._claimed.leader == leader:
                 self._lead(self._claimed)
-                return
-            self._tries = 0
-            if leader.incarnation != self.me.incarnation:
-                self._follow(leader)
-        elif leader == self.leader and self.role is Role.FOLLOWER and self._lost_how is None:
+            else:
+                self._tries = 0
+                if leader.incarnation != self.me.incarnation:
+                    self._follow(leader)
+        elif leader == self.leader:
             self._act()
 
     def _take_heartbeat(self, leader: Leader) -> None:
         self._knowledge.seen_leading |= leader.term >= self.term
         if leader.term > self.term:
             self._take_record(leader)
-        elif leader == self.leader and leader.incarnation != self.me.incarnation:
+        elif leader == self.leader:
             self._lost_how, self._reported_ineligible = None, False
             if self.role is Role.FOLLOWER:
                 self._cancel(TURN)
@@ -279,8 +279,8 @@ class ElectionMachine:
         self._act()
 
     def _rank(self) -> int:
-        """Return how many present coordinators come before this one; an ineligible one waits for all others."""
-        return sum(1 for peer in self._eligible() if self.me.ineligible or peer.order < self.me.order)
+        """Return how many present coordinators come before this one."""
+        return sum(1 for peer in self._eligible() if peer.order < self.me.order)
 
     def _eligible(self) -> list[Peer]:
         """Return the coordinators that may take over: neither the lost leader nor ineligible ones."""
@@ -311,7 +311,9 @@ class ElectionMachine:
         self._out.append(AcquireLeadership(cause=self._cause))
 
     def _report_ineligible(self) -> None:
-        """Report once that this coordinator must not lead, unless another one can take over."""
+        """Report once that this coordinator must not lead, unless another one can take over: it waits for all of
+        them.
+        """
         if self._eligible():
             self._set(TURN, self._timing.election_s)
         elif not self._reported_ineligible:
@@ -334,7 +336,7 @@ class ElectionMachine:
         if not event.has_journal:
             self._record_without_journal = found
         self._record_present = not lost and event.has_journal
-        if not self._record_present and self._wait_for_record_s() > 0:
+        if self._wait_for_record_s() > 0:
             self._release("the broker lost the record of the leader")
             return
         if self._tries < MAX_TURNS and is_outdated(event.newest, self._others()):
@@ -354,7 +356,6 @@ class ElectionMachine:
         if self._tries < MAX_TURNS and is_outdated(claimed.newest, self._others()):
             self._release("a peer that came just now knows more")
             return
-        self._claimed, self._tries = None, 0
         self._cancel(LEADER_SESSION)
         self._out.append(Lead(cause=self._cause, leader=claimed.leader, resumed=claimed.resumed))
         self._out += takeover_events(self._cause, claimed, self._at, self._timing)

@@ -27,6 +27,7 @@ from statemachine.election.leadership import (
     RejectTakeover,
     ReleaseLeadership,
     Role,
+    SendLeaderHeartbeat,
     StepDown,
     Suspend,
 )
@@ -137,6 +138,13 @@ def test_silence_deposes_a_leader_and_heartbeats_do_not() -> None:
         assert one.machine._due["silence"] == one.at + TIMING.leader_silence_s
     one.fire("silence")
     one.leads(found=ANNA)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1.0, TIMING.leader_silence_s / 2])
+def test_a_timer_that_is_a_little_late_still_shows_silence(late_s: float) -> None:
+    one = One().follows()
+    one.fire("silence", late_s=late_s)
+    assert one.has(AcquireLeadership)
 
 
 def test_a_suspended_follower_reads_messages_first() -> None:
@@ -368,6 +376,12 @@ def test_a_coordinator_that_cannot_read_the_newest_journal_reports_so_once() -> 
     one.feed(FollowerSessionOpened)
     assert one.has(RejectTakeover)  # The broker may have forgotten it.
     one.feed(LeaderSeen, leader=Leader(term=5, name="cora", incarnation=3))
+    one.feed(LeaderVanished, incarnation=3, graceful=False)
+    assert one.has(RejectTakeover)  # This one led, and is gone as well.
+    one.feed(LeaderHeartbeatSeen, leader=Leader(term=5, name="cora", incarnation=3))
+    one.feed(LeaderVanished, incarnation=3, graceful=False)
+    assert one.has(RejectTakeover)  # It had been there.
+    one.feed(LeaderHeartbeatSeen, leader=Leader(term=5, name="cora", incarnation=3))
     one.feed(JournalChecked, problem="")
     assert one.has(AnnouncePeer) and not one.machine.me.ineligible
     one.feed(LeaderVanished, incarnation=3, graceful=False)
@@ -414,6 +428,7 @@ def test_an_unreadable_journal_on_the_leader_session_ends_the_attempt() -> None:
     one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0), problem="damaged")
     assert one.has(ReleaseLeadership) and one.has(RejectTakeover) and not one.has(Lead)
     assert one.machine.role is Role.FOLLOWER and one.machine.me.ineligible == "damaged"
+    assert "leader_session" not in one.machine._due
 
 
 def test_the_leader_reports_ineligible_standbys() -> None:
@@ -442,7 +457,7 @@ def test_a_candidate_that_finds_an_older_journal_leaves_the_lead_to_a_peer() -> 
         one.takes(ANNA, (4, 8))
         assert one.has(ReleaseLeadership) is not one.has(Lead)
         tries += 1
-    assert 1 < tries < 12
+    assert tries == 9
     for newest, ineligible in (((4, 9), ""), ((4, 8), "another schema")):
         one = One().follows(ANNA, Peer(name="carl", incarnation=3, position=(4, 9), ineligible=ineligible))
         one.feed(LeaderVanished, incarnation=1, graceful=False)
@@ -478,6 +493,9 @@ def test_a_peer_that_knows_more_and_comes_after_the_claim_leads_instead() -> Non
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3, position=(2, 4)))
     one.feed(LeaderSeen, leader=claim.leader)
     assert one.has(ReleaseLeadership) and not one.has(Lead) and one.machine.role is Role.SUSPENDED
+    one.fire("turn")
+    one.feed(LeaderSessionLost, why="refused")
+    assert one.machine._due["turn"] - one.at == 2 * TIMING.election_s, "this was the second failed attempt"
 
 
 @pytest.mark.parametrize("live", ["heartbeat", "last will", "nothing"])
@@ -537,7 +555,8 @@ def test_a_claim_that_the_broker_does_not_send_back_is_abandoned() -> None:
     assert not one.has(Lead)
     while not one.has(AcquireLeadership):
         one.fire("turn")
-    assert one.leads(found=Leader(term=1, name="bert", incarnation=2)).leader.term == 2
+    lead = one.leads(found=Leader(term=1, name="bert", incarnation=2))
+    assert lead.leader.term == 2 and not lead.resumed, "it never led, so it has no state of its own"
 
 
 def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
@@ -559,6 +578,109 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
     one.waits_for_its_turn()
     assert one.at >= gone_at + TIMING.lost_record_timeout_s
     assert one.leads(found=claim).leader.term == 6
+
+
+def test_a_new_cluster_does_not_wait_for_a_claimant_that_died_before_it_left_a_journal() -> None:
+    one = One()
+    one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
+    one.feed(FollowerSessionOpened)
+    claim = Leader(term=1, name="carl", incarnation=3)
+    one.feed(LeaderSeen, leader=claim)
+    one.feed(PeerVanished, incarnation=3)
+    one.feed(LeaderVanished, incarnation=3, graceful=False)
+    one.feed(LeaderSessionOpened, found=claim, newest=(0, 0), has_journal=False)
+    assert one.has(ClaimTerm)
+
+
+@pytest.mark.parametrize("found", [None, ANNA])
+@pytest.mark.parametrize("after_s", [0.0, 29.5, 30.0])
+def test_a_candidate_that_finds_the_newest_record_lost_leaves_it_to_the_others(
+    found: Leader | None, after_s: float
+) -> None:
+    one = One().follows(CARL, Peer(name="carl", incarnation=3))
+    one.feed(LeaderVanished, after_s=after_s, incarnation=3, graceful=False)
+    one.feed(LeaderSessionOpened, found=found, newest=(4, 0))
+    assert one.has(ReleaseLeadership) is (after_s < TIMING.lost_record_timeout_s)
+    assert one.has(ClaimTerm) is not one.has(ReleaseLeadership)
+
+
+def test_a_follower_that_never_had_the_journal_leaves_the_others_more_time_if_the_record_is_lost() -> None:
+    one = One().follows(ANNA, Peer(name="anna", incarnation=1))
+    one.feed(FollowerSessionLost)
+    one.feed(FollowerSessionOpened)
+    end = one.at + TIMING.lost_record_timeout_s
+    assert one.machine._due == {"silence": end}
+    one.feed(PeerSeen, after_s=29.5, peer=Peer(name="carl", incarnation=3))
+    assert one.machine._due == {"silence": end}, "half a second is left"
+
+
+@pytest.mark.parametrize("timeout_s", [3.0, 30.0])
+def test_a_peer_that_vanishes_while_the_record_is_waited_for_makes_the_wait_longer(timeout_s: float) -> None:
+    """Its older journal showed that this coordinator's is recent."""
+    timing = Timing(lost_record_timeout_s=timeout_s)
+    one = One()
+    one.machine = ElectionMachine(replace(one.machine.me, position=(4, 9)), timing, shared=True)
+    one.feed(FollowerSessionOpened)
+    one.feed(PeerSeen, after_s=1.0, peer=Peer(name="carl", incarnation=3, position=(4, 8)))
+    assert one.machine._due == {"silence": timing.leader_silence_s}
+    one.feed(PeerVanished, incarnation=3)
+    one.fire("silence")
+    assert one.machine._due == {"silence": timeout_s} and not one.has(AcquireLeadership)
+
+
+def test_a_candidate_has_no_timer_but_that_of_its_attempt() -> None:
+    one = One()
+    one.machine = ElectionMachine(replace(one.machine.me, position=(4, 9)), TIMING, shared=True)
+    one.feed(FollowerSessionOpened)
+    one.feed(PeerSeen, after_s=3.0, peer=Peer(name="carl", incarnation=3, position=(4, 8)))
+    assert one.has(AcquireLeadership) and set(one.machine._due) == {"leader_session"}
+
+
+def test_a_claim_under_a_higher_term_than_that_of_the_coordinator_that_leads_is_given_up() -> None:
+    """The other one saw the last leader lead, and left out no terms. The claim was on its way then."""
+    one = One().follows(ANNA, Peer(name="anna", incarnation=1))
+    one.waits_for_its_turn()
+    one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0))
+    [claim] = [effect for effect in one.out if isinstance(effect, ClaimTerm)]
+    one.feed(LeaderSeen, leader=CARL)
+    assert claim.leader.term > CARL.term and one.has(ReleaseLeadership)
+    one.feed(LeaderSeen, leader=claim.leader)
+    assert not one.has(Lead)
+
+
+def test_failed_attempts_under_an_earlier_leader_do_not_delay_the_next_takeover() -> None:
+    one = One().follows()
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    for _ in range(3):
+        one.feed(LeaderSessionLost, why="refused")
+        one.fire("turn")
+    one.feed(LeaderSeen, leader=CARL)
+    one.feed(LeaderVanished, incarnation=3, graceful=False)
+    assert one.has(AcquireLeadership)
+
+
+def test_a_leader_whose_record_is_still_the_newest_keeps_its_state_whoever_it_met() -> None:
+    one = leading()
+    one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="cut off")
+    mine = one.machine.leader
+    one.feed(LeaderSeen, leader=mine)
+    one.feed(FollowerSessionOpened)
+    one.waits_for_its_turn()
+    assert one.leads(found=mine, term=1).resumed
+
+
+def test_peers_that_are_gone_when_a_coordinator_begins_to_lead_have_not_led_since() -> None:
+    one = One()
+    one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
+    one.feed(FollowerSessionLost)
+    one.feed(FollowerSessionOpened)
+    one.leads()
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="the broker ended")
+    one.feed(FollowerSessionOpened)
+    assert one.machine._due == {"silence": one.at + TIMING.leader_silence_s / 2}
 
 
 # --- events without effect -----------------------------------------------------------------------
@@ -624,6 +746,9 @@ def test_a_leader_is_not_moved_by_its_own_record_heartbeat_or_last_will() -> Non
         assert one.feed(kind, leader=mine) == []
     assert one.feed(LeaderVanished, incarnation=2, graceful=False) == []
     assert one.machine.role is Role.LEADER and one.machine._due == due
+    one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
+    one.feed(LeaderSessionLost, why="reset")
+    assert one.machine._due == {"turn": one.at + TIMING.election_s}, "it led last, so its turn comes first"
 
 
 def test_a_deposed_leader_steps_down_once() -> None:
@@ -636,6 +761,26 @@ def test_a_deposed_leader_steps_down_once() -> None:
 
 def test_a_last_will_before_any_leader_was_seen_changes_nothing() -> None:
     assert One().feed(LeaderVanished, incarnation=7, graceful=False) == []
+
+
+def test_a_leader_sends_heartbeats() -> None:
+    one = leading()
+    for _ in range(3):
+        before = one.at
+        one.fire("heartbeat")
+        [beat] = [effect for effect in one.out if isinstance(effect, SendLeaderHeartbeat)]
+        assert beat.leader == one.machine.leader and one.at == before + TIMING.leader_heartbeat_s
+        assert one.machine._due == {"heartbeat": one.at + TIMING.leader_heartbeat_s}
+
+
+def test_timers_that_were_cancelled_and_are_over_all_the_same_change_nothing() -> None:
+    away = waiting()
+    away.feed(FollowerSessionLost)
+    candidate = One().follows()
+    candidate.feed(LeaderVanished, incarnation=1, graceful=False)
+    for one, name in ((away, "turn"), (candidate, "turn"), (leading(), "turn"), (waiting(), "heartbeat")):
+        role = one.machine.role
+        assert one.feed(TimerFired, name=name) == [] and one.machine.role is role
 
 
 def test_a_lost_follower_session_ends_its_timers() -> None:

@@ -32,8 +32,10 @@ from statemachine.events import (
     TemplatesReady,
 )
 from statemachine.messages.cluster import (
+    Acknowledgement,
     CancelPersist,
     Command,
+    Heartbeat,
     Hello,
     LayersPersisted,
     Persist,
@@ -51,6 +53,7 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
     CheckpointRecord,
+    NodeActivity,
     Restore,
     SkippedCheckpoint,
     Snapshot,
@@ -444,6 +447,39 @@ def test_a_lost_order_to_write_is_sent_again_and_a_lost_answer_requested() -> No
     assert RequestHello in {
         type(command) for command in s.acknowledge(name, persist_attempt=attempt, persist_reported=True)
     }
+
+
+@pytest.mark.parametrize("then", ["nothing", "it was written", "the write was abandoned"])
+def test_a_lost_order_to_write_is_sent_again_only_while_it_stands(then: str) -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(5)
+    orders = s.orders()
+    s.fire("tick")
+    for _ in range(3):
+        beat = Acknowledgement(activity=NodeActivity.TRAINING, job_id="job-1")
+        s.say(
+            "node-1", Heartbeat(generation=1, committed=committed(4), retained_step=5, acknowledgement=beat)
+        )
+        s.wait(0.25)
+    if then == "it was written":
+        s.wrote(orders["node-1"], "node-1")
+    elif then == "the write was abandoned":
+        attempt = orders["node-0"].attempt
+        s.say("node-0", PersistFailed(job_id="job-1", attempt=attempt, step=5, detail="full"))
+    s.fire("tick")
+    assert {one.node for one in s.commands(Persist)} == ({"node-1"} if then == "nothing" else set())
+
+
+def test_a_node_that_has_written_its_share_or_has_none_lacks_no_order() -> None:
+    s = Writing()
+    s.train()
+    s.snapshot(5)
+    s.wrote(s.orders()["node-1"], "node-1")
+    s.hello("node-9", 109)
+    assert Persist not in {type(command) for command in s.acknowledge("node-1")}
+    said = s.acknowledge("node-9", generation=0, activity=NodeActivity.BUILDING)
+    assert Persist not in {type(command) for command in said}
 
 
 def test_a_lost_cancellation_is_sent_again() -> None:

@@ -720,12 +720,13 @@ def test_a_newcomer_waits_for_the_first_commit_of_a_recovery() -> None:
     assert set(s.modes().values()) == {"boundary"} and "node-4" in s.modes()
 
 
-def test_a_join_whose_time_is_over_while_nodes_report_starts_nothing() -> None:
+@pytest.mark.parametrize("name", ["join", "suspicion", "resume"])
+def test_timers_that_were_cancelled_and_are_over_all_the_same_start_nothing(name: str) -> None:
     s = Recovering()
     s.hello("node-4", 104)
     s.say("node-4", Prepared(job_id="job-1", profile=None))
     s.feed(NodeVanished, node="node-3", incarnation=103)
-    s.feed(TimerFired, name="join")
+    s.feed(TimerFired, name=name)
     assert not s.commands() and s.machine.generation == 2
 
 
@@ -880,6 +881,32 @@ def test_a_loss_while_a_paused_job_continues_is_reported_and_lasts_from_the_firs
     assert (s.recovery["total_ms"], s.recovery["waited_ms"]) == (4100.0, 4100.0)
 
 
+def test_a_group_whose_commit_is_heard_first_has_resumed_in_no_known_time() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-1", "node-2")
+    s.plan()
+    s.stepped("node-0", 2, 2)
+    [resumed] = s.events("TrainingResumed")
+    assert (resumed.details["rendezvous_s"], resumed.details["state_s"]) == (0.0, 0.0)
+
+
+def test_a_resumed_that_is_repeated_while_the_group_trains_changes_nothing() -> None:
+    s = Recovering()
+    s.resumed("node-0", 1)
+    assert s.last == []
+
+
+def test_only_at_the_start_is_every_node_that_joins_its_group_published() -> None:
+    """After a loss among a thousand nodes that would be a thousand large messages."""
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-1", "node-2")
+    s.plan()
+    s.resumed("node-0", 2)
+    assert not s.all(PublishCluster)
+
+
 # --- plans ---------------------------------------------------------------------------------------
 
 
@@ -943,6 +970,13 @@ def test_the_planner_receives_parts_if_trainers_have_layers_in_parts(zero1: bool
 
 
 # --- suspicions ----------------------------------------------------------------------------------
+
+
+def test_a_suspicion_without_a_group_is_only_an_event() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.say("node-0", PeerSuspected(generation=2, detail="reset"))
+    assert s.events("PeerSuspected") and not s.timers() and not s.commands()
 
 
 def test_a_suspicion_waits_while_the_broker_is_away() -> None:

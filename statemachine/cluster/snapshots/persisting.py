@@ -176,7 +176,7 @@ def repeat_order(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None or signal.job_id != job.job_id:
         return
-    if node.name in writing.shares and node.name not in writing.files and not _is_gone(c, writing, node.name):
+    if node.name in writing.unwritten and not _is_gone(c, writing, node.name):
         send_order(c, node)
 
 
@@ -220,7 +220,7 @@ def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> No
 
 
 def all_written(writing: CheckpointWrite) -> bool:
-    return set(writing.files) == set(writing.shares)
+    return not writing.unwritten
 
 
 def take_persist_failed(c: Cluster, node: NodeMachine, signal: PersistFailed) -> None:
@@ -277,7 +277,7 @@ def overdue(c: Cluster) -> None:
             c, f"every layer is written, and the commit did not end in {c.timing.checkpoint_location_s:g} s"
         )
     elif writing is not None:
-        late = [name for name in writing.shares if name not in writing.files]
+        late = writing.unwritten
         abandon(c, f"{', '.join(late)} did not write the layers in {c.timing.persist_s:g} s")
 
 

@@ -96,6 +96,11 @@ class CheckpointWrite:
     committing: bool = False
     """Whether all nodes are done and the manifest is being written."""
 
+    @property
+    def unwritten(self) -> list[str]:
+        """Return the nodes that have yet to write their share."""
+        return [name for name in self.shares if name not in self.files]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCost:
