@@ -278,6 +278,16 @@ def test_without_a_snapshot_the_job_fails_and_names_the_nodes() -> None:
     assert "node-0 and node-2" in event.reason and "no snapshot was complete" in event.reason
 
 
+def test_without_a_snapshot_no_absent_node_is_waited_for_since_its_state_may_be_corrupt_too() -> None:
+    s = replicas(every_steps=0)
+    s.stepped("node-0", 1, 2, 3, 4, 5, 6)
+    s.digests(5, node_0=8)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.stop(2, "node-0", "node-1", "node-2")
+    s.plan_or_not()
+    assert s.machine.phase is ClusterPhase.FAILED
+
+
 def test_what_differs_after_every_rollback_ends_the_job() -> None:
     s = replicas()
     s.snapshot()

@@ -583,16 +583,6 @@ def test_a_hello_without_new_snapshots_does_not_end_a_pause() -> None:
     assert s.machine.phase is ClusterPhase.PAUSED and not s.commands()
 
 
-def test_snapshots_in_a_node_s_memory_do_not_end_a_pause_for_more_nodes() -> None:
-    s = Recovering(3)
-    s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.reports(2, "node-0", "node-1")
-    s.feed(PlanImpossible, generation=2, too_few=True, reason="too few", needed=3)
-    held = (HeldSnapshot(job_id="job-1", step=1, generation=1),)
-    s.hello("node-1", 101, job_id="job-1", prepared=True, generation=2, quiesced=True, snapshots=held)
-    assert s.machine.phase is ClusterPhase.PAUSED and not s.commands()
-
-
 def test_a_generation_that_a_fenced_newcomer_has_obeyed_is_never_used_again() -> None:
     s = Recovering()
     for new in (True, False):

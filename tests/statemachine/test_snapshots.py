@@ -678,6 +678,16 @@ def test_a_holder_of_a_snapshot_part_is_named_once_while_it_may_return() -> None
     assert sorted(asked) == [(name, "abort") for name in ("node-0", "node-2", "node-3")], "each is asked once"
 
 
+def test_a_part_of_the_snapshot_does_not_end_a_pause_for_more_nodes() -> None:
+    s = Snapshots()
+    s.complete_snapshot()
+    s.both_hosts_die()
+    s.survivors(3)
+    s.feed(PlanImpossible, generation=3, too_few=True, reason="too few", needed=3)
+    s.hello("node-3", 203, snapshots=(KEY,))
+    assert s.machine.phase == "PAUSED" and not s.commands(Quiesce), "its trainers have yet to build the job"
+
+
 def test_a_node_that_lost_its_trainers_still_has_its_part_of_the_snapshot() -> None:
     s = rolling_back()
     s.say("node-3", TrainerLost(generation=0, device=0, cause="exited", detail=""))
