@@ -506,7 +506,7 @@ def test_a_node_that_quiesce_does_not_reach_may_return_once_with_its_state() -> 
 
 
 def test_what_a_node_failed_to_do_counts_until_a_group_trains() -> None:
-    """A node that a Quiesce did not reach, and one that could not resume, begin anew after that."""
+    """A node that a Quiesce did not reach, and one that could not resume, start again after that."""
     s = running(4)
     held = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
     for generation in (2, 5):

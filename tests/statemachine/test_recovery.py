@@ -397,7 +397,7 @@ def test_nothing_is_planned_ahead_before_a_new_coordinator_has_templates() -> No
 
 
 def test_nothing_is_planned_ahead_where_devices_hold_parts_of_layers() -> None:
-    """Which parts they hold depends on more than the plan, so only their reports say it."""
+    """The plan alone does not determine their parts, so only their reports say which they hold."""
     s = Sharing()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     assert s.commands(Quiesce) and not s.all(PlanAhead)
