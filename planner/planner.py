@@ -190,9 +190,10 @@ class Planner:
         nodes = sorted(set(situation.nodes), key=natural_key)
         if len(nodes) < self.fewest_nodes:
             why = explain_tolerance_limit(self.costs, self.n0)
+            usable = f"{len(nodes)} {'node is' if len(nodes) == 1 else 'nodes are'} usable"
+            needed = f"{self.fewest_nodes} {'is' if self.fewest_nodes == 1 else 'are'} needed"
             raise TooFewNodesError(
-                f"{len(nodes)} {'node is' if len(nodes) == 1 else 'nodes are'} usable and "
-                f"{self.fewest_nodes} are needed" + (f", because {why}" if why else ""),
+                f"{usable} and {needed}{f', because {why}' if why else ''}",
                 needed=self.fewest_nodes,
                 present=len(nodes),
             )

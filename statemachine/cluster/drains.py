@@ -37,6 +37,7 @@ ANSWER_LIMIT_S = 20.0
 for longer.
 """
 
+_TIME_IS_OVER = "it leaves by itself when its time is over"
 Outcome = Literal["leaving", "waiting", "released", "cancelled"]
 
 
@@ -198,12 +199,18 @@ def _let_wait(c: Cluster, node: NodeMachine, reason: str) -> None:
         return
     node.drain_granted, node.drain_waits = False, reason
     if begins:
-        until = "it leaves by itself when its time is over" if node.leaving else "its drain waits"
+        until = _TIME_IS_OVER if node.leaving else "its drain waits"
         why = f"{node.name} stays for now, and {until}: the plan cannot do without it: {reason}"
         c.emit("NodeDrainWaiting", why, node=node.name)
     c.dirty = True
     c.persist()
     c.publish()
+
+
+def drain_waits(node: NodeMachine) -> str:
+    """Return why a node that is to leave has to stay for now, and what ends that; empty if it does not wait."""
+    ends = f"; {_TIME_IS_OVER}" if node.drain_waits and node.leaving else ""
+    return node.drain_waits + ends
 
 
 # --- release --------------------------------------------------------------------------------------

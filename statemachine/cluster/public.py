@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.values import PipelinePlacement, Plan
+from statemachine.cluster.drains import drain_waits
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Ended, Paused, Planning, Quiescing, Resuming, TrainingGroup, Waiting
 from statemachine.cluster.quarantine import describe_aside, readmit_command
@@ -199,7 +200,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
                 "host": node.facts.host,
                 "in_plan": name in in_plan,
                 "draining": node.draining is not None,
-                "drain_waits": node.drain_waits,
+                "drain_waits": drain_waits(node),
                 "step": node.step,
                 "speed": node.speed,
                 "quarantine": _quarantine(node),

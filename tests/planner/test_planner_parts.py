@@ -243,5 +243,7 @@ def test_sharded_state_makes_a_replica_fit_on_fewer_nodes_and_needs_all_replicas
 def test_one_pipeline_may_continue_where_sharding_saves_no_node() -> None:
     planner = Planner(profile(), policy())
     assert (planner.n0, planner.fewest_nodes) == (1, 1)
+    with pytest.raises(TooFewNodesError, match=r"0 nodes are usable and 1 is needed$"):
+        planner.plan(planner.initial_situation([]))
     assert not planner.costs.policy.zero1
     assert Planner(profile(9300), policy()).fewest_nodes == 2

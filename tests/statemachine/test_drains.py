@@ -367,6 +367,7 @@ def test_a_node_that_cannot_be_released_and_leaves_by_itself_is_said_to_be_neede
     s.check_all()
     [why] = s.reasons("NodeDrainWaiting")
     assert "it leaves by itself when its time is over" in why and TOO_FEW in why
+    assert s.node("node-1")["drain_waits"].endswith("; it leaves by itself when its time is over")
     s.drain("node-1", cancel=True)
     assert not s.said["d"][0] and "leaves by itself (SIGTERM)" in s.said["d"][2]
 
