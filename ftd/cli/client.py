@@ -113,7 +113,8 @@ def events(
 ) -> None:
     """Print events: joins, failures, plans, recoveries.
 
-    With --json, each line is one object.
+    Past events are those in the coordinator's journal except committed steps, which ftd report has. With
+    --follow, steps are printed as they are committed. With --json, each line is one object.
 
     Example: ftd events --follow
     """
