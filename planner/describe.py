@@ -23,6 +23,8 @@ class StageRow:
     within: Within
     replicas: int
     memory_bytes: int
+    undivided_bytes: int
+    """Part of it that is whole on each device although the stage divides its state: frozen parameters and buffers."""
     forward_ms: float
     backward_ms: float
 
@@ -160,14 +162,23 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
                 node_offset=stage.node_offset,
                 devices=stage.devices,
                 memory_bytes=size,
+                undivided_bytes=costs.memory.breakdown(
+                    stage.first_layer,
+                    stage.end_layer,
+                    stage.devices,
+                    len(template.stages) - 1 - position,
+                    stage.recompute,
+                    stage.within,
+                    stage.replicas,
+                ).undivided,
                 recompute=stage.recompute,
                 within=stage.within,
                 replicas=stage.replicas,
                 forward_ms=forward_ms,
                 backward_ms=backward_ms,
             )
-            for stage, size, forward_ms, backward_ms in zip(
-                template.stages, sizes, forwards_ms, backwards_ms, strict=True
+            for position, (stage, size, forward_ms, backward_ms) in enumerate(
+                zip(template.stages, sizes, forwards_ms, backwards_ms, strict=True)
             )
         ),
     )

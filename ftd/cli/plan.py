@@ -239,6 +239,7 @@ def _template_json(row: "TemplateRow") -> dict[str, Any]:
                 "forward_ms": stage.forward_ms,
                 "backward_ms": stage.backward_ms,
                 "memory_bytes": stage.memory_bytes,
+                "undivided_bytes": stage.undivided_bytes,
             }
             for stage in row.stages
         ],

@@ -43,6 +43,10 @@ class StageMemory:
     """Activations of all microbatches in flight, and of the layers that are recomputed at a time."""
     gathered: int
     """Parameters and gradients of the largest layer while its shards are gathered; 0 for replicas."""
+    undivided: int = 0
+    """Part of ``parameters`` that is whole on each device although the stage divides its state: frozen parameters
+    and buffers.
+    """
 
     @property
     def total(self) -> int:
@@ -200,6 +204,9 @@ class MemoryModel:
             optimizer=optimizer,
             activations=total - parameters - gradients - optimizer - gathered,
             gathered=gathered,
+            undivided=sum(layer.parameter_bytes - divided_bytes(layer) for layer in layers)
+            if parts > 1
+            else 0,
         )
 
     def template_bytes(self, stages: tuple[StageTemplate, ...]) -> tuple[int, ...]:

@@ -95,6 +95,17 @@ def test_frozen_parameters_and_buffers_are_whole_on_each_device() -> None:
     memory, costs = MemoryModel(profile, policy_of("shard")), StageCosts(profile, policy_of("shard"))
     assert memory.breakdown(0, 1, 2, 0, "none", "shard").parameters == 100
     assert memory.breakdown(1, 2, 2, 0, "none", "shard").parameters == 70 + 15
+    assert memory.breakdown(0, 2, 2, 0, "none", "shard").undivided == 100 + 70
+    assert (
+        memory.breakdown(0, 2, 2, 0, "none").undivided
+        == memory.breakdown(0, 2, 1, 0, "none", "shard").undivided
+        == 0
+    )
+    tight = replace(profile, device_memory_bytes=400, stage_devices=(2,), layers=(partly,))
+    with pytest.raises(
+        InfeasibleError, match=r"parameters .*, .* of them frozen and whole on each device, gradients"
+    ):
+        Planner(tight, policy_of("shard"))
     assert memory.breakdown(0, 2, 2, 0, "none", "shard").gathered == 3 * 30
     assert costs.time_ms[0, 2, 0, 1] == 6.0, "nothing is gathered of a layer that does not learn"
     assert costs.time_ms[0, 2, 1, 2] > 6.0

@@ -54,6 +54,11 @@ def render_plan(
         template = description.template(row.nodes)
         title = Text.assemble((f"Pipeline {name}", "bold"), (f"  {_template_line(template)}", "dim"))
         parts += ["", title, _stages_table(template, description.memory_limit_bytes)]
+        if whole := max(stage.undivided_bytes for stage in template.stages):
+            frozen = (
+                f"frozen parameters and buffers are whole on each device: up to {format_size(whole)} of it"
+            )
+            parts.append(Text(frozen, style="dim"))
     parts += ["", *(_comparison(description, other) if other is not None else ()), closing_line(description)]
     return Group(*parts, *([] if check is None else [_check_line(check)]))
 
