@@ -50,6 +50,7 @@ FaultFields = dict[str, Any]
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
     chaos = typer.Typer(
         name="chaos",
         help="Inject faults into nodes that allow it.\n\n"

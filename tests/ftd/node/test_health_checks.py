@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from ftd.node.health import HealthChecker
 from ftd.node.supervisor import TrainerSupervisor
@@ -12,7 +14,6 @@ from runtime.wire.zygote_protocol import CheckDevice, DeviceCheckBegan, DeviceCh
 from statemachine.agent.events import HealthCheckEnded
 from statemachine.events import Event
 from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, ReplicaPeer
-from tests.ftd.node.test_supervisor import short_directory
 
 LIMIT_S = 60.0
 
@@ -47,10 +48,11 @@ def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> Non
             assert isinstance(event, HealthCheckEnded)
             results.put_nowait(event.report)
 
-        with short_directory() as directory:
+        # The path of a unix socket must be short.
+        with tempfile.TemporaryDirectory(prefix="ftd-test-") as directory:
             supervisor = TrainerSupervisor(
                 devices=2,
-                directory=directory,
+                directory=Path(directory),
                 feed=feed,
                 cause=lambda: "test",
                 environment=lambda device: {},
