@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import replay_speed
 from ftd.cli.main import app
 from ftd.errors import ConfigurationError, ConfigurationErrors
 from tests.helpers.harness import ROOT
@@ -85,6 +86,11 @@ def test_a_seed_repeats_the_traces_of_a_failure_model(model: Path) -> None:
 def test_the_table_says_that_it_is_simulated() -> None:
     text = replayed("gpt2", "--trace", TRACE, "--policy", "varuna")
     assert "Simulated" in text and "where the time went" in text
+
+
+def test_the_benchmark_measures_the_cpu_time_of_the_command() -> None:
+    failures = replay_speed.FAILURE_MODEL.format(nodes=4, hours=1, mean_h=4, repair_h=0.2)
+    assert 0.1 < replay_speed.replay_s("gpt2", failures, "--policy", "ftd") < replay_speed.LARGE_S
 
 
 def test_names_are_listed() -> None:
