@@ -8,9 +8,11 @@
 Everything here is simulated: no model is trained. Parts: ``table2`` and ``table4`` (Oobleck's Tables 2 and 4), ``spot``
 (Figures 10 and 12), ``breakdown`` (Figures 1 and 11), ``phases`` (what ftd's recoveries consist of), ``bars`` (ftd
 against every other policy at the same throughput without failures), ``sensitivity`` (each constant of a published
-system changed by 10%), ``reft`` (REFT's overheads and loading times), and ``chance`` (ftd against torchft and Oobleck
-where they are close, with failures at slightly other times). Each part prints a table and writes ``PART.json`` into
-``benchmarks/results/evaluation``, from which ``make docs`` writes the tables of ``docs/explanation/evaluation.md``.
+system changed by 10%), ``reft`` (REFT's overheads and loading times), ``chance`` (ftd against torchft and Oobleck
+where they are close, with failures at slightly other times), and ``gap`` (what closes the gap between ftd and the
+policies or aims that it does not reach: ReCycle under other assumptions, and ftd if it kept gradients). Each part
+prints a table and writes ``PART.json`` into ``benchmarks/results/evaluation``, from which ``make docs`` writes the
+tables of ``docs/explanation/evaluation.md``.
 """
 
 import dataclasses
@@ -627,6 +629,44 @@ def _moved_differences(model: str, trace: str, others: Sequence[str], most: int)
     return differences
 
 
+GAP: dict[str, tuple[str, dict[str, Any]]] = {
+    "ftd": ("ftd", {}),
+    "ftd, gradients kept": ("ftd", {"keep_gradients": True}),
+    "recycle": ("recycle", {}),
+    "equal pipelines": ("recycle", {"baseline": "equal"}),
+    "equal, coupled": ("recycle", {"baseline": "equal", "decoupled": False}),
+    "equal, 1F1B memory": ("recycle", {"baseline": "equal", "memory_cap": "1f1b"}),
+}
+"""Policies of part ``gap`` with the parameters that differ from those that ship."""
+
+
+def gap(models: Sequence[str] = MODELS, traces: Sequence[str] | None = None) -> Result:
+    """Return ftd if it kept gradients, and ReCycle with less favourable assumptions, as shares of ``ideal``."""
+    result = Result(
+        name="evaluation-gap",
+        what="ftd if it kept gradients, and ReCycle under other assumptions, as a share of ideal (simulated)",
+        columns=("trace, model", *GAP),
+        notes=[
+            "Gradients kept: an estimate of what ftd does not do (keep_gradients in parameters.toml). Equal "
+            "pipelines: ReCycle at the pace of its own pipelines. Coupled: no gradients of weights wait. 1F1B memory: "
+            "no stage keeps more microbatches than with 1F1B.",
+        ],
+    )
+    for trace in traces or shared_traces():
+        for model in models:
+            ideal = run("ideal", model, trace, "common")
+            assert isinstance(ideal, Outcome)
+            found: dict[str, float] = {}
+            for title, (policy, changed) in GAP.items():
+                job = job_of(model, trace_of(trace).most_nodes)
+                parameters = read_parameters().changed(policy, changed)
+                found[title] = replay(make_policy(policy, job, parameters), trace_of(trace)).samples
+            shares = {title: samples / ideal.samples for title, samples in found.items()}
+            result.data[f"{trace},{model}"] = shares
+            result.rows.append((f"{trace}, {model}", *(f"{share:.1%}" for share in shares.values())))
+    return result
+
+
 TP, PP = 4, 4
 """Devices of a tensor-parallel group, and stages, of REFT's section 7.4."""
 NFS_BYTES_PER_S = 1.25e9
@@ -653,6 +693,7 @@ PARTS: dict[str, Callable[[], Result]] = {
     "sensitivity": sensitivity,
     "reft": reft,
     "chance": chance,
+    "gap": gap,
 }
 
 

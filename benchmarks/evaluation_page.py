@@ -22,6 +22,7 @@ RATES = ("6h", "1h", "10m")
 SPOT_NAMES = {"oobleck_ec2_p3_scaled": "EC2 P3", "oobleck_gcp_scaled": "GCP"}
 OTHER_TRAINING = "torchft"
 """Policy whose steps have fewer samples after a loss, so that it does not compute the same training."""
+HOURLY = "oobleck_fail_1h"
 TARGET = 0.97
 """Share of ``ideal`` that ftd should reach with a failure per hour."""
 RECOVERIES = {
@@ -76,6 +77,8 @@ def tables_of(page: Path) -> dict[str, str]:
         "bars": bars(),
         "excluded": excluded(),
         "wins": wins(),
+        "gap": gap(),
+        "closed": closed(),
         "chance": chance(),
         "sensitivity": sensitivity(),
         "reft": reft(),
@@ -225,12 +228,46 @@ def wins() -> str:
     same = sum(
         shares["ftd"] >= shares[best_other(shares, without=(OTHER_TRAINING,))] for _, _, shares in cases
     )
-    hourly = {model: shares["ftd"] for trace, model, shares in cases if trace == "oobleck_fail_1h"}
+    hourly = {model: shares["ftd"] for trace, model, shares in cases if trace == HOURLY}
     worst = min(hourly, key=lambda model: hourly[model])
     return (
         f"ftd commits most in {won} of {len(cases)} cases, and in {same} among the policies that compute the same\n"
         f"training (all but `{OTHER_TRAINING}`). With a failure per hour on 30 nodes it commits at least\n"
         f"{hourly[worst]:.1%} of `ideal` ({worst}); {TARGET:.0%} is the aim.\n"
+    )
+
+
+SEVERAL_STAGES = ("gpt3-2.7b", "gpt3-6.7b")
+"""Models of which no replica fits on one node, so that pipelines have several stages and idle slots."""
+
+
+def gap() -> str:
+    rows, head = [], list[str]()
+    for (trace, model), shares in cells("gap"):
+        head = list(shares)
+        if model in SEVERAL_STAGES:
+            rows.append((f"`{trace}`", model, *(f"{share:.1%}" for share in shares.values())))
+    return markdown_table(("trace", "model", *head), rows, left=2)
+
+
+def closed() -> str:
+    """Return in how many cases ftd would commit as much as the best other policy, under other assumptions."""
+    bars_of = {(trace, model): shares for trace, model, shares in shares_of_ideal()}
+    found = {(trace, model): shares for (trace, model), shares in cells("gap")}
+    hourly = {model: one["ftd, gradients kept"] for (trace, model), one in found.items() if trace == HOURLY}
+    worst = min(hourly, key=lambda model: hourly[model])
+    most = sum(
+        one["ftd, gradients kept"] >= bars_of[case][best_other(bars_of[case])] for case, one in found.items()
+    )
+    ahead = ", ".join(
+        f"{sum(one['ftd'] >= one[title] for one in found.values())} ({title})"
+        for title in next(iter(found.values()))
+        if not title.startswith("ftd")
+    )
+    return (
+        f"* **Gradients kept.** With a failure per hour ftd would commit at least {hourly[worst]:.1%} of `ideal`\n"
+        f"  ({worst}), and most of all policies in {most} of {len(found)} cases.\n"
+        f"* **ReCycle's assumptions.** Of {len(found)} cases, ftd commits at least as much as ReCycle in\n  {ahead}.\n"
     )
 
 

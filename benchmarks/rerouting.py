@@ -37,9 +37,9 @@ from benchmarks.common import EVALUATION, Limit, Result, command_line, main
 from ftd.replay.cards import read_card
 from ftd.replay.job import ReplayJob
 from ftd.replay.outcome import Outcome
-from ftd.replay.parameters import Parameters, read_parameters
+from ftd.replay.parameters import read_parameters
 from ftd.replay.policies.ftd import FtdPolicy
-from ftd.replay.policies.recycle import RecycleParameters, RecyclePolicy
+from ftd.replay.policies.recycle import RecyclePolicy
 from ftd.replay.policies.registry import make_policy
 from ftd.replay.policy import Change, Reaction
 from ftd.replay.replay import replay
@@ -236,14 +236,8 @@ def rerouting_alone(job: ReplayJob, trace: Trace, changed: Mapping[str, object])
     """Replay the policy recycle with the phases of ftd's recovery."""
     shipped = read_parameters()
     ftd = shipped.section("ftd", FtdParameters)
-    recycle = msgspec.structs.replace(
-        shipped.section("recycle", RecycleParameters),
-        detect_s=ftd.detect_s,
-        reroute_s=ftd.quiesce_s + ftd.plan_s + ftd.rendezvous_s,
-        **changed,
-    )
-    parameters = Parameters({"recycle": msgspec.to_builtins(recycle)}, "benchmarks/rerouting.py")
-    return replay(RecyclePolicy(job, parameters), trace)
+    phases = {"detect_s": ftd.detect_s, "reroute_s": ftd.quiesce_s + ftd.plan_s + ftd.rendezvous_s}
+    return replay(RecyclePolicy(job, shipped.changed("recycle", {**phases, **changed})), trace)
 
 
 def measure(models: Sequence[str], traces: Sequence[str]) -> tuple[Result, Result]:

@@ -3,6 +3,7 @@
 ``parameters.toml`` next to this module has them all, each with its source. A user's file overrides some of them.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,6 +25,10 @@ class Parameters:
 
     def __init__(self, tables: dict[str, dict[str, Any]], file: str) -> None:
         self._tables, self._file = tables, file
+
+    def changed(self, policy: str, values: Mapping[str, Any]) -> "Parameters":
+        """Return these parameters with other values for a policy."""
+        return Parameters({**self._tables, policy: self._tables.get(policy, {}) | dict(values)}, self._file)
 
     def section(self, policy: str, kind: type[Section]) -> Section:
         """Return the parameters of a policy.
