@@ -163,7 +163,7 @@ class ElectionMachine:
                     self._take_loss("goodbye" if event.graceful else "last_will")
             case PeerSeen():
                 self._take_peer(event.peer)
-                if self.role is Role.SUSPENDED or not self._record_present:
+                if not self._record_present:
                     self._act()
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:

@@ -223,6 +223,19 @@ def test_a_newcomer_that_is_lost_while_the_others_report_costs_nothing() -> None
     assert set(s.modes()) == {"node-0", "node-1"}
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_newcomer_that_is_lost_while_a_plan_is_made_or_carried_out_costs_nothing(planned: bool) -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-1", "node-2")
+    asked = s.one(ComputePlan)
+    s.hello("node-4", 104)
+    if planned:
+        s.feed(PlanReady, generation=2, plan=s.planner.plan(asked.situation))
+    s.feed(NodeVanished, node="node-4", incarnation=104)
+    assert not s.commands() and s.machine.generation == 2
+
+
 def test_all_nodes_lost_pauses_the_job_until_one_is_ready() -> None:
     s = Recovering(2)
     s.say("node-0", TrainerLost(generation=1, device=0, cause="exited", detail=""))
