@@ -33,7 +33,9 @@ def template(nodes: int, stages: int = 2, **changes: object) -> TemplateRow:
             devices=1,
             recompute="none",
             within="replicate",
+            replicas=1,
             memory_bytes=18 * MIB - index,
+            undivided_bytes=0,
             forward_ms=40.0,
             backward_ms=80.0 if index else 40.0,
         )
