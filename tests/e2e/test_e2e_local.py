@@ -245,6 +245,28 @@ def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) ->
     assert "no such data" in " ".join(told.stdout.split()), "the cluster is gone, and its report is left"
 
 
+def test_a_node_whose_data_set_raises_is_set_aside_and_every_view_says_why(
+    tmp_path: Path, home: dict[str, str]
+) -> None:
+    bad, path = tmp_path / "bad", tmp_path / "report.json"
+    bad.write_text("node-1")
+    job = write_job(tmp_path, steps=40, failures=3, arguments=f'bad_disk = "{bad}"')
+    done = ftd("local", job, "--nodes", 4, "--report", path, "--logs", tmp_path / "logs", home=home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "node-1 failed 3 times: OSError: [Errno 5] Input/output error: '/data/" in printed
+    assert "node-1 is set aside: its trainers raised an error 3 times" in printed
+    report = Report.from_json(json.loads(path.read_text()))
+    assert [aside.node for aside in report.quarantined] == ["node-1"]
+    [failure] = [failure for failure in report.failures if failure.event == "TrainerLost"]
+    assert (failure.node, failure.cause, failure.times) == ("node-1", "raised", 3)
+    assert failure.error.startswith("OSError: [Errno 5] Input/output error: '/data/")
+    assert "in __getitem__" in failure.detail and failure.error in Path(failure.log).read_text()
+    assert sum(recovery.cause == "node_returned" for recovery in report.recoveries) <= 2
+    story = " ".join(ftd("story", path, "node-1", home=home).stdout.split())
+    assert "OSError: [Errno 5] Input/output error" in story and "node quarantined" in story
+
+
 def test_a_job_whose_values_are_not_finite_fails_and_says_where(tmp_path: Path, home: dict[str, str]) -> None:
     (tmp_path / "diverging.py").write_text(
         f"import dataclasses, sys, torch\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"

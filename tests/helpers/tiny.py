@@ -7,6 +7,7 @@ faults:
 - ``raise_once``: the trainer that finds this file raises.
 - ``starve_once``: the trainer that finds this file runs out of memory in the middle of a step.
 - ``wrong_from``: all trainers raise while this file exists.
+- ``bad_disk``: this file contains the name of a node that cannot read some samples while the file exists.
 - ``hold``: no trainer continues an evaluation while this file exists; one that reaches an evaluation writes
   ``<hold>-met``.
 - ``lost_device``: this file contains the name of a node and the number of a device, which fails while the
@@ -14,6 +15,7 @@ faults:
 """
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -28,11 +30,14 @@ from ftd import Training
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, samples: int, width: int, raise_once: str, wrong_from: str) -> None:
+    def __init__(
+        self, samples: int, width: int, raise_once: str = "", wrong_from: str = "", bad_disk: str = ""
+    ) -> None:
         self.inputs = torch.randn(samples, width, dtype=torch.float64)
         self.targets = self.inputs.sin().roll(1, dims=1)
         self.raise_once = Path(raise_once) if raise_once else None
         self.wrong_from = Path(wrong_from) if wrong_from else None
+        self.bad_disk = Path(bad_disk) if bad_disk else None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -40,6 +45,9 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self.wrong_from is not None and self.wrong_from.exists():
             raise ValueError("wrong from here on")
+        bad = self.bad_disk if index % 16 == 15 else None
+        if bad is not None and bad.exists() and is_trainer(bad.read_text(), "0"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), f"/data/{index}.bin")
         if self.raise_once is not None and self.raise_once.exists():
             try:
                 self.raise_once.unlink()
@@ -54,7 +62,7 @@ class HeldOut(Points):
     """Points that training does not use."""
 
     def __init__(self, samples: int, width: int, hold: str) -> None:
-        super().__init__(samples, width, "", "")
+        super().__init__(samples, width)
         self.hold = Path(hold) if hold else None
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -93,6 +101,7 @@ def build(
     raise_once: str = "",
     starve_once: str = "",
     wrong_from: str = "",
+    bad_disk: str = "",
     samples: int = 600,
     tied: bool = False,
     held_out: int = 0,
@@ -119,7 +128,7 @@ def build(
         loss=functional.mse_loss,
         optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
         scheduler=lambda optimizer: StepLR(optimizer, step_size=50, gamma=0.7),
-        dataset=Points(samples, width, raise_once, wrong_from),
+        dataset=Points(samples, width, raise_once, wrong_from, bad_disk),
         evaluation=HeldOut(held_out, width, hold) if held_out else None,
         metrics=largest_error if held_out else None,
         tensor_plan={f"{n}.0": "colwise_gather_output" for n in range(1, layers - 1)} if split else None,
