@@ -62,10 +62,13 @@ def show(result: Result, turns: dict[str, Turns], layers: int, pipelines: int) -
         (one - other) / other / EVERY for one, other in zip(each.computed_s, never.computed_s, strict=True)
     )
     result.data |= {"comparison_s": comparison_s, "share": share, "computed_share": computed, "every": EVERY}
-    result.notes.append(
-        f"a comparison takes {1e3 * comparison_s:.0f} ms of CPU time for {state_bytes / MIB:.0f} MiB of state in each "
-        f"process ({state_bytes / comparison_s / 1e9:.1f} GB/s), once in {EVERY} steps"
+    took = (
+        f"{1e3 * comparison_s:.0f} ms of CPU time ({state_bytes / comparison_s / 1e9:.1f} GB/s)"
+        if comparison_s > 0
+        else "less CPU time than the turns differ by"
     )
+    of = f"{state_bytes / MIB:.0f} MiB of state in each process"
+    result.notes.append(f"a comparison takes {took} for {of}, once in {EVERY} steps")
     result.limits += [
         Limit(name="cost, percent of the time of a step", measured=100 * share, limit=0.5),
         Limit(name="cost, percent of the CPU time of a step", measured=100 * computed, limit=0.5),
