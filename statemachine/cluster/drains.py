@@ -213,6 +213,19 @@ def drain_waits(node: NodeMachine) -> str:
     return node.drain_waits + ends
 
 
+def describe_released(c: Cluster) -> str:
+    """Return which nodes are there and take no part because they were drained, and what takes them back; empty if
+    there is none.
+    """
+    names = [node.name for node in c.alive() if node.released]
+    if not names:
+        return ""
+    are, its, they = (
+        ("is", "its daemon", "it takes") if len(names) == 1 else ("are", "their daemons", "they take")
+    )
+    return f"{join_names(sorted(names))} {are} drained; restart {its}, and {they} part again"
+
+
 # --- release --------------------------------------------------------------------------------------
 
 

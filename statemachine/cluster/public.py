@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.values import PipelinePlacement, Plan
-from statemachine.cluster.drains import drain_waits
+from statemachine.cluster.drains import describe_released, drain_waits
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Ended, Paused, Planning, Quiescing, Resuming, TrainingGroup, Waiting
 from statemachine.cluster.quarantine import describe_aside, readmit_command
@@ -73,7 +73,7 @@ def _before_the_start(c: Cluster) -> str:
 
 def _and_aside(c: Cluster, what: str) -> str:
     """Return what the job waits for, with the nodes that are there and must not take part."""
-    return "; ".join(filter(None, [what, describe_aside(c)]))
+    return "; ".join(filter(None, [what, describe_aside(c), describe_released(c)]))
 
 
 def _snapshot(c: Cluster) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ import msgspec
 
 from planner.values import Device, Situation, StatePart
 from statemachine.cluster import recovery_times
-from statemachine.cluster.drains import leavers, next_left_out, settle_plan
+from statemachine.cluster.drains import describe_released, leavers, next_left_out, settle_plan
 from statemachine.cluster.membership import declare_lost, fence, inquire, prepare, remove_unknown
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
@@ -472,7 +472,8 @@ def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = 
     present = sum(1 for node in c.alive() if node.ready)
     c.persist()
     aside = describe_aside(c, lasting=not pause_limited)
-    c.emit("ClusterPaused", "; ".join(filter(None, [reason, aside])), needed=needed, present=present)
+    why = "; ".join(filter(None, [reason, aside, describe_released(c)]))
+    c.emit("ClusterPaused", why, needed=needed, present=present)
     c.publish()
 
 

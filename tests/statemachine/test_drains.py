@@ -372,6 +372,20 @@ def test_a_node_that_cannot_be_released_and_leaves_by_itself_is_said_to_be_neede
     assert not s.said["d"][0] and "leaves by itself (SIGTERM)" in s.said["d"][2]
 
 
+def test_a_job_that_waits_names_the_drained_nodes_that_could_take_part() -> None:
+    s = Drains(4)
+    s.drain("node-3")
+    s.fire("join", 0.1)
+    s.goes_on()
+    assert set(sent(s, Release)) == {"node-3"}
+    for number in range(3):
+        s.feed(NodeVanished, node=f"node-{number}", incarnation=100 + number)
+    said = "node-3 is drained; restart its daemon, and it takes part again"
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert s.reasons("ClusterPaused")[-1].endswith(f"; {said}")
+    assert s.machine.public_state()["waiting_for"].endswith(f"; {said}")
+
+
 # --- nodes that are lost meanwhile ----------------------------------------------------------------
 
 
