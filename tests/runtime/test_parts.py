@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.layers.world import is_sharded, owners_of_layer, stage_of
+from runtime.layers.world import is_first_replica, is_sharded, owners_of_layer, stage_of
 from runtime.zero.cells import (
     Fractions,
     common_cells,
@@ -56,12 +56,15 @@ def worlds(draw: st.DrawFn) -> WorldData:
         cuts = sorted(draw(st.sets(st.integers(1, LAYERS - 1), max_size=3)))
         stages = []
         for first, end in zip([0, *cuts], [*cuts, LAYERS], strict=True):
-            width = draw(st.sampled_from([1, 1, 2, 3]))
+            width = draw(st.sampled_from([1, 1, 2, 3, 4]))
             ranks, within = (
                 tuple(range(rank, rank + width)),
                 draw(st.sampled_from(["replicate", "shard", "tensor"])),
             )
-            stages.append(WorldStage(first_layer=first, end_layer=end, ranks=ranks, within=within))
+            replicas = 2 if (width, within) == (4, "tensor") and draw(st.booleans()) else 1
+            stages.append(
+                WorldStage(first_layer=first, end_layer=end, ranks=ranks, within=within, replicas=replicas)
+            )
             rank += width
         pipelines.append(WorldPipeline(stages=tuple(stages), first_microbatch=0, microbatches=1))
     return WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("h",) * rank)
@@ -230,11 +233,7 @@ def test_cell_gather_ranges_cover_each_cell_once_and_match_the_parts(
 def test_owners_of_a_layer_divide_its_optimizer_state(world: WorldData) -> None:
     for layer, ranks in owners_of_layer(world).items():
         for zero1 in (False, True):
-            speakers = [
-                rank
-                for rank in ranks
-                if is_sharded(stage := stage_of(world, rank)) or rank == min(stage.ranks)
-            ]
+            speakers = [rank for rank in ranks if is_first_replica(stage_of(world, rank), rank)]
             parts = [
                 (Fraction(start, of), Fraction(end, of))
                 for rank in speakers
@@ -257,7 +256,7 @@ def without_shards(world: WorldData) -> WorldData:
     pipelines = tuple(
         msgspec.structs.replace(
             pipeline,
-            stages=tuple(msgspec.structs.replace(s, within="replicate") for s in pipeline.stages),
+            stages=tuple(msgspec.structs.replace(s, within="replicate", replicas=1) for s in pipeline.stages),
         )
         for pipeline in world.pipelines
     )

@@ -13,8 +13,11 @@ from runtime.layers.world import (
     communication_edges,
     owners_of_layer,
     rank_assignment,
+    replica_ranks,
+    replicated_layers,
 )
-from statemachine.messages.trainer import TransferData, WorldData, WorldPipeline
+from runtime.snapshots.groups import layer_groups
+from statemachine.messages.trainer import TransferData, WorldData, WorldPipeline, WorldStage
 from tests.helpers.harness import pipeline
 
 
@@ -40,6 +43,29 @@ def test_assignments_and_owners() -> None:
     assert owners_of_layer(GOOD) == {0: (0, 3), 1: (1, 2, 3), 2: (1, 2, 3)}
     with pytest.raises(WorldError, match="rank 7 is not in the plan"):
         rank_assignment(GOOD, 7, 4)
+
+
+def test_replicas_of_tensor_parallel_devices_have_their_own_rows() -> None:
+    """The first device of each replica passes its rows on; coupled rows stay on the first replica."""
+    stage = WorldStage(first_layer=0, end_layer=1, ranks=(0, 1, 2, 3), within="tensor", replicas=2)
+    last = WorldStage(first_layer=1, end_layer=3, ranks=(4, 5))
+    plan = world(WorldPipeline(stages=(stage, last), first_microbatch=0, microbatches=1), size=6)
+    found = [rank_assignment(plan, rank, 5) for rank in range(6)]
+    assert [(a.first_row, a.rows, a.is_representative) for a in found[:4]] == [
+        (0, 2, True),
+        (0, 2, False),
+        (2, 3, True),
+        (2, 3, False),
+    ]
+    assert [[route.peer for route in a.activations_to] for a in found[:4]] == [[4], [], [5], []]
+    assert [[route.peer for route in a.gradients_from] for a in found[:4]] == [[4], [4], [5], [5]]
+    coupled = [rank_assignment(plan, rank, 5, coupled=True) for rank in range(4)]
+    assert [(a.rows, a.is_representative) for a in coupled] == [(5, True), (5, False), (0, False), (0, False)]
+    assert replica_ranks(stage, 3) == (2, 3) and replica_ranks(last, 4) == (4,)
+    assert replicated_layers(plan) == {0, 1, 2} and replicated_layers(plan, whole=True) == {1, 2}
+    names = tuple("a" for _ in range(6))
+    groups = [layer_groups(plan, names, rank, "none", (8, 8, 8)) for rank in range(4)]
+    assert [[group.device for group in of_rank] for of_rank in groups] == [[0], [1], [], []]
 
 
 @pytest.mark.parametrize("rows", [1, 4])

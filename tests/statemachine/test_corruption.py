@@ -151,6 +151,10 @@ def test_under_zero1_whole_copies_of_the_parameters_are_compared() -> None:
     pipelines = tuple(replace(plan.pipelines[0], stages=(stage,)) for stage in stages)
     mixed = copies_of(replace(plan, pipelines=pipelines), zero1=True)
     assert mixed == {0: [("whole", (device,)) for device in devices]}
+    four = tuple(Device(node="a", index=index) for index in range(4))
+    by_two = StagePlacement(first_layer=0, end_layer=1, devices=four, within="tensor", replicas=2)
+    alone = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(by_two,)),))
+    assert copies_of(alone) == {0: [("tensor on 2", four[:2]), ("tensor on 2", four[2:])]}
 
 
 def test_a_majority_proves_nothing_if_its_state_was_copied() -> None:
