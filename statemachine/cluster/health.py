@@ -17,7 +17,7 @@ more before it takes part.
 import hashlib
 from statistics import median
 
-from statemachine.cluster.node import USABLE, NodeMachine
+from statemachine.cluster.node import USABLE, DeviceSpeeds, NodeMachine
 from statemachine.cluster.phases import Planning, Quiescing, Running
 from statemachine.cluster.quarantine import (
     HEALTH_CAUSES,
@@ -49,6 +49,7 @@ def take_report(c: Cluster, node: NodeMachine, report: HealthReport) -> None:
     if node.health is not None and report.number <= node.health.number:
         return
     node.health, node.health_at, node.health_ordered_at = report, c.at, None
+    node.device_speeds = _speeds_by_kind(report)
     node.health_pending = False
     c.dirty = True
     c.publish()
@@ -145,40 +146,57 @@ def _find_slow(c: Cluster, node: NodeMachine, report: HealthReport) -> tuple[Nod
     """Return what is slow, if anything is, and whether enough other nodes are known to compare everything."""
     others = [one for one in c.alive() if one is not node and one.health is not None]
     compared = True
+    usual = {kind: _usual_speeds(c, others, kind) for kind in node.device_speeds}
     for device in report.devices:
         name = f"device {device.device}"
         if device.failed:
             return make_failure(c, "slow_device", f"{name}: {device.failed}"), True
-        for speed, what, unit in (
-            ("compute_gflops", "matrix products", "GFLOP/s"),
-            ("memory_gb_s", "copies in memory", "GB/s"),
+        for own, other, what, unit in (
+            (device.compute_gflops, usual[device.kind].compute_gflops, "matrix products", "GFLOP/s"),
+            (device.memory_gb_s, usual[device.kind].memory_gb_s, "copies in memory", "GB/s"),
         ):
-            usual = _usual(c, [_speed(one, device.kind, speed) for one in others])
-            own = getattr(device, speed)
-            compared = compared and (usual is not None or own <= 0)
-            if usual is not None and 0 < own < c.hardware.health.min_speed * usual:
+            compared = compared and (other > 0 or own <= 0)
+            if 0 < own < c.hardware.health.min_speed * other:
                 detail = (
-                    f"{name} ({device.kind}): {what} at {own:.3g} {unit}, and the other nodes at {usual:.3g}"
+                    f"{name} ({device.kind}): {what} at {own:.3g} {unit}, and the other nodes at {other:.3g}"
                 )
                 return make_failure(c, "slow_device", detail), True
-    usual, own = _usual(c, [_link_speed(one) for one in others]), _link_speed(node)
-    if usual is not None and 0 < own < c.hardware.health.min_speed * usual:
-        detail = f"transfers from other nodes at {own:.3g} MB/s, and those of the other nodes at {usual:.3g}"
+    own, other = _link_speed(node), _usual(c, [_link_speed(one) for one in others])
+    if 0 < own < c.hardware.health.min_speed * other:
+        detail = f"transfers from other nodes at {own:.3g} MB/s, and those of the other nodes at {other:.3g}"
         return make_failure(c, "slow_link", detail), True
     return None, compared
 
 
-def _usual(c: Cluster, speeds: list[float]) -> float | None:
-    """Return the median of the known speeds; ``None`` if there are too few."""
+def _usual_speeds(c: Cluster, others: list[NodeMachine], kind: str) -> DeviceSpeeds:
+    """Return the medians of the other nodes' devices of a kind; 0: too few are known."""
+    speeds = [one.device_speeds[kind] for one in others if kind in one.device_speeds]
+    return DeviceSpeeds(
+        compute_gflops=_usual(c, [one.compute_gflops for one in speeds]),
+        memory_gb_s=_usual(c, [one.memory_gb_s for one in speeds]),
+    )
+
+
+def _usual(c: Cluster, speeds: list[float]) -> float:
+    """Return the median of the known speeds; 0 if there are too few."""
     known = [speed for speed in speeds if speed > 0]
-    return median(known) if len(known) >= max(c.hardware.health.min_others, 1) else None
+    return median(known) if len(known) >= max(c.hardware.health.min_others, 1) else 0.0
 
 
-def _speed(node: NodeMachine, kind: str, name: str) -> float:
-    """Return the median speed of a node's devices of a kind; 0 if it is unknown."""
-    assert node.health is not None, "only nodes with a result are compared"
-    speeds = [speed for one in node.health.devices if one.kind == kind and (speed := getattr(one, name)) > 0]
-    return median(speeds) if speeds else 0.0
+def _speeds_by_kind(report: HealthReport) -> dict[str, DeviceSpeeds]:
+    """Return the median speeds of a node's devices, by their kind."""
+    return {
+        kind: DeviceSpeeds(
+            compute_gflops=_median([one.compute_gflops for one in report.devices if one.kind == kind]),
+            memory_gb_s=_median([one.memory_gb_s for one in report.devices if one.kind == kind]),
+        )
+        for kind in {one.kind for one in report.devices}
+    }
+
+
+def _median(speeds: list[float]) -> float:
+    known = [speed for speed in speeds if speed > 0]
+    return median(known) if known else 0.0
 
 
 def _link_speed(node: NodeMachine) -> float:
@@ -192,14 +210,17 @@ def _link_speed(node: NodeMachine) -> float:
 def order_checks(c: Cluster) -> None:
     """Order the checks that are due on nodes that do not work; called at every tick."""
     left = _ORDERS_PER_TICK
+    serving = [one for one in c.alive() if one.state in USABLE and one.facts.snapshot_port]
+    hosts = {one.facts.host for one in serving}
     for node in c.alive():
         if not left:
             return
         ordered = node.health_ordered_at
         if not _may_be_checked(c, node) or (ordered is not None and c.at - ordered < _ORDERED_AGAIN_S):
             continue
-        peers = _choose_peers(c, node)
-        if _is_due(c, node, peers):
+        first_links = not node.links_ordered and bool(hosts - {node.facts.host})
+        if first_links or _is_due(c, node):
+            peers = _choose_peers(node, serving)
             node.health_ordered_at, node.links_ordered = c.at, node.links_ordered or bool(peers)
             c.send(node, CheckHealth(peers=peers))
             left -= 1
@@ -211,22 +232,17 @@ def _may_be_checked(c: Cluster, node: NodeMachine) -> bool:
     return node.health is not None and node.name not in c.planned and not awaited and not measures
 
 
-def _is_due(c: Cluster, node: NodeMachine, peers: tuple[ReplicaPeer, ...]) -> bool:
-    """Return whether a result is missing or old: a slow one is repeated at once, the first one has no links."""
-    missing = node.health_ordered_at is not None or node.health_pending
-    if missing or node.slow_checks or (peers and not node.links_ordered):
+def _is_due(c: Cluster, node: NodeMachine) -> bool:
+    """Return whether a result is missing or old; a slow one is repeated at once."""
+    if node.health_ordered_at is not None or node.health_pending or node.slow_checks:
         return True
     every_s = c.hardware.health.every_s
     return not node.prepare_sent and 0 < every_s <= c.at - node.health_at
 
 
-def _choose_peers(c: Cluster, node: NodeMachine) -> tuple[ReplicaPeer, ...]:
+def _choose_peers(node: NodeMachine, serving: list[NodeMachine]) -> tuple[ReplicaPeer, ...]:
     """Return some nodes on other hosts, whose snapshot servers answer: others for each check."""
-    there = [
-        one
-        for one in c.alive()
-        if one.state in USABLE and one.facts.snapshot_port and one.facts.host != node.facts.host
-    ]
+    there = [one for one in serving if one.facts.host != node.facts.host]
     count = min(_PEERS, len(there))
     number = node.health.number if node.health is not None else 0
     first = int.from_bytes(hashlib.sha256(f"{node.name}:{number}".encode()).digest()[:8])

@@ -94,6 +94,14 @@ ALIVE = frozenset({_S.HEALTHY, _S.SNAP, _S.COMPLETED, _S.UNHEALTHY})
 USABLE = frozenset({_S.HEALTHY, _S.SNAP, _S.COMPLETED})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpeeds:
+    """Median speeds of a node's devices of one kind; 0: not measured."""
+
+    compute_gflops: float
+    memory_gb_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class NodeMachine:
     """One name in the cluster: its current incarnation, and what the coordinator knows of it."""
@@ -169,6 +177,8 @@ class NodeMachine:
     """Result of the last health check of this incarnation, as reported …"""
     health_at: float = 0.0
     """… at this time."""
+    device_speeds: dict[str, DeviceSpeeds] = field(default_factory=dict)
+    """Speeds of its devices in that check, by kind."""
     health_pending: bool = False
     """Whether it takes part only when another health check has ended."""
     health_ordered_at: float | None = None
