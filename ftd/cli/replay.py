@@ -337,7 +337,14 @@ def _read_trace(
     from ftd.replay.traces.reading import read_trace
 
     found = read_trace(path, trace_format or "auto", nodes=nodes, system=system, max_gap_s=max_gap_s)
-    return found if until_s is None else found.until(until_s)
+    found = found if until_s is None else found.until(until_s)
+    if not found.end_s:
+        raise ConfigurationError(
+            f"{path} has records of one instant only, so the trace has no length",
+            field="--trace",
+            remedy="say with --until for how long the nodes stay",
+        )
+    return found
 
 
 def _read_failures(path: Path, nodes: int | None, until_s: float | None) -> "FailureModel":

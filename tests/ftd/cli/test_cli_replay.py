@@ -73,6 +73,16 @@ def test_wrong_parameters_are_all_named_with_their_table(tmp_path: Path) -> None
     assert f"{parameters}, [ftd]: detect: unknown field (did you mean 'detect_s'?)" in text
 
 
+def test_a_trace_of_one_instant_needs_a_length(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("time_s,event,node\n0,add,a\n0,add,b\n")
+    options = ("gpt2", "--trace", trace, "--policy", "ftd", "--json")
+    with pytest.raises(ConfigurationError, match="records of one instant only") as caught:
+        replayed(*options)
+    assert "--until" in (caught.value.remedy or "")
+    assert json.loads(replayed(*options, "--until", "1h"))["policies"][1]["samples"]["mean"] > 0
+
+
 def test_a_seed_repeats_the_traces_of_a_failure_model(model: Path) -> None:
     options = ("gpt2", "--failures", model, "--policy", "varuna", "--repeat", 2, "--json")
     first = replayed(*options, "--seed", 5)

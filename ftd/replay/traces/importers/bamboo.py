@@ -85,5 +85,5 @@ def _read_log(file: TraceFile, options: ImportOptions) -> Trace:
             )
         samples.append(CountSample(place=place, at_s=at_s, count=int(found["count"])))
     gaps = file.gap_notes(((sample.place, sample.at_s) for sample in samples), options.max_gap_s)
-    records, notes = nodes_of_counts(samples)
+    records, notes = nodes_of_counts(file, samples)
     return file.trace(records, description="bamboo", end_s=samples[-1].at_s, notes=notes + gaps)

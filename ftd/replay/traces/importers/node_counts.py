@@ -8,10 +8,10 @@ reading of a file gives the same trace.
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftd.replay.traces.importers.trace_file import Record
+from ftd.replay.traces.importers.trace_file import Record, TraceFile
 from ftd.replay.traces.trace import EventKind, TraceEvent
 
 SEED = 0
@@ -26,13 +26,16 @@ class CountSample:
     count: int
 
 
-def nodes_of_counts(samples: Iterable[CountSample]) -> tuple[list[Record], tuple[str, ...]]:
+def nodes_of_counts(file: TraceFile, samples: Sequence[CountSample]) -> tuple[list[Record], tuple[str, ...]]:
     """Return the events of nodes that give these counts, and notes about what was assumed.
 
-    The events begin with the first sample that has an instance; without one there are none.
+    The events begin with the first sample that has an instance.
+
+    :raises TraceError: no sample has one.
     """
-    samples = list(samples)
     used = list(itertools.dropwhile(lambda sample: sample.count == 0, samples))
+    if not used:
+        raise file.error("no sample has a node", remedy="use a file in which nodes come")
     drawing = random.Random(SEED)
     names = (f"n{number}" for number in itertools.count())
     present: list[str] = []
@@ -51,7 +54,7 @@ def nodes_of_counts(samples: Iterable[CountSample]) -> tuple[list[Record], tuple
     notes = [
         "The file has only numbers of nodes: which nodes go is drawn at random, and their names are made up."
     ]
-    if used and used[0] is not samples[0]:
+    if used[0] is not samples[0]:
         left_out_s = used[0].at_s - samples[0].at_s
         notes.append(f"The first {left_out_s:,.0f} s without a node are left out.")
     return records, tuple(notes)

@@ -51,7 +51,7 @@ def read_skypilot(file: TraceFile, options: ImportOptions) -> Trace:
     if not samples:
         raise file.error("there is no sample", place="data", remedy="is it the right file?")
     gaps = file.gap_notes(((sample.place, sample.at_s) for sample in samples), options.max_gap_s)
-    records, notes = nodes_of_counts(samples)
+    records, notes = nodes_of_counts(file, samples)
     if missing:
         notes += (f"{missing} of {len(spot.data)} samples are missing; the number before them holds.",)
     if spot.prices is not None:

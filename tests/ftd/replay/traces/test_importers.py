@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "line 2: the times are not sorted",
     ),
-    "log: never a node": ("2025-03-01, 10:00:00, 0\n2025-03-01, 10:01:00, 0\n", {}, "no records"),
+    "log: never a node": ("2025-03-01, 10:00:00, 0\n2025-03-01, 10:01:00, 0\n", {}, "no sample has a node"),
     "zone: no interval": (
         '{"metadata": {"gap_seconds": 0}, "data": [1]}',
         {},
