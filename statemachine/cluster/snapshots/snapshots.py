@@ -35,12 +35,12 @@ def groups_of(
     :param zero1: each owner has only its part of the optimizer state.
     """
     layers = plan.pipelines[0].stages[-1].end_layer
-    owners: list[tuple[tuple[str, int], ...]] = [()] * layers
+    owners: list[list[tuple[str, int]]] = [[] for _ in range(layers)]
     sharded: set[int] = set()
     for pipeline in plan.pipelines:
         for number, stage in enumerate(pipeline.stages):
             for layer in range(stage.first_layer, stage.end_layer):
-                owners[layer] = (*owners[layer], (stage.devices[0].node, number))
+                owners[layer].append((stage.devices[0].node, number))
             if stage.within != "replicate" and len(stage.devices) > 1:
                 sharded.update(range(stage.first_layer, stage.end_layer))
     begins = [layer for layer in range(layers) if layer == 0 or owners[layer] != owners[layer - 1]]
