@@ -1,6 +1,6 @@
 """Reproduces the papers' evaluation with ``ftd replay``: throughput under failures, and what the failures cost.
 
-    python -m benchmarks.evaluation                       # all parts, about ten minutes on one core
+    python -m benchmarks.evaluation                       # all parts, a quarter of an hour on one core
     python -m benchmarks.evaluation --parts table2,bars   # some of them
     python -m benchmarks.evaluation --plot docs/images    # also draw the figures
     python -m benchmarks.evaluation --fit                 # the fitted constants of the model cards
