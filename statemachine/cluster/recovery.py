@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from planner.values import Device, Situation, StatePart
+from planner.values import Device, Situation
 from statemachine.cluster import recovery_times
 from statemachine.cluster.drains import describe_released, leavers, next_left_out, settle_plan
 from statemachine.cluster.membership import declare_lost, fence, inquire, prepare, remove_unknown
@@ -407,7 +407,7 @@ def ask_plan(c: Cluster, state: Planning, left_out: frozenset[str] | None = None
         previous=c.resumption.plan if c.resumption is not None else None,
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(usable)),
-        parts=parts_of(c, decision, usable),
+        parts=of_nodes(decision.parts, usable) if decision.parted else None,
         in_memory=decision.step > 0 and state.restore_check is None,
     )
     c.publish()
@@ -421,15 +421,6 @@ def ask_plan(c: Cluster, state: Planning, left_out: frozenset[str] | None = None
                 protection=protection_request(c, usable),
             )
         )
-
-
-def parts_of(
-    c: Cluster, decision: Decision, usable: tuple[str, ...]
-) -> dict[Device, tuple[StatePart, ...]] | None:
-    """Return the parts of layers that the devices of these nodes hold, or ``None`` if layers are not in parts."""
-    if not (c.current_job.policy.zero1 or decision.parted):
-        return None
-    return of_nodes(decision.parts, usable)
 
 
 def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
@@ -490,8 +481,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     decision, plan = state.decision, event.plan
     if state.left_out or state.drain_problems:
         settle_plan(c, state, plan.pipelines)
-    sharded = c.current_job.policy.zero1 or decision.parted
-    from_replicas = only_replicas(plan, decision.parts) if sharded else []
+    from_replicas = only_replicas(plan, decision.parts) if decision.parted else []
     protection = adopt_protection(c, event.protection)
     resumption = c.resumption = Resumption(
         generation=state.generation,
@@ -500,7 +490,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         plan=plan,
         ready=decision.ready,
         ready_parts={device: decision.parts[device] for device in decision.ready if decision.parts[device]},
-        held_parts=held_parts(plan, decision.holdings, decision.parts) if sharded else (),
+        held_parts=held_parts(plan, decision.holdings, decision.parts) if decision.parted else (),
         lineage=c.lineage,
         restore=restore_of(c, state),
         protection=protection,
@@ -519,7 +509,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         holdings=decision.holdings,
     )
     c.snapshots.urgent = True
-    if resumption.restore is None and (plan.transfers or plan.part_bytes):
+    if plan.transfers or plan.part_bytes:
         c.replicas.copied = True
     c.straggler_state.speeds = dict(state.situation.speeds)
     c.exposure.plan_began(len(group.planned), c.at)
@@ -677,11 +667,7 @@ def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
         "pipelines_before": pipelines(record.before),
         "pipelines_after": pipelines(plan.pipelines),
     }
-    drained = [
-        name
-        for name in record.nodes
-        if name not in group.planned and (node := c.nodes.get(name)) is not None and node.departing
-    ]
+    drained = [name for name in record.nodes if (node := c.nodes.get(name)) is not None and node.departing]
     if record.cause in _CONTINUES and not drained:
         words = _CONTINUES[record.cause].format(who=join_names(record.nodes))
     else:
@@ -776,14 +762,15 @@ def _drop_nodes(
     for name in names:
         node = c.nodes[name]
         heard = node.heard_at > state.began_at
-        if node.alive and heard and (node.obeyed >= state.generation or name in c.unreached):
+        if heard and (node.obeyed >= state.generation or name in c.unreached):
             fence(c, name, node.incarnation, reason)
             declare_lost(c, node, "no_answer", reason)
             note_failure(c, node, "hung", reason)
-        elif node.alive:
-            if heard:
-                c.unreached.add(name)
-            declare_lost(c, node, "no_answer" if heard else "silence", reason)
+        elif heard:
+            c.unreached.add(name)
+            declare_lost(c, node, "no_answer", reason)
+        else:
+            declare_lost(c, node, "silence", reason)
     record = note_cause(c, "node_lost", names, "no_answer")
     reconfigure(c, f"{', '.join(names)}: {reason}", "abort", record)
 

@@ -253,15 +253,14 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
         Device(node=n, index=d) for n in sorted(state.members) for d in range(c.nodes[n].facts.devices)
     ]
     holdings = dict.fromkeys(devices, everything)
-    parted = state.decision.parted or c.current_job.policy.zero1
-    parts = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(layers) if parted)
+    whole = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(layers))
     state.decision = replace(
         state.decision,
         step=step,
         vote=vote,
         holdings=holdings,
         ready={},
-        parts=dict.fromkeys(devices, parts),
+        parts=dict.fromkeys(devices, whole if state.decision.parted else ()),
     )
     ask_plan(c, state)
 

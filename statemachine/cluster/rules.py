@@ -186,7 +186,7 @@ def decide(
         in_flight=in_flight,
         evaluation=evaluation,
         parts=parts,
-        parted=any(parts.values()),
+        parted=zero1 or any(parts.values()),
     )
 
 

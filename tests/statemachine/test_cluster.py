@@ -540,8 +540,40 @@ def test_what_a_node_failed_to_do_counts_until_a_group_trains() -> None:
         assert s.machine.phase is ClusterPhase.RUNNING
 
 
+def test_a_node_that_a_quiesce_did_not_reach_and_that_is_silent_the_next_time_is_not_fenced() -> None:
+    s = running(3)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    for generation, how in ((2, "no_answer"), (3, "silence")):
+        s.quiesced("node-0", generation, report(1, held=(0, 1)))
+        s.wait(4.9)
+        if generation == 2:
+            s.say("node-1", Heartbeat(generation=1, committed=committed(1)))
+        s.fire("quiesce", 0.1)
+        assert lost_how(s) == [how] and not sent(s, Fence)
+        if generation == 2:
+            s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
+
+
+def test_of_two_nodes_that_cannot_resume_the_one_that_holds_least_is_fenced() -> None:
+    s = running(4)
+    s.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    s.fire("suspicion", 3.0)
+    for generation in (2, 3):
+        for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1)), ("node-3", ())):
+            s.quiesced(name, generation, report(1, held=held))
+        s.plan()
+        s.resumed("node-0", generation)
+        s.resumed("node-1", generation)
+        s.wait(59.0)
+        for name in ("node-2", "node-3"):
+            s.say(name, Heartbeat(generation=generation, committed=None))
+        s.fire("resume", 1.0)
+        assert set(sent(s, Fence)) == ({"node-3"} if generation == 3 else set())
+
+
 def test_a_node_that_is_not_heard_at_all_is_lost_but_not_fenced() -> None:
     s = running()
+    s.say("node-2", Heartbeat(generation=1, committed=committed(1)))
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
     s.fire("quiesce", 5.0)

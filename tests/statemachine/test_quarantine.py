@@ -304,6 +304,20 @@ def test_a_node_without_which_there_is_no_plan_is_readmitted() -> None:
     assert len(s.machine._c.nodes["node-1"].failures) == 1, "it is on probation"
 
 
+def test_a_node_that_does_not_answer_the_quiesce_again_and_again_is_set_aside() -> None:
+    s = Bad(limits=QuarantineLimits(failures=1))
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    generation = s.machine.generation
+    for name in ("node-1", "node-2"):
+        s.quiesced(name, generation, report(s.step))
+    s.wait(4.9)
+    s.say("node-3", Heartbeat(generation=generation, committed=None))
+    s.fire("quiesce", 0.1)
+    assert [event.details["cause"] for event in s.told_of("NodeQuarantined") if event.node == "node-3"] == [
+        "hung"
+    ]
+
+
 def test_a_pause_for_the_state_of_absent_nodes_names_the_command_that_readmits_one_that_is_set_aside() -> (
     None
 ):

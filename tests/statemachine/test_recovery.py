@@ -1,5 +1,6 @@
 """Tests of recovery details that kill mutants: what is ignored, what is counted, and what is reported."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from statemachine.events import (
     NodeVanished,
     PlanImpossible,
     PlanReady,
+    SignalArrived,
     StopRequested,
     SubmitRequested,
     TemplatesReady,
@@ -32,7 +34,9 @@ from statemachine.events import (
 from statemachine.messages.cluster import (
     Acknowledgement,
     Fence,
+    FromNode,
     Heartbeat,
+    Hello,
     Leaving,
     Prepare,
     Reject,
@@ -41,7 +45,7 @@ from statemachine.messages.cluster import (
     Stop,
     TrainerLost,
 )
-from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce
+from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce, Resumed
 from statemachine.messages.values import ClusterPhase, HeldSnapshot, NodeActivity
 from statemachine.timing import Timing
 from tests.helpers.transcripts import POLICY, PROFILE, Coordination, committed, facts, job, report
@@ -707,6 +711,32 @@ def test_the_same_error_in_another_step_begins_a_new_count() -> None:
 # --- boundaries ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("used", "words"),
+    [
+        (("node-4", "node-5"), "with node-4 and node-5"),
+        (("node-4",), "with node-4 and with node-5 as spare"),
+        ((), "with node-4 and node-5 as spare"),
+    ],
+)
+def test_nodes_that_join_without_a_rank_are_spares(used: tuple[str, ...], words: str) -> None:
+    s = Recovering()
+    for number, name in enumerate(("node-4", "node-5")):
+        s.hello(name, 104 + number)
+        s.say(name, Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-4", 2, report())
+    s.quiesced("node-5", 2, report())
+    s.reports(2, *HELD)
+    situation = dataclasses.replace(s.one(ComputePlan).situation, nodes=(*HELD, *used))
+    plan = s.planner.plan(situation)
+    s.feed(PlanReady, generation=2, plan=plan)
+    for name in plan.nodes:
+        s.resumed(name, 2)
+    s.stepped("node-0", 2, 2)
+    assert s.events("RecoveryCompleted")[0].reason == f"training continues {words}"
+
+
 def test_a_newcomer_waits_for_the_first_commit_of_a_recovery() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
@@ -726,6 +756,8 @@ def test_a_newcomer_waits_for_the_first_commit_of_a_recovery() -> None:
 @pytest.mark.parametrize("name", ["join", "suspicion", "resume"])
 def test_timers_that_were_cancelled_and_are_over_all_the_same_start_nothing(name: str) -> None:
     s = Recovering()
+    s.feed(TimerFired, name="quiesce")
+    assert s.machine.phase is ClusterPhase.RUNNING and not s.commands()
     s.hello("node-4", 104)
     s.say("node-4", Prepared(job_id="job-1", profile=None))
     s.feed(NodeVanished, node="node-3", incarnation=103)
@@ -884,6 +916,48 @@ def test_a_loss_while_a_paused_job_continues_is_reported_and_lasts_from_the_firs
     assert (s.recovery["total_ms"], s.recovery["waited_ms"]) == (4100.0, 4100.0)
 
 
+def test_a_resumed_that_arrives_before_the_resume_is_ignored() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.resumed("node-0", 2)
+    assert ignored(s) == ["an unexpected Resumed"]
+
+
+def test_what_happened_in_the_same_moment_as_a_resumed_is_handled_too() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-1", "node-2")
+    s.plan()
+    hello = Hello(facts=facts(), job_id=None, prepared=False, generation=0, training=False)
+    resumed = Resumed(generation=2, bytes_moved=0, rendezvous_s=0.0, state_s=0.0)
+    messages = (("node-4", 104, hello), ("node-0", 100, resumed))
+    s.took(
+        s.machine.steps(
+            [
+                SignalArrived(
+                    at=s.now,
+                    cause="test",
+                    message=FromNode(node=node, incarnation=incarnation, signal=signal),
+                )
+                for node, incarnation, signal in messages
+            ]
+        )
+    )
+    assert [one.node for one in s.commands(Prepare)] == ["node-4"]
+
+
+def test_a_recovery_is_complete_a_moment_after_the_first_commit_whichever_resumed_was_lost() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-1", "node-2")
+    s.plan()
+    s.stepped("node-0", 2, 2)
+    assert not s.events("RecoveryCompleted"), "the messages of this moment are yet to be read"
+    s.wait(0.1)
+    s.stepped("node-0", 2, 3)
+    assert s.recovery["total_ms"] == 0.0
+
+
 def test_a_group_whose_commit_is_heard_first_has_resumed_in_no_known_time() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
@@ -933,6 +1007,49 @@ def test_a_plan_counts_once_and_only_for_its_generation() -> None:
     for generation in (2, 3):
         s.feed(PlanReady, generation=generation, plan=plan)
         assert ignored(s) and not s.commands()
+
+
+def test_a_recovery_says_whether_state_came_from_other_nodes() -> None:
+    unmoved, moved, parts = Recovering(), Recovering(), Sharing()
+    unmoved.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    unmoved.fire("suspicion", 3.0)
+    unmoved.goes_on(2, *HELD)
+    moved.feed(NodeVanished, node="node-3", incarnation=103)
+    moved.goes_on(2, "node-0", "node-1", "node-2")
+    parts.feed(NodeVanished, node="node-3", incarnation=103)
+    for name, layers in HELD.items():
+        if name != "node-3":
+            whole = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in layers)
+            parts.quiesced(name, 2, replace(report(1, held=layers), parts=whole))
+    parts.plan()
+    for name in ("node-0", "node-1", "node-2"):
+        parts.resumed(name, 2)
+    parts.stepped("node-0", 2, 2)
+    tiers = [s.recovery["tier"] for s in (unmoved, moved, parts)]
+    assert tiers == ["none", "live_replica", "live_replica"]
+    copied = [s.machine._c.replicas.copied for s in (unmoved, moved, parts)]
+    assert copied == [False, True, True], "a majority of copies proves something only in the first group"
+
+
+def test_parts_that_count_by_gradients_count_again_if_the_resume_did_not_arrive() -> None:
+    """Each of the four nodes owns a quarter of all layers. node-1 committed step 2, the others hold gradients."""
+    s = Sharing()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    quarters = {
+        f"node-{number}": tuple(StatePart(layer=n, start=number, end=number + 1, of=4) for n in range(4))
+        for number in range(3)
+    }
+    for generation in (2, 3):
+        for name, parts in quarters.items():
+            at = report(2) if name == "node-1" else report(1, ready=True)
+            s.quiesced(name, generation, replace(at, parts=parts))
+        asked: ComputePlan = s.one(ComputePlan)
+        assert asked.situation.parts == {
+            Device(node=name, index=0): parts for name, parts in quarters.items()
+        }
+        s.feed(PlanReady, generation=generation, plan=s.machine._c.resumption.plan)
+        s.say("node-1", PeerSuspected(generation=generation, detail="reset"))
+        s.fire("suspicion", 3.0)
 
 
 def test_a_recovery_whose_state_is_in_replicas_alone_says_so() -> None:

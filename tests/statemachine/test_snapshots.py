@@ -301,6 +301,20 @@ def test_an_urgent_snapshot_that_is_abandoned_is_retried_while_training_continue
     assert not s.train(36)
 
 
+def test_a_snapshot_is_taken_at_once_after_a_recovery_that_left_the_newest_incomplete() -> None:
+    s = Tried()
+    s.begin_with_one()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(24, held=HELD[name]))
+    s.plan()
+    for name in ("node-0", "node-1", "node-2"):
+        s.resumed(name, 2)
+        s.say(name, Heartbeat(generation=2, committed=committed(24), retained_step=22))
+    s.stepped("node-0", 2, 25)
+    assert s.was_ordered(), "the next one would be due after step 42"
+
+
 def test_a_requested_snapshot_is_taken_in_the_end_whichever_node_fails() -> None:
     s = Tried()
     s.begin_with_one()
