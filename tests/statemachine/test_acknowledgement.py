@@ -251,10 +251,10 @@ def test_an_order_is_not_repeated_that_arrived_before_the_tick() -> None:
         s.running()
         recovering(s)
         s.fire("tick")
-        for activity in (*[NodeActivity.QUIESCED] * 3, last):
+        for activity, after_s in ((NodeActivity.QUIESCED, 0.0), (NodeActivity.QUIESCED, 0.5), (last, 0.1)):
+            s.wait(after_s)
             said = Acknowledgement(activity=activity, job_id="job-1")
             s.say("node-2", Heartbeat(generation=2, committed=committed(1), acknowledgement=said))
-            s.wait(0.2)
         s.fire("tick")
         assert bool(s.commands(Resume)) is (last is NodeActivity.QUIESCED)
 

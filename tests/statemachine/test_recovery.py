@@ -763,6 +763,9 @@ def test_timers_that_were_cancelled_and_are_over_all_the_same_start_nothing(name
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.feed(TimerFired, name=name)
     assert not s.commands() and s.machine.generation == 2
+    s.feed(StopRequested, request="stop", job="tiny")
+    s.feed(TimerFired, name=name)
+    assert not s.commands() and s.machine.phase is ClusterPhase.FINISHED
 
 
 def test_a_node_that_has_taken_part_again_is_not_one_that_returns() -> None:
