@@ -187,12 +187,13 @@ def _tightest(costs: StageCosts, nodes: int) -> str:
         f", {_short(memory.undivided)} of them frozen and whole on each device" if memory.undivided else ""
     )
     gathered = f"gathered of a layer at a time {_short(memory.gathered)}, " if memory.gathered else ""
+    working = f", one layer at a time {_short(memory.working)}" if memory.working else ""
     alive = in_flight(stage.stages_after, costs.policy.microbatches)
     return (
         f"the stage of {where} needs {_size(stage.size_bytes)} per device (parameters "
         f"{_short(memory.parameters)}{frozen}, gradients {_short(memory.gradients)}, optimizer "
         f"{_short(memory.optimizer)}, {gathered}{_KEPT[stage.mode.recompute]} of {alive} microbatches in flight "
-        f"{_short(memory.activations)}) and a device has {_size(costs.memory.limit_bytes or 0)}"
+        f"{_short(memory.activations)}{working}) and a device has {_size(costs.memory.limit_bytes or 0)}"
         + (f"; it cannot be sharded: {problem}" if problem else "")
     )
 

@@ -100,6 +100,11 @@ class LayerProfile:
     """
     selective: Recomputation | None = None
     """``None``: not measured, or the layer cannot be recomputed selectively."""
+    working_bytes: int = 0
+    """Most bytes that the forward or the backward pass of one microbatch needs for a moment, in addition to
+    ``activation_bytes`` and the summed gradients: the gradient of a parameter before it is added to the sum,
+    and values between operations.
+    """
     tensor: TensorSplit | None = None
     """``None``: tensor parallelism divides no part of the layer, and each device computes all of it."""
     split: tuple[SplitTime, ...] = ()

@@ -109,6 +109,10 @@ class LayerEntry(_Entry, frozen=True, kw_only=True):
     """Bytes that autograd holds between the forward and the backward pass of one microbatch."""
     output_bytes: SizeBytes
     """Bytes sent to the next stage, in one direction, for one microbatch."""
+    working_bytes: SizeBytes = 0
+    """Largest number of bytes that the two passes of one microbatch need for a moment, in addition to
+    ``activation_bytes`` and the summed gradients.
+    """
     full: RecomputationEntry | None = None
     """Recomputation of the whole layer; null: the layer holds its input and repeats its forward pass."""
     selective: RecomputationEntry | None = None

@@ -161,6 +161,7 @@ def _layer(entry: LayerEntry) -> LayerProfile:
         optimizer_bytes=entry.optimizer_bytes,
         activation_bytes=entry.activation_bytes,
         output_bytes=entry.output_bytes,
+        working_bytes=entry.working_bytes,
         full=_recomputation(entry.full),
         selective=_recomputation(entry.selective),
         tensor=None if entry.tensor is None else TensorSplit(**msgspec.structs.asdict(entry.tensor)),

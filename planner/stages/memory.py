@@ -8,7 +8,8 @@ Tensor-parallel devices hold a k-th, too, and columns of some weights with their
 parameters that are not divided; and each has the activations of all rows, a part of which is divided. If
 a tensor-parallel stage has r replicas, all of this holds for each group of k / r devices, with an r-th of the
 rows. A stage with a stages after it keeps the activations of at most a + 1 microbatches alive (its warm-up runs a
-forwards ahead of the first backward), and never more than there are.
+forwards ahead of the first backward), and never more than there are. One layer computes at a time, so the
+memory that a pass needs for a moment counts once, for the layer that needs most.
 
 With ZeRO-1 the owners of a layer, one in each pipeline, divide its optimizer state among them. A plan has f
 + 1 pipelines or more (``templates.costs_for``), so a device is assumed to keep one part of f + 1, of its
@@ -47,10 +48,15 @@ class StageMemory:
     """Part of ``parameters`` that is whole on each device although the stage divides its state: frozen parameters
     and buffers.
     """
+    working: int
+    """Gradients and values between operations of the layer that needs most of them while it is computed; a
+    part of ``gathered`` for devices that hold parts.
+    """
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.gathered + self.working
 
 
 class MemoryModel:
@@ -80,18 +86,26 @@ class MemoryModel:
         self._activations: dict[tuple[Recompute, int, int], tuple[Sizes, Sizes]] = {}
 
     def _state(self, devices: int, within: Within, replicas: int) -> Sizes:
-        """Return the bytes on each device of parameters, gradients, optimizer state and gathering buffers."""
+        """Return the bytes on each device of parameters, gradients and optimizer state, and of the layer that
+        needs most while it is computed.
+        """
         parts = _parts(devices, within, replicas)
         within = "replicate" if parts == 1 else within
         known = self._states.get((parts, within))
         if known is None:
-            known = _range_sums(
+            known = self._states[parts, within] = _range_sums(
                 [sum(_state_bytes(layer, parts, self._owners, within)) for layer in self._layers]
-            )
-            if parts > 1:
-                known = known + _range_maxima([_gathered_bytes(layer, within) for layer in self._layers])
-            self._states[parts, within] = known
+            ) + _range_maxima([sum(self._momentary(layer, parts, within)) for layer in self._layers])
         return known
+
+    def _momentary(self, layer: LayerProfile, parts: int, within: Within) -> tuple[int, int]:
+        """Return the bytes that a layer needs on each device while it is computed: gathered, and working."""
+        working = -(-layer.working_bytes * max(self._rows, self._measured_rows) // self._measured_rows)
+        if parts == 1:
+            return 0, working
+        # What is gathered contains the whole layer's gradients, of which ``working`` contains the largest.
+        gathered = _gathered_bytes(layer, within)
+        return gathered, max(0, working - divided_bytes(layer))
 
     def _kept_and_working(
         self, recompute: Recompute, devices: int, within: Within, replicas: int
@@ -197,16 +211,17 @@ class MemoryModel:
         parts = _parts(devices, within, replicas)
         states = [_state_bytes(layer, parts, self._owners, within) for layer in layers]
         parameters, gradients, optimizer = (sum(sizes) for sizes in zip(*states, strict=True))
-        gathered = max(_gathered_bytes(layer, within) for layer in layers) if parts > 1 else 0
+        gathered, working = max((self._momentary(layer, parts, within) for layer in layers), key=sum)
         return StageMemory(
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
-            activations=total - parameters - gradients - optimizer - gathered,
+            activations=total - parameters - gradients - optimizer - gathered - working,
             gathered=gathered,
             undivided=sum(layer.parameter_bytes - divided_bytes(layer) for layer in layers)
             if parts > 1
             else 0,
+            working=working,
         )
 
     def template_bytes(self, stages: tuple[StageTemplate, ...]) -> tuple[int, ...]:

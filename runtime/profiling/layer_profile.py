@@ -41,6 +41,7 @@ from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model, first_batch
 from runtime.parent import die_with_parent
 from runtime.precision import PRECISIONS
+from runtime.profiling.peak_memory import measure_peak_bytes
 from runtime.profiling.utilisation import count_flops, peak_flops
 from runtime.training import Batch, Training, TrainingError, load_training, torch_device
 from runtime.wire.measurement import (
@@ -162,6 +163,7 @@ def profile_model(
     unmeasured: list[str] = []
     unselectable: list[str] = []
     splits: dict[Hashable, TensorSplit | None] = {}
+    peak_bytes: dict[Hashable, int] = {}
     flops: dict[Hashable, int] = {}
     total_flops = 0
     peak = peak_flops(data, model.device)
@@ -178,6 +180,8 @@ def profile_model(
                     if signature not in flops:
                         flops[signature] = count_flops(partial(given.outputs, _as_received(activation)))
                     total_flops += flops[signature]
+                if signature not in peak_bytes:
+                    peak_bytes[signature] = _peak_bytes(given)
                 parts, problem = _measure_parts(given, counts, equal)
                 unmeasured += [problem] if problem else []
                 kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
@@ -193,7 +197,8 @@ def profile_model(
                 if signature not in splits:
                     splits[signature] = _tensor_split(given)
                 size = _sizes(model, layer, optimizer_bytes, output_bytes)
-                sizes.append(replace(size, tensor=splits[signature]))
+                working_bytes = max(peak_bytes[signature] - kept_bytes, 0)
+                sizes.append(replace(size, tensor=splits[signature], working_bytes=working_bytes))
             progress(layer + 1, model.layer_count)
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
@@ -371,6 +376,19 @@ def _repeat(given: _LayerInput, *, warm_ups: int, most: int) -> _Times:
         if spent_s > _LONG_S or (len(forwards) >= enough and spent_s > _SHORT_S):
             break
     return _Times(given.rows, forwards, backwards)
+
+
+def _peak_bytes(given: _LayerInput) -> int:
+    """Return the most bytes that the layer's two passes take, without its parameters and their summed
+    gradients, which exist since the layer was timed. Its input counts.
+    """
+
+    def compute() -> tuple[Tensor, ...]:
+        copied = tree.tree_map_only(Tensor, torch.clone, given.x)
+        return given.outputs(_as_received(copied))
+
+    with given.model.override_recompute("none"):
+        return measure_peak_bytes(compute)
 
 
 def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, int]:

@@ -88,6 +88,29 @@ def test_a_shard_takes_its_part_of_the_state_and_what_is_gathered_of_one_layer()
     assert shards.total == memory.stage_bytes(0, 4, 2, 1, "none", "shard")
 
 
+def test_what_a_layer_needs_for_a_moment_counts_once_for_each_stage() -> None:
+    needs = [50, 20, 300, 0]
+    layers = [replace(layer, working_bytes=need) for layer, need in zip(model().layers, needs, strict=True)]
+    before, memory = (
+        MemoryModel(profile, policy_of("shard"))
+        for profile in (model(), replace(model(), layers=tuple(layers)))
+    )
+    for first, end in ((0, 2), (0, 4), (3, 4)):
+        found, without = (one.breakdown(first, end, 2, 1, "none") for one in (memory, before))
+        assert found == replace(without, working=max(needs[first:end]))
+        assert (
+            memory.stage_bytes(first, end, 2, 1, "none")
+            == memory.table(2, 1, "none")[first, end]
+            == found.total
+        )
+    shards = memory.breakdown(0, 4, 2, 1, "none", "shard")
+    assert (shards.gathered, shards.working) == (2 * 100 + 100, 300 - 100), (
+        "gradients are part of what is gathered"
+    )
+    larger = MemoryModel(replace(model(), layers=tuple(layers)), policy_of("shard", microbatch_rows=8))
+    assert larger.breakdown(0, 2, 1, 1, "none").working == 2 * 50
+
+
 def test_frozen_parameters_and_buffers_are_whole_on_each_device() -> None:
     frozen = replace(model().layers[0], gradient_bytes=0, optimizer_bytes=0)
     partly = replace(model().layers[0], gradient_bytes=30)

@@ -60,6 +60,16 @@ def test_activation_bytes_are_those_that_autograd_saves() -> None:
     assert sizes == [one_tensor, 2 * one_tensor, one_tensor + loss]
 
 
+def test_working_bytes_are_the_largest_gradient_and_the_values_between_operations() -> None:
+    data = data_for("unused.py:build", microbatch_rows=2)
+    layers: list[nn.Module] = [nn.Linear(6, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 1)]
+    first, middle, last = profile_model(Model(training_of(layers), data), data).profile.layers
+    weight, values = 8 * 64 * 64, 2 * 8 * 64
+    assert middle.gradient_bytes == weight
+    assert weight <= middle.working_bytes <= weight + 4 * values
+    assert max(first.working_bytes, last.working_bytes) < weight
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 def test_measuring_keeps_no_activations(is_split: bool) -> None:
     data = data_for("unused.py:build")

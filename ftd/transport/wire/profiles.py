@@ -24,7 +24,14 @@ Bounded = tuple[str, Number, Number, Number]
 """A field's name and value, and its least and greatest possible value."""
 
 _TIMES = ("forward_ms", "backward_ms")
-_SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
+_SIZES = (
+    "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "output_bytes",
+    "working_bytes",
+)
 
 
 def problem_of_profile(profile: ModelProfile) -> str | None:

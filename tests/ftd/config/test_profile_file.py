@@ -77,6 +77,7 @@ def own_tree() -> Tree:
                 "optimizer_bytes": 200,
                 "activation_bytes": 64,
                 "output_bytes": 32,
+                "working_bytes": 40,
                 "full": {"activation_bytes": 32, "recompute_ms": 1.4},
                 "selective": {"activation_bytes": 48, "recompute_ms": 0.25},
                 "tensor": {
@@ -146,6 +147,7 @@ def test_a_file_becomes_a_profile(tmp_path: Path) -> None:
         optimizer_bytes=200,
         activation_bytes=64,
         output_bytes=32,
+        working_bytes=40,
         full=Recomputation(activation_bytes=32, recompute_ms=1.4),
         selective=Recomputation(activation_bytes=48, recompute_ms=0.25),
         tensor=TensorSplit(
