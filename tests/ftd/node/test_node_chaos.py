@@ -201,6 +201,18 @@ def test_a_stopped_trainer_continues_after_the_duration(sleeper: subprocess.Pope
     play(RecordedActions({0: sleeper.pid}), body)
 
 
+def test_a_bad_device_is_planted_in_the_health_checks_of_all_devices_or_of_one() -> None:
+    actions = RecordedActions({})
+
+    async def body(chaos: NodeFaultInjector) -> None:
+        chaos.on_request(payload("a", do="bad_device"))
+        chaos.on_request(payload("b", do="bad_device", how="slow", device=1, for_s=4.0))
+        await until(lambda: len(actions.log) >= 6)
+
+    play(actions, body)
+    assert ("wrong", (0, 1), 60.0) in actions.log and ("slow", (1,), 4.0) in actions.log
+
+
 def test_faults_that_the_daemon_carries_out() -> None:
     actions = RecordedActions({0: 1, 1: 2})
 
