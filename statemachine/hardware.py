@@ -28,8 +28,12 @@ class HealthLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     every_s: float = 600.0
     """Seconds between two tests of a node that is in no plan; 0: only before it takes part."""
     min_speed: float = 0.5
-    """Share of the median speed of the other nodes' devices of the same kind, and of their links, below which a
-    node is slow. It is set aside when it is slow in two tests in a row.
+    """Share of the median speed of the other nodes' devices of the same kind below which a node is slow. It is
+    set aside when it is slow in two tests in a row.
+    """
+    min_link_speed: float = 0.2
+    """The same share for transfers from other hosts. Networks are shared, so the speed of one short transfer
+    varies more.
     """
     min_others: int = 3
     """Number of other nodes that must be known before a node counts as slow."""

@@ -98,7 +98,7 @@ _REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
         "health.every_s",
         "health.min_others",
     ),
-    _require_share: ("quarantine.max_share", "health.min_speed"),
+    _require_share: ("quarantine.max_share", "health.min_speed", "health.min_link_speed"),
     _require_peers: ("node.snapshot_peers",),
 }
 """Checks of single values, with the keys that they apply to."""

@@ -162,7 +162,7 @@ def _find_slow(c: Cluster, node: NodeMachine, report: HealthReport) -> tuple[Nod
                 )
                 return make_failure(c, "slow_device", detail), True
     own, other = _link_speed(node), _usual(c, [_link_speed(one) for one in others])
-    if 0 < own < c.hardware.health.min_speed * other:
+    if 0 < own < c.hardware.health.min_link_speed * other:
         detail = f"transfers from other nodes at {own:.3g} MB/s, and those of the other nodes at {other:.3g}"
         return make_failure(c, "slow_link", detail), True
     return None, compared
