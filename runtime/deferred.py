@@ -132,6 +132,7 @@ class Recording:
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Storages by address, held so that no other storage gets the address."""
         self._sizes: dict[int, int] = {}
+        self._scratch: torch.UntypedStorage | None = None
 
     def view_of(self, tensor: Tensor) -> StorageView | None:
         """Return the view of a tensor without memory; ``None`` for any other tensor."""
@@ -166,9 +167,15 @@ class Recording:
         return _filled(arguments, memory)
 
     def scratch(self, arguments: Any) -> Any:
-        """Return the arguments with uninitialised memory in place of views."""
-        memory = _Memory(self._sizes)
-        return _filled(arguments, memory)
+        """Return the arguments with uninitialised memory in place of views, for a call that writes one tensor.
+
+        The next call gets the same memory, because clearing fresh pages takes longer than drawing values.
+        """
+        leaves = [leaf for leaf in tree.tree_leaves(arguments, is_leaf=_is_place) if _is_place(leaf)]
+        needed = max((self._sizes[leaf.storage] for leaf in leaves), default=0)
+        if self._scratch is None or self._scratch.nbytes() < needed:
+            self._scratch = _reserved(needed).untyped_storage()
+        return _filled(arguments, {leaf.storage: self._scratch for leaf in leaves})
 
     def track(self, tensor: Tensor) -> StorageView:
         """Begin to record operations on a tensor whose memory has not been written to, and return its view."""
@@ -207,8 +214,9 @@ class Recording:
         self._operations.append(operation)
 
     def end(self) -> None:
-        """Stop recording, and release the addresses."""
+        """End recording, and release the addresses and the scratch memory."""
         self._storages.clear()
+        self._scratch = None
 
     def _contents(self, storages: set[int], memory: "_Memory") -> None:
         """Execute the operations on which the content of the storages depends."""
