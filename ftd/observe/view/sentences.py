@@ -82,7 +82,7 @@ def describe_uneventful_run(report: Report) -> str:
         return "No recovery was completed: the cluster paused."
     if report.failures:
         return "No recovery was completed."
-    return "There was no failure, join or drain: one plan was used from the first step on."
+    return "No failure, join or drain interrupted training: one plan was used from the first step on."
 
 
 def describe_decision(recovery: ReportedRecovery) -> str | None:

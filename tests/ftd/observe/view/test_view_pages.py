@@ -86,7 +86,7 @@ def test_the_summary_of_an_unfinished_run_without_failures(event: Make) -> None:
     assert "No step was committed" in text
     assert "none: the job did not finish" in text
     run.on_event(event("StepCommitted", 1.0, step=1, generation=1, details={"loss": 2.0, "step_s": 0.1}))
-    assert "There was no failure, join or drain" in printed(render_summary(build_report(run)))
+    assert "No failure, join or drain interrupted training" in printed(render_summary(build_report(run)))
     run.on_event(event("ClusterPaused", 2.0, generation=2, reason="no node is ready"))
     paused = printed(render_summary(build_report(run)))
     assert "the cluster paused" in paused and "No failure" not in paused
