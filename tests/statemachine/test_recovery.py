@@ -240,6 +240,13 @@ def test_a_newcomer_that_is_lost_while_a_plan_is_made_or_carried_out_costs_nothi
     assert not s.commands() and s.machine.generation == 2
 
 
+def test_trainers_that_are_gone_while_the_others_report_begin_a_new_generation() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.hello("node-2", 102, job_id="job-1", prepared=False, generation=1)
+    assert s.machine.generation == 3 and set(s.modes()) == {"node-0", "node-1"}
+
+
 def test_all_nodes_lost_pauses_the_job_until_one_is_ready() -> None:
     s = Recovering(2)
     s.say("node-0", TrainerLost(generation=1, device=0, cause="exited", detail=""))
