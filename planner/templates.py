@@ -146,8 +146,8 @@ def check_tolerance(policy: Policy, n0: int, nodes: int, costs: StageCosts | Non
     """Check that the job can *start* and then tolerate ``policy.tolerate`` failures; later it may continue
     with fewer nodes.
 
-    :param costs: the costs from which n₀ follows; the error then names settings with which the nodes
-        suffice.
+    :param costs: the costs from which n₀ follows; the error then says which stage does not fit on fewer
+        nodes, and names settings with which the nodes suffice.
     :raises InfeasibleError: there are fewer than (f+1)·n₀ nodes.
     :raises BatchError: there are fewer microbatches than the f+1 pipelines, each of which must compute
         something.
@@ -158,10 +158,13 @@ def check_tolerance(policy: Policy, n0: int, nodes: int, costs: StageCosts | Non
         fewer = f"at most {most}" if most > 0 else "0"
         advice = f"set tolerance.failures to {fewer}, or start" if most >= 0 else "start"
         settings = [] if costs is None else _helpful_settings(costs)
+        why = "" if costs is None else explain_tolerance_limit(costs, n0)
+        each = f"{replicas} replicas of {node_count(n0)} each, " if replicas > 1 else "one replica, "
         enough = [setting for setting, fewest in settings if replicas * fewest <= nodes]
         raise InfeasibleError(
-            f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {node_count(n0)} each, "
-            f"{node_count(replicas * n0)}, and there {_are(nodes)}; {advice} {node_count(replicas * n0)}"
+            f"tolerance.failures = {policy.tolerate} needs {each}{node_count(replicas * n0)}, and there {_are(nodes)}"
+            + (f" ({why})" if why else "")
+            + f"; {advice} {node_count(replicas * n0)}"
             + (f", or use {' or '.join(enough)}" if enough else "")
         )
     if policy.microbatches < replicas:

@@ -118,6 +118,14 @@ def test_f_too_large_names_the_setting_and_what_would_work() -> None:
     check_tolerance(policy_of(tolerate=1), n0=2, nodes=4)
 
 
+def test_too_few_nodes_for_one_replica_names_the_stage_that_does_not_fit_on_fewer() -> None:
+    costs = StageCosts(profile_of([1.0] * 12, memory_bytes=180), policy_of(tolerate=0))
+    assert smallest_pipeline(costs) == 2
+    words = r"needs one replica, 2 nodes, and there is 1 node \(on 1 node the stage of layers 0 to 11 .*\); start 2"
+    with pytest.raises(InfeasibleError, match=words):
+        check_tolerance(policy_of(tolerate=0), n0=2, nodes=1, costs=costs)
+
+
 def test_f_too_large_for_the_batch_recommends_a_batch() -> None:
     with pytest.raises(BatchError) as raised:
         check_tolerance(policy_of(tolerate=2, global_batch=8), n0=1, nodes=4)
