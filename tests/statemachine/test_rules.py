@@ -125,7 +125,9 @@ def test_the_vote_of_the_newest_step_comes_from_any_report_that_has_it() -> None
     without = tuple(structs.replace(report, vote=None) for report in at(8, 0, 1))
     decision = decide({"a": at(7, 0, 1), "b": without, "c": at(8, 2, 3)}, known(7), RUNNING, "abort")
     assert (decision.step, decision.vote) == (8, known(8).vote)
-    assert decide({"b": without}, known(8), RUNNING, "abort").vote == known(8).vote, "or from a node that is dead now"
+    assert decide({"b": without}, known(8), RUNNING, "abort").vote == known(8).vote, (
+        "or from a node that is dead now"
+    )
 
 
 def test_all_nodes_at_the_boundary() -> None:
