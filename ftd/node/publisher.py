@@ -180,8 +180,9 @@ class NodePublisher:
             if not self._rejected:
                 log.error("node_rejected", reason=command.reason, remedy="the daemon retries every second")
             self._rejected = True
-        elif not isinstance(command, messages.RequestHello):
+        elif self._rejected and not isinstance(command, messages.RequestHello):
             self._rejected = False
+            self.publish_state_now()  # The last will of an older incarnation may be retained.
 
     def observe_state(self, seen: NodeStateMessage | None) -> None:
         """Publish our state again after somebody else wrote to our topic.

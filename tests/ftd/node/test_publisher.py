@@ -14,6 +14,7 @@ from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.public import NodeStateMessage, decode_json
 from ftd.transport.wire.topics import Topics
 from statemachine.effects import PublishNode
+from statemachine.messages.cluster import Reject, RequestHello, Stop
 from statemachine.messages.values import NodeState
 from tests.helpers.brokers import RunningBroker
 
@@ -104,6 +105,24 @@ def test_a_state_is_published_at_once_and_its_reason_later(
             the.publisher.publish_state(effect(NodeState.HEALTHY, "training"))
         assert await the.reasons(1) == ["training"]  # Published before it disconnected.
         assert the.heard.empty()
+
+    asyncio.run(play())
+
+
+def test_a_node_that_is_admitted_after_a_rejection_publishes_its_state_again(
+    mosquitto: RunningBroker, tmp_path: Path
+) -> None:
+    """The last will of an older incarnation may be retained, and nothing may change for long."""
+
+    async def play() -> None:
+        async with scene(mosquitto, tmp_path) as the:
+            the.publisher.observe_command(Reject(reason="the name is taken"))
+            the.publisher.publish_state(effect(NodeState.HEALTHY, "rejected"))
+            the.publisher.observe_command(RequestHello())
+            await the.publisher.flush(PATIENCE_S)
+            assert the.heard.empty()
+            the.publisher.observe_command(Stop(job_id="job", reason="test"))
+            assert await the.reasons(1) == ["rejected"]
 
     asyncio.run(play())
 
