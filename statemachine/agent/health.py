@@ -6,6 +6,8 @@ orders further checks while the node is idle; they stop as soon as the node gets
 would slow its trainer down.
 """
 
+import msgspec
+
 from statemachine.agent.state import IN_GROUP, Agent, TrainerPhase
 from statemachine.effects import RunHealthCheck, StopHealthCheck
 from statemachine.error_text import is_crash
@@ -19,6 +21,7 @@ def check_before_work(a: Agent) -> None:
     """Start a check that must end before this node counts as prepared."""
     if a.facts.checks_health:
         _start(a, CheckHealth(), awaited=True)
+        a.check_ordered = False
 
 
 def check_after_failure(a: Agent, cause: FailureCause, detail: str) -> None:
@@ -32,6 +35,7 @@ def obey_order(a: Agent, order: CheckHealth) -> None:
     busy = any(trainer.phase in _BUSY for trainer in a.trainers)
     if a.facts.checks_health and not a.checking and not busy:
         _start(a, order, awaited=a.job is not None and not a.built)
+        a.check_ordered = True
 
 
 def _start(a: Agent, order: CheckHealth, *, awaited: bool) -> None:
@@ -53,6 +57,18 @@ def note_ended(a: Agent, report: HealthReport) -> bool:
         return False
     awaited = a.check_awaited
     a.checking = a.check_awaited = False
-    a.health = report
-    a.send(HealthChecked(report=report))
+    a.health = report if a.check_ordered else _with_earlier_faults(a.health, report)
+    a.send(HealthChecked(report=a.health))
     return awaited
+
+
+def _with_earlier_faults(earlier: HealthReport | None, report: HealthReport) -> HealthReport:
+    """Return a report in which devices that were wrong before still are.
+
+    Without an order of the coordinator in between, it may know nothing of the earlier result.
+    """
+    wrong = {one.device: one.wrong for one in earlier.devices} if earlier is not None else {}
+    devices = tuple(
+        msgspec.structs.replace(one, wrong=one.wrong or wrong.get(one.device, "")) for one in report.devices
+    )
+    return msgspec.structs.replace(report, devices=devices)

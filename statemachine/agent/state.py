@@ -208,8 +208,12 @@ class Agent:
     """Whether it is under way."""
     check_awaited: bool = False
     """Whether this node counts as prepared only when it has ended."""
+    check_ordered: bool = False
+    """Whether the coordinator ordered it."""
     health: HealthReport | None = None
-    """Result of the last health check of this incarnation that has ended."""
+    """Result of the last health check of this incarnation that has ended, with the wrong results of those before
+    it that the coordinator may not know.
+    """
     ended_pids: set[int] = field(default_factory=set)
     """Pids of processes that this agent ended: late messages about them do not count."""
     ignored: Counter[str] = field(default_factory=Counter)

@@ -669,12 +669,14 @@ def test_ranks_that_go_on_before_an_evaluation_ends_are_found(monkeypatch: pytes
 
 
 def test_replicas_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def parts(*everything: Any) -> Any:
-        holdings = real(*everything)
-        return holdings and {device: tuple(p for p in of if not p.replica) for device, of in holdings.items()}
+    def without_replicas(held: Any, nodes: Any) -> Any:
+        return {
+            device: tuple(p for p in of if not p.replica) if isinstance(of, tuple) else of
+            for device, of in real(held, nodes).items()
+        }
 
-    real = recovery.parts_of
-    monkeypatch.setattr(recovery, "parts_of", parts)
+    real = recovery.of_nodes
+    monkeypatch.setattr(recovery, "of_nodes", without_replicas)
     found("rolled back although live trainers hold all", SHARDED)
 
 

@@ -91,6 +91,18 @@ def test_a_failure_that_counts_for_a_quarantine_leads_to_a_check_before_the_retu
         assert d.signals(Prepared)
 
 
+def test_a_wrong_result_is_reported_until_the_coordinator_orders_another_check() -> None:
+    """Whoever leads may not have received it before the next check passes."""
+    d = CheckedDaemon()
+    d.feed(HealthCheckEnded, report=health_report(1, wrong="a product is wrong"))
+    d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="hung", detail="no progress")
+    d.end(2)
+    assert d.signals(HealthChecked)[-1].report == health_report(2, wrong="a product is wrong")
+    d.order(CheckHealth())
+    d.end(3)
+    assert d.signals(HealthChecked)[-1].report == health_report(3)
+
+
 def test_an_idle_node_obeys_an_order_and_stops_when_it_gets_work() -> None:
     d = CheckedDaemon()
     d.end(1)
