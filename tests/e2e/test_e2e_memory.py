@@ -7,7 +7,7 @@ import pytest
 
 from ftd.config.job import load_job_data
 from ftd.transport.wire.public import JobData
-from tests.helpers.memory_guard import MemoryGuard, private_mib
+from tests.helpers.memory_guard import MemoryGuard, largest_private_mib
 from tests.helpers.playground import HOME, RELATIVE, Json, Playground, nodes_of, training_data, write_job
 from tests.helpers.reference import load, reference_losses
 
@@ -93,7 +93,7 @@ def test_a_model_three_times_as_large_as_a_device_trains_through_a_join_and_a_ki
     """No trainer ever exceeds the device's limit plus the memory of a tiny model's trainer."""
     ground.submit(wide_job(tmp_path, width=WIDTH // 32, device_mib=1000.0))
     ground.further()
-    base_mib = max(private_mib(pid) for pid in ground.pids.values())
+    base_mib = largest_private_mib(ground.pids.values())
     ground.stop_job()
     with MemoryGuard(ground.pids.values) as guard:
         ground.on_loop(ground.cluster.start_node("node-4"))
@@ -131,7 +131,7 @@ def test_shards_of_a_model_that_fills_the_devices_are_parked_when_nodes_join(
     """Old and new shards of a device do not fit together."""
     ground.submit(wide_job(tmp_path, width=WIDTH // 32, device_mib=1000.0, within="shard"))
     ground.further()
-    base_mib = max(private_mib(pid) for pid in ground.pids.values())
+    base_mib = largest_private_mib(ground.pids.values())
     ground.stop_job()
     with MemoryGuard(ground.pids.values) as guard:
         run = ground.submit(wide_job(tmp_path, width=WIDTH, device_mib=PLANNED_SHARD_MIB, within="shard"))

@@ -1,5 +1,6 @@
 """A limit on the memory of trainers, checked while tests run."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +18,15 @@ def private_mib(pid: int) -> float:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024
     raise ProcessLookupError(pid)
+
+
+def largest_private_mib(pids: Iterable[int]) -> float:
+    """Return the private memory of the process that has most; those that have ended do not count."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(private_mib(pid))
+    return max(found)
 
 
 class MemoryGuard:
