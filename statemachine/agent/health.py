@@ -20,8 +20,7 @@ _BUSY = IN_GROUP | {TrainerPhase.QUIESCING}
 def check_before_work(a: Agent) -> None:
     """Start a check that must end before this node counts as prepared."""
     if a.facts.checks_health:
-        _start(a, CheckHealth(), awaited=True)
-        a.check_ordered = False
+        _start(a, CheckHealth(), awaited=True, ordered=False)
 
 
 def check_after_failure(a: Agent, cause: FailureCause, detail: str) -> None:
@@ -34,13 +33,12 @@ def obey_order(a: Agent, order: CheckHealth) -> None:
     """Run a check that the coordinator ordered, unless this node works or runs one already."""
     busy = any(trainer.phase in _BUSY for trainer in a.trainers)
     if a.facts.checks_health and not a.checking and not busy:
-        _start(a, order, awaited=a.job is not None and not a.built)
-        a.check_ordered = True
+        _start(a, order, awaited=a.job is not None and not a.built, ordered=True)
 
 
-def _start(a: Agent, order: CheckHealth, *, awaited: bool) -> None:
+def _start(a: Agent, order: CheckHealth, *, awaited: bool, ordered: bool) -> None:
     a.check_number += 1
-    a.checking, a.check_awaited = True, awaited
+    a.checking, a.check_awaited, a.check_ordered = True, awaited, ordered
     a.out.append(RunHealthCheck(cause=a.cause, number=a.check_number, peers=order.peers))
 
 

@@ -92,7 +92,7 @@ def test_a_failure_that_counts_for_a_quarantine_leads_to_a_check_before_the_retu
 
 
 def test_a_wrong_result_is_reported_until_the_coordinator_orders_another_check() -> None:
-    """Whoever leads may not have received it before the next check passes."""
+    """The coordinator may not have received it before the next check passes."""
     d = CheckedDaemon()
     d.feed(HealthCheckEnded, report=health_report(1, wrong="a product is wrong"))
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="hung", detail="no progress")
