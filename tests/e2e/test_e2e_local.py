@@ -289,12 +289,14 @@ def test_a_job_whose_values_are_not_finite_fails_and_says_where(tmp_path: Path, 
     assert done.returncode == 1
     told = json.loads(report.read_text())
     assert told["outcome"] == "failed"
-    assert (
-        "the updates of 6 steps in a row were skipped, from step 2 on; in step 2 the first value"
-        in (told["outcome_reason"])
+    reason = told["outcome_reason"]
+    # A heartbeat can report several steps, so the coordinator may learn of more than 6 at once.
+    found = re.match(
+        r"the updates of (\d+) steps in a row were skipped, from step 2 on; in step 2 the first value", reason
     )
-    assert " of layer " in told["outcome_reason"] and " on node-" in told["outcome_reason"]
-    assert "the updates of 6 steps in a row were skipped" in " ".join((done.stdout + done.stderr).split())
+    assert found is not None and int(found[1]) >= 6, reason
+    assert " of layer " in reason and " on node-" in reason
+    assert found[0].split(",")[0] in " ".join((done.stdout + done.stderr).split())
 
 
 def test_a_job_that_waits_for_missing_nodes_is_abandoned(tmp_path: Path, home: dict[str, str]) -> None:

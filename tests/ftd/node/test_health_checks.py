@@ -33,11 +33,15 @@ class Checks:
     async def result(self) -> HealthReport:
         return await asyncio.wait_for(self.results.get(), LIMIT_S)
 
-    async def pids(self) -> list[int]:
-        """Return the processes of the check under way, once both devices are tested."""
-        await until(lambda: self.health._check is not None and len(self.health._check.pids) == 2)
-        assert self.health._check is not None
-        return list(self.health._check.pids)
+    async def pids(self, *devices: int) -> list[int]:
+        """Return the processes that test these devices, once they run; each of these tests must hang."""
+
+        def running() -> dict[int, int]:
+            check = self.health._check
+            return {} if check is None else {device: pid for pid, device in check.pids.items()}
+
+        await until(lambda: set(devices) <= running().keys())
+        return [running()[device] for device in devices]
 
 
 def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> None:
@@ -96,7 +100,7 @@ def test_a_test_that_hangs_is_killed_and_counts_as_failed() -> None:
     async def test(checks: Checks) -> None:
         checks.health.plant("hung", [0], 60.0)
         checks.health.start(1, ())
-        pids = await checks.pids()
+        pids = await checks.pids(0)
         found = await checks.result()
         assert found.devices[0].failed == "its test did not end within 1 s" and not found.devices[1].failed
         await until(lambda: not any(map(is_alive, pids)))
@@ -108,7 +112,7 @@ def test_a_test_whose_process_ends_early_counts_as_failed_with_the_way_it_ended(
     async def test(checks: Checks) -> None:
         checks.health.plant("hung", [0, 1], 60.0)
         checks.health.start(1, ())
-        for pid in await checks.pids():
+        for pid in await checks.pids(0, 1):
             os.kill(pid, signal.SIGSEGV)
         assert [one.failed for one in (await checks.result()).devices] == [
             "the process of its test ended: killed by SIGSEGV"
@@ -121,7 +125,7 @@ def test_a_check_that_is_stopped_ends_with_its_processes_and_gives_no_result() -
     async def test(checks: Checks) -> None:
         checks.health.plant("hung", [0, 1], 60.0)
         checks.health.start(1, ())
-        pids = await checks.pids()
+        pids = await checks.pids(0, 1)
         checks.health.stop()
         await until(lambda: not any(map(is_alive, pids)))
         checks.health.plant("hung", [0, 1], 0.0)
@@ -133,9 +137,9 @@ def test_a_check_that_is_stopped_ends_with_its_processes_and_gives_no_result() -
 
 def test_a_check_that_ends_with_the_zygote_is_repeated() -> None:
     async def test(checks: Checks) -> None:
-        checks.health.plant("hung", [1], 0.5)
+        checks.health.plant("hung", [0, 1], 0.5)
         checks.health.start(1, ())
-        await checks.pids()
+        await checks.pids(0, 1)
         await asyncio.sleep(0.5)
         pid = checks.supervisor.zygote_pid
         assert pid is not None
