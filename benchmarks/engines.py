@@ -6,6 +6,7 @@ steps, so that they share the same conditions on the machine.
 
 import asyncio
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -84,6 +85,7 @@ def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport
         sharding=engine.sharding,
         monitor=engine.monitor,
         report=reports.append,
+        hash_threads=min(8, (os.cpu_count() or 1) // 2),
     )
 
 

@@ -10,6 +10,7 @@ The CUDA implementation has not run on a GPU yet.
 """
 
 import contextlib
+import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -252,7 +253,7 @@ class CudaRuntime(DeviceRuntime):
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         # torch reuses this memory only after the copies that use it.
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor.detach().cpu()
@@ -270,6 +271,24 @@ class CudaRuntime(DeviceRuntime):
     def unregister(self, address: int) -> None:
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         driver.cudaHostUnregister(address)
+
+
+def create_cuda_context(number: int = 0) -> None:
+    """Create the context of a GPU, which takes a second, and many seconds while other processes do the same.
+
+    torch does this while it holds the interpreter's lock, so that no other thread could send heartbeats
+    meanwhile. An error is ignored: torch meets it again, and describes it.
+
+    :param number: number of the GPU among those that this process sees.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), number) == 0:
+        # The process keeps this reference until it ends.
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def device_runtime(device: torch.device) -> DeviceRuntime:

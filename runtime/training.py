@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from runtime.deferred import DeferredModule, ModelFactory, ModelRecorder, Recording, UntrackedWriteError
+from runtime.device import create_cuda_context
 from runtime.import_conflicts import OUR_PACKAGES, find_import_conflict
 from runtime.precision import PRECISIONS
 from runtime.sources.errors import DataError
@@ -307,6 +308,7 @@ def torch_device(data: TrainingData) -> torch.device:
             '"gloo" and device "cpu"'
         )
     device = torch.device("cuda", 0)
+    create_cuda_context(0)
     torch.cuda.set_device(device)
     return device
 

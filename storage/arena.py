@@ -108,18 +108,20 @@ class Arena:
             self._grow(number, size_bytes)
         return Slot(number, self._view(number)[:size_bytes])
 
-    def reserve(self, size_bytes: int, slots: int) -> None:
-        """Allocate and map this number of slots now, so that the first snapshots need not. Slots that hold a
-        snapshot are not changed.
+    def reserve(self, size_bytes: int, slots: int) -> list[Slot]:
+        """Allocate and map this number of slots now, so that the first snapshots need not, and return those that
+        hold no snapshot. Slots that hold a snapshot are not changed.
 
         :raises ArenaFullError: they do not fit; what was there stays.
         """
         used = {manifest.slot for manifest in self._manifests.values()}
         numbers = sorted(set(range(SLOTS)) - used, key=lambda n: (-self._slot_bytes(n), n))
+        reserved = []
         for number in numbers[: max(0, slots - len(used))]:
             if self._slot_bytes(number) < size_bytes:
                 self._grow(number, size_bytes)
-            self._view(number)
+            reserved.append(Slot(number, self._view(number)[:size_bytes]))
+        return reserved
 
     def commit(self, manifest: SnapshotManifest) -> None:
         """Mark a snapshot as complete by writing its manifest.

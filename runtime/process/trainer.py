@@ -6,6 +6,7 @@ from wherever it was, keeps its state, reports, and waits for the next generatio
 """
 
 import gc
+import os
 import sys
 import time
 from dataclasses import replace
@@ -65,6 +66,9 @@ from statemachine.messages.trainer import (
 )
 from statemachine.messages.values import BuildStage
 from storage.description import encode_description
+
+_HASH_THREADS = 8
+"""Maximum number of threads that hash a snapshot; all trainers of a node together use at most half of its cores."""
 
 
 class _DifferentModelError(RuntimeError):
@@ -178,6 +182,7 @@ class Trainer:
             sharding=engine.sharding,
             monitor=self._monitor,
             report=self._link.send,
+            hash_threads=min(_HASH_THREADS, (os.cpu_count() or 1) // (2 * prepare.devices_per_node)),
         )
         self._mailbox.on_keep_snapshot, self._mailbox.on_repair_write = (
             engine.snapshots.retain,

@@ -85,6 +85,8 @@ def run(modules: list[str], *, parent: int, lifeline: int | None) -> None:
     """
     notices = os.dup(1)
     os.dup2(2, 1)  # Output during the import of torch must not get between the frames.
+    # A library that asks torch for GPUs while it is imported would initialise CUDA, which forks cannot use.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     started = time.monotonic()
     gc.disable()  # Everything that imports create stays: collecting meanwhile takes a sixth of the time.
     import runtime.monitoring.device_check

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -164,9 +165,11 @@ class TrainerCapture:
         """Return the layout for the manifest."""
         return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
 
-    def parts(self) -> tuple[SnapshotPart, ...]:
+    def parts(self, pool: Executor | None = None) -> tuple[SnapshotPart, ...]:
         """Write the small parts after the shards, compute the missing digests, and return all parts. The
         shards must be complete.
+
+        :param pool: threads that compute digests besides this one.
         """
         assert self.slot is not None
         ranges = list(self.shards)
@@ -178,11 +181,11 @@ class TrainerCapture:
         parts = []
         for name, offset, size in ranges:
             digests = self.digests.get(offset) or PartDigester()
-            self._take_rest(digests, offset, size)
+            self._take_rest(digests, offset, size, pool)
             parts.append(digests.part(name, offset))
         return tuple(parts)
 
-    def _take_rest(self, digests: PartDigester, offset: int, size: int) -> None:
+    def _take_rest(self, digests: PartDigester, offset: int, size: int, pool: Executor | None) -> None:
         """Compute the remaining digests of a part; those of frozen blocks are reused.
 
         A frozen block that was corrupted after it was copied is therefore detected.
@@ -197,7 +200,11 @@ class TrainerCapture:
                 else:
                     begin = offset + digests.size_bytes
                     digests.update(self.slot[begin : begin + BLOCK_BYTES - within])
-        digests.update(self.slot[offset + digests.size_bytes : offset + size])
+        rest = self.slot[offset + digests.size_bytes : offset + size]
+        if pool is None:
+            digests.update(rest)
+        else:
+            digests.update_in_parallel(rest, pool)
 
 
 def _image_of(layer: int, states: LayerStates, bucket: SnapshotBucket) -> LayerImage:

@@ -33,8 +33,11 @@ _MARGIN = 0.8
 """Fraction of the estimated time that is relied on."""
 _PAGE_BYTES = 4096
 _LATE_S = 0.0005
-"""Maximum delay in seconds caused by a unit that is being copied when a bubble ends."""
-_LEAST_UNIT_BYTES, _FIRST_UNIT_BYTES, _MOST_UNIT_BYTES = 1 << 20, 4 << 20, 16 << 20
+"""Maximum delay in seconds caused by a unit of host memory that is being copied when a bubble ends."""
+_LINK_S = 0.002
+"""Seconds of a unit over a device's own link, which delays other copies but no computation."""
+_LEAST_UNIT_BYTES, _FIRST_UNIT_BYTES = 1 << 20, 4 << 20
+_MOST_UNIT_BYTES, _MOST_LINK_UNIT_BYTES = 16 << 20, 128 << 20
 """Limits of a unit's size. At 8 GB/s the default is right; smaller units are mostly overhead."""
 
 
@@ -81,8 +84,9 @@ class CopySchedule:
     @property
     def unit_bytes(self) -> int:
         """Number of bytes to read for one unit."""
-        wanted = self.bandwidth * _LATE_S or _FIRST_UNIT_BYTES
-        return int(min(max(wanted, _LEAST_UNIT_BYTES), _MOST_UNIT_BYTES)) // _PAGE_BYTES * _PAGE_BYTES
+        seconds, most = (_LINK_S, _MOST_LINK_UNIT_BYTES) if self.has_own_link else (_LATE_S, _MOST_UNIT_BYTES)
+        wanted = self.bandwidth * seconds or _FIRST_UNIT_BYTES
+        return int(min(max(wanted, _LEAST_UNIT_BYTES), most)) // _PAGE_BYTES * _PAGE_BYTES
 
     def period(self, *, waiting: bool, for_sums: bool) -> Period:
         """Return the present period, from what the main thread does."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +79,8 @@ class SnapshotWriter:
     """The writer of one rank's part of all snapshots.
 
     :param sharding: parts of the state that this rank has, if state is sharded.
+    :param hash_threads: number of threads that compute digests of what was copied from a device. Bytes of host
+        memory are hashed while they are copied.
     :param report: sends a report to the node daemon; called from any thread.
     """
 
@@ -92,6 +95,7 @@ class SnapshotWriter:
         sharding: ShardedState | None,
         monitor: ProgressMonitor,
         report: Callable[[SnapshotReport], None],
+        hash_threads: int = 1,
     ) -> None:
         """:raises OSError: the arena cannot be made."""
         self._job_id = job_id
@@ -108,6 +112,9 @@ class SnapshotWriter:
         self._side = SideStreams(lambda _: model.runtime)
         self._mover: Mover = DeviceMover(model.device, self._side) if self._is_async else HostMover()
         self._schedule = CopySchedule(has_own_link=self._is_async)
+        self._hashing = (
+            ThreadPoolExecutor(hash_threads, "digest") if self._is_async and hash_threads > 1 else None
+        )
         self._capture: TrainerCapture | None = None
         """The newest capture, while it may still be copied."""
         self._reserved = False
@@ -216,6 +223,8 @@ class SnapshotWriter:
         self._thread.join()
         self._monitor.peer_wait = None
         self._side.close()
+        if self._hashing is not None:
+            self._hashing.shutdown()
         self._arena.close()
 
     # --- any thread ------------------------------------------------------------------------------
@@ -313,7 +322,9 @@ class SnapshotWriter:
                 self._write_capture(task)
             case _Reserve():
                 self._contents.clear()
-                self._arena.reserve(task.size_bytes, _SLOTS)
+                for slot in self._arena.reserve(task.size_bytes, _SLOTS):
+                    if self._is_async:
+                        self._side.pin(slot.number, slot.view)
                 collapse_pages(task.read)
             case _Retain():
                 self._retained, self._pinned = task.step, task.pinned
@@ -344,7 +355,7 @@ class SnapshotWriter:
             self._changed.wait_for(lambda: capture.done)
         if capture.error is not None:
             raise capture.error
-        parts = capture.parts()
+        parts = capture.parts(self._hashing)
         self._arena.commit(
             SnapshotManifest(
                 job_id=self._job_id,

@@ -53,6 +53,7 @@ class LateFleet(Fleet):
                 sharding=engine.sharding,
                 monitor=engine.monitor,
                 report=lambda _: None,
+                hash_threads=2,
             )
             engine.optimization.step = self._delayed(runtime, engine.optimization.step)  # type: ignore[method-assign]
             new.append(engine)

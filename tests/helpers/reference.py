@@ -4,13 +4,13 @@ import math
 
 import torch
 
-from runtime.data.batches import cast_floating, default_collate
+from runtime.data.batches import cast_floating, default_collate, to_device
 from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.precision import PRECISIONS
-from runtime.training import Training, load_training
+from runtime.training import Training, load_training, torch_device
 from statemachine.messages.trainer import TrainingData
 from statemachine.messages.values import batch_of
 
@@ -30,7 +30,8 @@ def reference_run(
 
     :param skipped_batches: batches that are left out, in rising order.
     """
-    model = Model(training, data)
+    device = torch_device(data)
+    model = Model(training, data, device)
     optimization = Optimization(model)
     sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
     loader = BatchLoader(
@@ -48,7 +49,7 @@ def reference_run(
     for step in range(1, steps + 1):
         total = total_weight = 0.0
         for microbatch in range(microbatches):
-            batch = loader.load(batch_of(step, skipped_batches), microbatch)
+            batch = to_device(loader.load(batch_of(step, skipped_batches), microbatch), device)
             output = model.forward(0, model.layer_count, None, step=step, row=microbatch * rows, batch=batch)
             loss, weight = model.compute_loss(output, batch, rows)
             torch.autograd.backward(loss)
@@ -77,6 +78,7 @@ def reference_evaluation(model: Model, training: Training, data: TrainingData) -
         batch = cast_floating(
             (training.collate or default_collate)(samples), PRECISIONS[data.precision].parameters
         )
+        batch = to_device(batch, model.device)
         output = model.forward(0, model.layer_count, None, step=0, row=0, batch=batch, train=False)
         loss, weight = model.compute_loss(output, batch, len(samples))
         total += loss.item()

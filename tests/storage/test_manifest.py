@@ -1,6 +1,7 @@
 """The digests of a part: however its bytes are split, one for each block, and consistent with each other."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +24,7 @@ CASES = [
     Case(BLOCK_BYTES + 1, 2),
     Case(2 * BLOCK_BYTES, 2),
     Case(3 * BLOCK_BYTES - 7, 3),
+    Case(37 * BLOCK_BYTES + 5, 38),
 ]
 
 
@@ -36,6 +38,12 @@ def test_digests_do_not_depend_on_how_the_bytes_are_split(case: Case) -> None:
         digests.update(some)
         done += len(some)
     part = digests.part("it", 64)
+    with ThreadPoolExecutor(2) as pool:
+        in_parallel = PartDigester()
+        start = chance.randrange(BLOCK_BYTES)
+        in_parallel.update(data[:start])
+        in_parallel.update_in_parallel(data[start:], pool)
+    assert part == in_parallel.part("it", 64)
     assert part == SnapshotPart.from_bytes("it", 64, data) and part.is_intact(data)
     assert len(part.blocks) == 16 * case.blocks and part.in_blocks
     assert part.digest == digest_of(part.blocks.encode() if case.blocks else data)
