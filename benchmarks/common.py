@@ -131,13 +131,19 @@ class Result:
         console.print(
             f"  on {where['cores']} cores, {where['cpu']}, load {where['load_before']:.1f}", style="dim"
         )
+        path = self.save(out)
+        console.print(f"  written to {path}", style="dim", highlight=False)
+        return 0 if all(limit.met for limit in self.limits) else 1
+
+    def save(self, out: Path | None = None) -> Path:
+        """Write the result as JSON and return the file."""
         path = out or RESULTS / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {
             "schema": 1,
             "benchmark": self.name,
             "what": self.what,
-            "machine": where,
+            "machine": machine(),
             "columns": self.columns,
             "rows": self.rows,
             "limits": [{**asdict(limit), "met": limit.met} for limit in self.limits],
@@ -145,8 +151,7 @@ class Result:
             "notes": self.notes,
         }
         path.write_text(json.dumps(document, indent=2) + "\n")
-        console.print(f"  written to {path}", style="dim", highlight=False)
-        return 0 if all(limit.met for limit in self.limits) else 1
+        return path
 
 
 def command_line(what: str | None, out: str = "JSON file to write") -> argparse.ArgumentParser:

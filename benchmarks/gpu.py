@@ -17,7 +17,8 @@ It writes benchmarks/results/gpu/<GPU>.json and .txt, from these parts:
   through gloo.
 * ``restore``: loading of layers with their optimizer's state from shared memory into the device.
 
-Without a GPU it ends with exit code 3, unless you give ``--device cpu``. Nothing here has run on a GPU yet.
+The files are written after each part. A part that fails is noted, and the others are measured. Without a GPU
+it ends with exit code 3, unless you give ``--device cpu``.
 """
 
 import gc
@@ -58,7 +59,7 @@ from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.trainer import ShardWritten, SnapshotReport, TrainingData
 from storage.staged import write_staged_payload
 
-PARTS = ("train", "snapshot", "link", "xor", "kill", "restore")
+PARTS = ("link", "xor", "train", "snapshot", "kill", "restore")
 NO_GPU_EXIT = 3
 SKIPPED = 2
 """Number of steps at the beginning of a measurement that do not count: they compile and touch memory first."""
@@ -420,17 +421,28 @@ def run() -> int:
         re.sub(r"[^A-Za-z0-9]+", "-", f"{where['device']}{'-tiny' if given.tiny else ''}").strip("-").lower()
     )
     out = given.out or RESULTS / "gpu" / f"{name}.json"
+    failed = False
     with tempfile.TemporaryDirectory(prefix="ftd-bench-", dir="/dev/shm") as memory:
         bench = Bench(device=device, size=size, runtime=device_runtime(device), memory=Path(memory))
         for part in PARTS:
-            if part in given.parts.split(","):
+            if part not in given.parts.split(","):
+                continue
+            try:
                 MEASURE[part](bench, result)
-                bench.free()
-    code = result.finish(out)
+            except RuntimeError as error:
+                result.notes.append(f"{part} failed: {error}")
+                failed = True
+            bench.free()
+            save(result, where, out)
+    return max(result.finish(out), failed)
+
+
+def save(result: Result, where: dict[str, Any], out: Path) -> None:
+    """Write what was measured so far, as JSON and as text."""
+    result.save(out)
     table = [f"{result.what}\n{json.dumps(where)}\n"]
     table += [f"{what:36} {measured:>32}  {words}".rstrip() for what, measured, words in result.rows]
     out.with_suffix(".txt").write_text("\n".join([*table, *result.notes]) + "\n")
-    return code
 
 
 MEASURE: dict[str, Callable[[Bench, Result], None]] = {

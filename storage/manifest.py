@@ -9,8 +9,7 @@ corruption is located to the block.
 
 import contextlib
 import os
-from collections.abc import Iterable
-from concurrent.futures import Executor
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +22,6 @@ FORMAT = 3
 MAX_BYTES = 64 * 1024 * 1024
 BLOCK_BYTES = 1024 * 1024
 """Number of bytes for each block digest; they are still in the cache when they are copied."""
-_BLOCKS_AT_ONCE = 16
-"""Number of blocks that a thread hashes at a time."""
 _HEX = 16
 """Number of digits of a block's digest."""
 
@@ -112,7 +109,8 @@ class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
 
-def _digests_of_blocks(data: memoryview) -> list[str]:
+def digests_of_blocks(data: Any) -> list[str]:
+    """Return the digests of whole blocks; other threads run meanwhile."""
     return [xxhash.xxh3_64_hexdigest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
 
 
@@ -140,23 +138,12 @@ class PartDigester:
                 self._blocks.append(self._block.hexdigest())
                 self._block.reset()
 
-    def update_in_parallel(self, data: Any, pool: Executor) -> None:
-        """Add the next bytes as ``update`` does; whole blocks are hashed by the threads of a pool."""
-        view = memoryview(data)
-        start = min(len(view), BLOCK_BYTES - self.size_bytes % BLOCK_BYTES)
-        self.update(view[:start])
-        end = start + (len(view) - start) // BLOCK_BYTES * BLOCK_BYTES
-        some = _BLOCKS_AT_ONCE * BLOCK_BYTES
-        runs = [view[at : min(at + some, end)] for at in range(start, end, some)]
-        for digests in pool.map(_digests_of_blocks, runs):
-            self._blocks += digests
-        self.size_bytes += end - start
-        self.update(view[end:])
-
-    def skip(self, digest: str) -> None:
-        """Add a whole block by its digest; it must not be the only block of its part."""
-        self._blocks.append(digest)
-        self.size_bytes += BLOCK_BYTES
+    def add_blocks(self, digests: Sequence[str]) -> None:
+        """Add whole blocks by their digests, after whole blocks; they must not be all of their part, if that is one
+        block.
+        """
+        self._blocks += digests
+        self.size_bytes += len(digests) * BLOCK_BYTES
 
     def part(self, name: str, offset: int) -> SnapshotPart:
         """Return the part after all bytes were added."""

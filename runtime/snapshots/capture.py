@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +17,7 @@ from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units
 from statemachine.messages.values import Vote
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import padded_size
-from storage.manifest import BLOCK_BYTES, PartDigester, SnapshotPart
+from storage.manifest import BLOCK_BYTES, PartDigester, SnapshotPart, digests_of_blocks
 from storage.shards import ShardLayout
 
 
@@ -42,6 +42,8 @@ class TrainerCapture:
     """Digests by a shard's offset, as far as they were computed while copying; only the copier's thread
     computes them.
     """
+    hashed: dict[int, "Future[list[str]]"] = field(default_factory=dict)
+    """Digests of runs of whole blocks, which a pool computes, by the offset of the first block."""
     small: list[tuple[str, bytes]] = field(default_factory=list)
     groups: list[dict[str, object]] = field(default_factory=list)
     """Description of the groups, for the manifest."""
@@ -165,11 +167,18 @@ class TrainerCapture:
         """Return the layout for the manifest."""
         return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
 
-    def parts(self, pool: Executor | None = None) -> tuple[SnapshotPart, ...]:
+    def hash_unit(self, unit: ShardUnit, pool: Executor) -> None:
+        """Let a pool hash the whole blocks of a unit that was copied."""
+        assert self.slot is not None
+        offset = self._shard_of(unit)
+        first = -(-(unit.offset - offset) // BLOCK_BYTES) * BLOCK_BYTES + offset
+        end = (unit.offset + unit.size_bytes - offset) // BLOCK_BYTES * BLOCK_BYTES + offset
+        if first < end:
+            self.hashed[first] = pool.submit(digests_of_blocks, self.slot[first:end])
+
+    def parts(self) -> tuple[SnapshotPart, ...]:
         """Write the small parts after the shards, compute the missing digests, and return all parts. The
         shards must be complete.
-
-        :param pool: threads that compute digests besides this one.
         """
         assert self.slot is not None
         ranges = list(self.shards)
@@ -181,30 +190,27 @@ class TrainerCapture:
         parts = []
         for name, offset, size in ranges:
             digests = self.digests.get(offset) or PartDigester()
-            self._take_rest(digests, offset, size, pool)
+            self._take_rest(digests, offset, size)
             parts.append(digests.part(name, offset))
         return tuple(parts)
 
-    def _take_rest(self, digests: PartDigester, offset: int, size: int, pool: Executor | None) -> None:
-        """Compute the remaining digests of a part; those of frozen blocks are reused.
+    def _take_rest(self, digests: PartDigester, offset: int, size: int) -> None:
+        """Add the remaining digests of a part; those of frozen blocks are reused.
 
         A frozen block that was corrupted after it was copied is therefore detected.
         """
         assert self.slot is not None
         there = self.previous.get(offset)
-        if there is not None:
-            while size - digests.size_bytes >= BLOCK_BYTES:
-                number, within = divmod(digests.size_bytes, BLOCK_BYTES)
-                if not within and number in self.frozen[offset]:
-                    digests.skip(there.digest_of_block(number))
-                else:
-                    begin = offset + digests.size_bytes
-                    digests.update(self.slot[begin : begin + BLOCK_BYTES - within])
-        rest = self.slot[offset + digests.size_bytes : offset + size]
-        if pool is None:
-            digests.update(rest)
-        else:
-            digests.update_in_parallel(rest, pool)
+        while (left := size - digests.size_bytes) > 0:
+            at = offset + digests.size_bytes
+            number, within = divmod(digests.size_bytes, BLOCK_BYTES)
+            # A part of one block has no digests of blocks.
+            if (run := self.hashed.get(at)) is not None and size > BLOCK_BYTES:
+                digests.add_blocks(run.result())
+            elif there is not None and not within and left >= BLOCK_BYTES and number in self.frozen[offset]:
+                digests.add_blocks([there.digest_of_block(number)])
+            else:
+                digests.update(self.slot[at : at + min(left, BLOCK_BYTES - within)])
 
 
 def _image_of(layer: int, states: LayerStates, bucket: SnapshotBucket) -> LayerImage:

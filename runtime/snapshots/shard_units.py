@@ -162,6 +162,10 @@ def shard_units(
                 while end * DIGEST_BYTES < first + size and (end in frozen) == still:
                     end += 1
                 size = min(size, end * DIGEST_BYTES - first)
+            # Where a unit holds whole blocks, it ends with one, so that they can be hashed at once.
+            last = (first + size) // DIGEST_BYTES * DIGEST_BYTES
+            if last > first and done + size < xor_range.size_bytes:
+                size = last - first
             starts = tuple(source + done for source in xor_range.sources)
             units.append(ShardUnit(bucket, offset + first, size, starts, still))
             done += size

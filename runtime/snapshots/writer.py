@@ -269,6 +269,8 @@ class SnapshotWriter:
         began_s, started = time.time(), time.monotonic()
         try:
             unit.write(capture.slot, digests)
+            if self._hashing is not None:
+                capture.hash_unit(unit, self._hashing)
         except Exception as error:
             capture.error = error
         finally:
@@ -355,7 +357,7 @@ class SnapshotWriter:
             self._changed.wait_for(lambda: capture.done)
         if capture.error is not None:
             raise capture.error
-        parts = capture.parts(self._hashing)
+        parts = capture.parts()
         self._arena.commit(
             SnapshotManifest(
                 job_id=self._job_id,

@@ -6,6 +6,7 @@ import contextlib
 import math
 import platform
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -78,14 +79,16 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
             check_digests(units, expected)
 
 
+@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("scheme", ["none", "aec", "aec2", "aec+arc:1"])
-def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
-    """The second snapshot copies only the other blocks, and has the digests of all."""
+def test_frozen_blocks_stay_in_the_slot(scheme: str, pooled: bool) -> None:
+    """The second snapshot copies only the other blocks, and has the digests of all, which a pool computes."""
+    pool = ThreadPoolExecutor(2)
     random = np.random.default_rng(1)
     owners, mib = 4, 1024 * 1024
     sizes = [(7 * mib, True), (112, False), (9 * mib + 16, True), (2 * mib, False), (5 * mib, True)]
     values = [random.integers(0, 256, size, dtype=np.uint8) for size, _ in sizes]
-    left_out = 0
+    left_out = hashed = 0
     for owner in range(owners):
         slot = None
         parts: tuple[SnapshotPart, ...] = ()
@@ -108,8 +111,13 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
                 left_out += size_bytes - sum(unit.size_bytes for unit in capture.units)
             capture.slot = slot
             for unit in capture.units:
-                unit.write(slot, capture.digests_at(unit))
+                if pooled:
+                    unit.write(slot)
+                    capture.hash_unit(unit, pool)
+                else:
+                    unit.write(slot, capture.digests_at(unit))
             parts = capture.parts()
+            hashed += sum(len(run.result()) for run in capture.hashed.values())
             expected = np.zeros(size_bytes, dtype=np.uint8)
             make_shard(layout, owner, np.concatenate(values), expected)
             assert slot.tobytes() == expected.tobytes()
@@ -118,6 +126,8 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
                 if not frozen:
                     np.bitwise_xor(value, 0x5A, out=value)
     assert left_out > 4 * mib
+    assert hashed > 10 if pooled else hashed == 0
+    pool.shutdown()
 
 
 def check_digests(units: list[ShardUnit], expected: Bytes) -> None:

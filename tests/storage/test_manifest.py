@@ -1,14 +1,21 @@
 """The digests of a part: however its bytes are split, one for each block, and consistent with each other."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 
 from storage.errors import CorruptDataError
-from storage.manifest import BLOCK_BYTES, PartDigester, SnapshotManifest, SnapshotPart, check_parts, digest_of
+from storage.manifest import (
+    BLOCK_BYTES,
+    PartDigester,
+    SnapshotManifest,
+    SnapshotPart,
+    check_parts,
+    digest_of,
+    digests_of_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -38,16 +45,19 @@ def test_digests_do_not_depend_on_how_the_bytes_are_split(case: Case) -> None:
         digests.update(some)
         done += len(some)
     part = digests.part("it", 64)
-    with ThreadPoolExecutor(2) as pool:
-        in_parallel = PartDigester()
-        start = chance.randrange(BLOCK_BYTES)
-        in_parallel.update(data[:start])
-        in_parallel.update_in_parallel(data[start:], pool)
-    assert part == in_parallel.part("it", 64)
     assert part == SnapshotPart.from_bytes("it", 64, data) and part.is_intact(data)
     assert len(part.blocks) == 16 * case.blocks and part.in_blocks
     assert part.digest == digest_of(part.blocks.encode() if case.blocks else data)
     check_parts(manifest_of(part), 64 + len(data))
+
+
+def test_whole_blocks_are_added_by_their_digests() -> None:
+    data = random.Random(1).randbytes(5 * BLOCK_BYTES + 9)
+    digests = PartDigester()
+    digests.update(data[:BLOCK_BYTES])
+    digests.add_blocks(digests_of_blocks(data[BLOCK_BYTES : 4 * BLOCK_BYTES]))
+    digests.update(data[4 * BLOCK_BYTES :])
+    assert digests.part("it", 64) == SnapshotPart.from_bytes("it", 64, data)
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: str(case.size_bytes))
