@@ -5,8 +5,6 @@ one stream run in order, those of different streams in any order unless an event
 sees a result only after it has waited for it. All code in this package that depends on this uses
 ``DeviceRuntime``, so that tests can substitute a device whose streams are late at random
 (``tests/helpers/late_device.py``).
-
-The CUDA implementation has not run on a GPU yet.
 """
 
 import contextlib

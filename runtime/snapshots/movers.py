@@ -4,7 +4,7 @@ not.
 ``HostMover`` uses numpy, which lets other threads run meanwhile. ``DeviceMover`` issues chunked copies on a
 side stream, directly into the arena's memory, which is registered with the driver (page-locked). It
 computes XORs on the device, so that only their result crosses the link. It accesses the device only through
-``Streams``, for which tests substitute late ones. It has never run on CUDA.
+``Streams``, for which tests substitute late ones.
 """
 
 import contextlib

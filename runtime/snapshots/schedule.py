@@ -13,7 +13,7 @@ the node cannot be told apart. Therefore the third layer is the whole wait for s
 ``sync``.
 
 Host memory has no separate link: while the host waits for sums, a core is idle, so this wait counts as a
-bubble. (This has never run with a device.) The paper estimates all times beforehand, and the bubbles from
+bubble. The paper estimates all times beforehand, and the bubbles from
 the shape of 1F1B. Here they are measured: the bandwidth of the copies so far, and the waits of the last
 steps. The decision is made again after every unit from what is left, so that a step with shorter waits than
 usual is noticed in time. What is left at the end is copied while the main thread waits: this is the stall.
