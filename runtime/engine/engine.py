@@ -267,6 +267,7 @@ class Engine:
         """
         layers = self.stage_layers(resume)
         self._reset(resume.step, resume.vote, layers)
+        give_back_memory()
         stage = stage_of(resume.world, resume.rank)
         sharded = self.sharding if is_sharded(stage) else None
         if sharded is not None:

@@ -110,6 +110,8 @@ class ShardedState:
         self.leave()
         self._end_replica()
         self.states.held, self._own, self._parked = [], [], set()
+        # The optimizer would keep the memory of the parts alive.
+        self._optimization.set_slices(())
         self._optimization.shards = None
         self._model.shard((), None)
 

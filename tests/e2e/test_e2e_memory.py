@@ -125,10 +125,12 @@ SHARD_MIB = 85.0
 
 
 @pytest.mark.devices(2)
-def test_shards_of_a_model_that_fills_the_devices_are_parked_when_nodes_join(
+def test_shards_of_a_model_that_fills_the_devices_survive_a_join_and_a_kill(
     ground: Playground, tmp_path: Path
 ) -> None:
-    """Old and new shards of a device do not fit together."""
+    """The model is four times as large as a device. Old and new shards of a device do not fit together, so they are
+    parked when a node joins.
+    """
     ground.submit(wide_job(tmp_path, width=WIDTH // 32, device_mib=1000.0, within="shard"))
     ground.further()
     base_mib = largest_private_mib(ground.pids.values())
@@ -139,6 +141,11 @@ def test_shards_of_a_model_that_fills_the_devices_are_parked_when_nodes_join(
         ground.until_step(3)
         ground.on_loop(ground.cluster.start_node("node-4"))
         ground.until_planned([*HOME, "node-4"])
+        ground.further()
+        ground.until_event("SnapshotCompleted", times=2)
+        ground.inject(do="kill", node="node-1")
+        ground.until_event("RolledBack")
+        ground.until_planned(["node-0", "node-2", "node-3", "node-4"])
         ground.further(3)
         losses = ground.stop_job().losses
     reasons = [plan["reason"] for plan in run.named("PlanChosen")]
