@@ -1,8 +1,9 @@
 """Loading of layers that the node staged (``storage.staged``) into this trainer's tensors.
 
 Several threads read the layers where they lie. They verify each block of the borrowed memory and copy it
-while it is in the cache, and meanwhile the next layer is prepared. A layer counts as loaded only after
-``verify`` has found all of its bytes intact and the borrowed memory unchanged.
+while it is in the cache, and meanwhile the next layer is prepared. Bytes for a device go through one of two
+buffers of pinned memory, so that the link carries one layer while threads read the next. A layer counts as
+loaded only after ``verify`` has found all of its bytes intact and the borrowed memory unchanged.
 """
 
 import os
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.device import DeviceEvent, DeviceRuntime
 from runtime.layers.state import LayerStates, ReusedMemory
 from storage.errors import CorruptDataError
 from storage.layerstate import TensorEntry, padded_size
@@ -74,6 +76,36 @@ class _Block:
         return True
 
 
+@dataclass(slots=True, eq=False)
+class _StagingBuffer:
+    """Memory for the bytes of one layer that threads cannot copy to their tensors."""
+
+    runtime: DeviceRuntime
+    memory: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    copied: DeviceEvent | None = None
+    """End of the copies from this memory."""
+
+    def begin(self, size_bytes: int) -> None:
+        """Wait until the memory may be overwritten, and make it large enough."""
+        self.wait()
+        if len(self.memory) < size_bytes:
+            self.memory = self.runtime.pinned(size_bytes, torch.uint8).numpy()
+
+    def copy(self, pairs: Iterable[tuple[Bytes, Tensor]]) -> None:
+        """Begin to copy parts of this memory to tensors."""
+        for memory, tensor in pairs:
+            source = torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+            tensor.copy_(source, non_blocking=True)
+        self.copied = self.runtime.event()
+        self.copied.record()
+
+    def wait(self) -> None:
+        """Make the host wait for the copies."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+
+
 @dataclass(frozen=True, slots=True)
 class _LoadingLayer:
     """A layer that is being loaded."""
@@ -82,7 +114,8 @@ class _LoadingLayer:
     tasks: list[Future[_Block | None]]
     """Tasks, each of which returns a block whose bytes have changed, if any."""
     others: list[tuple[Bytes, Tensor]]
-    """Staging memory, with the tensor that torch copies it to."""
+    """Parts of ``buffer``, with the tensor that torch copies each to."""
+    buffer: _StagingBuffer
 
 
 class StagedStateLoader:
@@ -103,10 +136,8 @@ class StagedStateLoader:
         self._borrowed: set[BorrowedSnapshot] = set()
         self._reused: ReusedMemory | None = {} if reuse else None
         self._loading: _LoadingLayer | None = None
-        self._staging: Bytes = np.empty(0, dtype=np.uint8)
-        """Staging memory for tensors that bytes cannot be copied into; allocated once, because fresh memory is
-        slow.
-        """
+        self._buffers = _StagingBuffer(states.runtime), _StagingBuffer(states.runtime)
+        """The buffer of the next layer, and that of the one before."""
 
     def __enter__(self) -> Self:
         self._threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "restore")
@@ -116,11 +147,13 @@ class StagedStateLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown(cancel_futures=True)
+        for buffer in self._buffers:
+            buffer.wait()
         self._loading = None
         self._files.clear()
 
     def load_layer(self, layer: int) -> None:
-        """Begin to load a layer; the previous one has been copied when this returns.
+        """Begin to load a layer; the previous one has been read when this returns.
 
         :raises StateError: it belongs to a different model.
         :raises StagingCorruptedError: its bytes, or those of the previous layer, have changed or are
@@ -132,15 +165,15 @@ class StagedStateLoader:
         except (OSError, CorruptDataError) as error:
             raise StagingCorruptedError(f"layer {layer}: {error}") from error
         places = self._states.allocate(layer, staged.header, staged.size_bytes, self._reused)
-        targets, others = self._targets(places)
+        buffer, before = self._buffers
+        targets, others = self._targets(places, buffer)
         tasks = [
             self._threads.submit(_copy_until_changed, some) for some in _batches(_blocks(sources, targets))
         ]
         self.finish()
-        self._loading = _LoadingLayer(layer, tasks, others)
+        self._loading = _LoadingLayer(layer, tasks, others, buffer)
         self._borrowed |= set(staged.borrowed)
-        if others:
-            self.finish()  # The next layer uses the same memory.
+        self._buffers = before, buffer
 
     def verify(self) -> None:
         """Finish, and check that all layers were loaded intact.
@@ -154,7 +187,7 @@ class StagedStateLoader:
                 raise StagingCorruptedError(f"{snapshot.manifest} is missing or was replaced")
 
     def finish(self) -> None:
-        """Wait until the last layer has been copied.
+        """Wait until the last layer has been read; the device may still be copying it.
 
         :raises StagingCorruptedError: its bytes have changed.
         """
@@ -165,8 +198,8 @@ class StagedStateLoader:
             self._tick()
             if (block := task.result()) is not None:
                 raise StagingCorruptedError(f"layer {loading.layer}: its digest does not match", block.part)
-        for memory, tensor in loading.others:
-            tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
+        if loading.others:
+            loading.buffer.copy(loading.others)
 
     def _file(self, chunk: PayloadChunk) -> Bytes:
         """Return all bytes of the file that contains a staged range.
@@ -186,36 +219,33 @@ class StagedStateLoader:
         return memory
 
     def _targets(
-        self, places: Sequence[tuple[TensorEntry, Tensor]]
+        self, places: Sequence[tuple[TensorEntry, Tensor]], buffer: _StagingBuffer
     ) -> tuple[list[_Target], list[tuple[Bytes, Tensor]]]:
-        """Return the memory for the payload's bytes, ascending, and the tensors to be copied from staging
-        memory.
-        """
-        apart = [_memory(tensor) is None for _, tensor in places]
+        """Return the memory for the payload's bytes, ascending, and the tensors to be copied from the buffer."""
+        own = [_memory(tensor, self._states.runtime) for _, tensor in places]
         sizes = [padded_size(entry.size_bytes) for entry, _ in places]
-        needed = sum(size for size, staging in zip(sizes, apart, strict=True) if staging)
-        if len(self._staging) < needed:
-            self._staging = np.empty(needed, dtype=np.uint8)
+        buffer.begin(sum(size for size, memory in zip(sizes, own, strict=True) if memory is None))
         targets: list[_Target] = []
         others: list[tuple[Bytes, Tensor]] = []
         end = 0
-        for (entry, tensor), size in zip(places, sizes, strict=True):
+        for (entry, tensor), size, memory in zip(places, sizes, own, strict=True):
             if not entry.size_bytes:
                 continue
-            memory = _memory(tensor)
-            if memory is None:
-                memory = self._staging[end : end + entry.size_bytes]
-                others.append((memory, tensor))
-                end += size
-            targets.append(_Target(entry.offset, memory))
+            if memory is not None:
+                targets.append(_Target(entry.offset, memory))
+                continue
+            staging = buffer.memory[end : end + entry.size_bytes]
+            others.append((staging, tensor))
+            targets.append(_Target(entry.offset, staging))
+            end += size
         return targets, others
 
 
-def _memory(tensor: Tensor) -> Bytes | None:
+def _memory(tensor: Tensor, runtime: DeviceRuntime) -> Bytes | None:
     """Return the tensor's bytes in the payload's order; ``None`` if they are not on the host, or not in that
     order.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if runtime.holds(tensor) or not tensor.is_contiguous():
         return None
     memory: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
     return memory

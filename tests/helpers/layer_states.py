@@ -4,6 +4,7 @@ import torch
 
 from runtime.data.batches import default_collate
 from runtime.data.sampling import Sampler
+from runtime.device import DeviceRuntime
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
@@ -14,10 +15,12 @@ from tests.helpers.runtime_support import gpt_data
 class Trainer:
     """A model and optimizer that train all layers in this process."""
 
-    def __init__(self, precision: str = "float64", dropout: float = 0.1) -> None:
+    def __init__(
+        self, precision: str = "float64", dropout: float = 0.1, runtime: DeviceRuntime | None = None
+    ) -> None:
         self.data = gpt_data(precision=precision, arguments={"dropout": dropout})
         self.training = load(self.data)
-        self.model = Model(self.training, self.data)
+        self.model = Model(self.training, self.data, runtime=runtime)
         self.optimization = Optimization(self.model)
         self.states = LayerStates(self.model, self.optimization)
         self.layers = range(self.model.layer_count)

@@ -3,6 +3,7 @@ changed.
 """
 
 import random
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,9 +15,24 @@ from runtime.engine.staged_state import StagedStateLoader, StagingCorruptedError
 from runtime.layers.state import StateError
 from storage.manifest import SnapshotManifest, SnapshotPart, record_digest, write_record
 from storage.staged import BorrowedSnapshot, PayloadChunk, StagedLayer, read_staged, write_staged
+from tests.helpers.late_device import LateEvent, LateRuntime
 from tests.helpers.layer_states import Trainer
 
 BLOCK_BYTES = 512
+
+
+class Unawaited(LateEvent):
+    """An injected bug: the host does not wait for events."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Hasty(LateRuntime):
+    """A device whose user does not wait before it overwrites memory."""
+
+    def event(self) -> LateEvent:
+        return Unawaited(self)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +97,37 @@ def test_the_exact_state_is_loaded_from_any_ranges(tmp_path: Path, seed: int) ->
     assert ticks and new.model.held_layers == set(new.layers)
     assert new.digests() == old.digests()
     assert [old.step(step) for step in (3, 4)] == [new.step(step) for step in (3, 4)]
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+def test_a_device_that_is_late_gets_the_exact_state(tmp_path: Path, hasty: bool) -> None:
+    """Memory that the device still reads is not overwritten. A loader that did not wait would be noticed."""
+    layers = range(3)  # The fourth would load the first one's tied weight again.
+    old = Trainer()
+    old.step(1)
+    for layer in layers:
+        header, payload = old.states.pack(layer)
+        stage(tmp_path, layer, header, payload.numpy().tobytes(), layer)
+    runtime = Hasty() if hasty else LateRuntime(late=(1.0, 0.002))
+    gate = LateEvent(runtime)
+    with runtime.computing():
+        new = Trainer(runtime=runtime)
+        if hasty:
+            gate.reached = threading.Event()
+            runtime.default.wait(gate)
+        with StagedStateLoader(tmp_path, new.states, lambda: None) as staged:
+            for layer in layers:
+                staged.load_layer(layer)
+            staged.verify()
+        gate.reached.set()
+        runtime.synchronize()
+    runtime.end()
+    pairs = [
+        pair
+        for layer in layers
+        for pair in zip(old.states.changing_tensors(layer), new.states.changing_tensors(layer), strict=True)
+    ]
+    assert all(torch.equal(*pair) for pair in pairs) == (not hasty)
 
 
 def test_existing_memory_is_reused_and_serves_one_tensor_only(tmp_path: Path) -> None:
@@ -174,7 +221,7 @@ def test_a_tensor_whose_bytes_are_not_in_order_is_filled_too(
     old.step(1)
     header, payload = old.states.pack(2)
     stage(tmp_path, 2, header, payload.numpy().tobytes(), 5)
-    monkeypatch.setattr("runtime.engine.staged_state._memory", lambda tensor: None)
+    monkeypatch.setattr("runtime.engine.staged_state._memory", lambda tensor, runtime: None)
     with StagedStateLoader(tmp_path, new.states, lambda: None) as staged:
         staged.load_layer(2)
         staged.verify()

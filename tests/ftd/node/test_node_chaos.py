@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ftd.node.trainer_processes import LocalProcesses
 
+from ftd.driver import SystemClock
 from ftd.errors import ConfigurationError, WireError
 from ftd.local.mounts import mount_tmpfs
 from ftd.node.chaos import NodeFaultInjector
@@ -97,7 +99,13 @@ def play(
     async def main() -> None:
         await body(
             NodeFaultInjector(
-                node="node-1", devices=devices, allowed=allowed, actions=actions, memory=actions
+                node="node-1",
+                devices=devices,
+                allowed=allowed,
+                actions=actions,
+                memory=actions,
+                processes=LocalProcesses(),
+                clock=SystemClock(),
             )
         )
 
