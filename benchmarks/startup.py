@@ -3,11 +3,18 @@
     python -m benchmarks.startup                       # a llama of 30 million parameters on two nodes
     python -m benchmarks.startup --nodes 1 --rounds 3
     python -m benchmarks.startup --compile             # compiled: first and later starts
+    python -m benchmarks.startup --stages              # a llama of 203 million parameters in four stages
 
 Both sides train the same model on the same samples with one thread for each process:
 ``benchmarks/jobs/llama.toml`` and ``benchmarks/peers/llama_loop.py``. They take turns, so that a slow
 minute of a shared machine affects both. The nodes, the coordinator and the broker (mosquitto) start before
 the first round and keep running; each round is a new job.
+
+With ``--stages`` the job is that of ``benchmarks/memory.py``, in one pipeline, and the plain side is four
+processes of ``benchmarks/peers/llama_stage.py``, each of which makes only the layers of its stage and knows
+where the model is cut. ftd has to measure the model first, and makes the parameters that one process would
+make. Its nodes have imported torch and transformers before, so the time of the script counts from the end of
+its imports; the time with them is shown, too.
 """
 
 import argparse
@@ -21,19 +28,24 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import memory
 from benchmarks.clusters import FTD, REPOSITORY
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from ftd.local.child_processes import private_directory
 from ftd.local.cluster import ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.transport.address import ClusterAddress
+from ftd.transport.mqtt.mosquitto import free_port
 
 JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
 LOOP = REPOSITORY / "benchmarks/peers/llama_loop.py"
+STAGE = REPOSITORY / "benchmarks/peers/llama_stage.py"
 STEPS = 2
 LIMIT_S = 300.0
 WARM_S = 15.0
 """Seconds to wait after the nodes have joined, while they load in advance what jobs will need."""
+MORE_TIMES = 1.3
+"""Limit of the time to the first step in stages, in times of the plain script's after its imports."""
 MORE_S = 3.0
 """Seconds that a job may take longer than the plain script to its first step."""
 MILESTONES = {
@@ -90,23 +102,55 @@ def script_s(compiled: bool, cache: Path) -> float:
     raise RuntimeError(f"the plain script ended with {done.returncode}:\n{done.stderr[-3000:]}")
 
 
+def stages_s(count: int) -> tuple[float, float]:
+    """Return the seconds of the plain stages to the end of their first step: from the end of the last one's
+    imports, and from their start.
+    """
+    began = time.monotonic()
+    shared = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(STAGE)],
+            env={**shared, "RANK": str(rank), "WORLD_SIZE": str(count)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    printed = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    if any(process.returncode for process in ranks):
+        raise RuntimeError("a plain stage failed; its error is above")
+    found = [dict(line.rsplit(" ", 1) for line in text.splitlines()) for text in printed]
+    ended = max(float(one["STEP 1"]) for one in found)
+    return ended - max(float(one["READY"]) for one in found), ended - began
+
+
 def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
 
 
-async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], list[float]]:
-    """Return the milestones of ftd's starts and the seconds of the plain script's."""
+async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], list[float], list[float]]:
+    """Return the milestones of ftd's starts, the seconds of the plain script's, and those with its imports."""
     ours: list[dict[str, float]] = []
     theirs: list[float] = []
+    with_imports: list[float] = []
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(private_directory())
         os.environ["XDG_CACHE_HOME"] = str(
             directory / "cache"
         )  # The nodes' compile cache is empty at first, too.
         job = directory / JOB.name
-        text = JOB.read_text().replace("failures = 1", f"failures = {min(1, given.nodes - 1)}")
-        text = text.replace("llama.py:build", f"{JOB.parent}/llama.py:build")
-        job.write_text(text.replace("seed = 1", f"seed = 1\ncompile = {str(given.compile).lower()}"))
+        if given.stages:
+            memory.job_file(directory)
+        else:
+            text = JOB.read_text().replace("failures = 1", f"failures = {min(1, given.nodes - 1)}")
+            text = text.replace("llama.py:build", f"{JOB.parent}/llama.py:build")
+            job.write_text(text.replace("seed = 1", f"seed = 1\ncompile = {str(given.compile).lower()}"))
         names = [f"node-{index}" for index in range(given.nodes)]
         options = ClusterOptions(broker="mosquitto", preload=("transformers",))
         driver = await stack.enter_async_context(LocalDriver(options, names))
@@ -121,17 +165,24 @@ async def measure(given: argparse.Namespace) -> tuple[list[dict[str, float]], li
             for side in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
                 if side == "ours":
                     ours.append(await nodes.start(job))
+                elif given.stages:
+                    alone_s, all_s = await asyncio.to_thread(stages_s, given.nodes)
+                    theirs.append(alone_s)
+                    with_imports.append(all_s)
                 else:
                     theirs.append(
                         await asyncio.to_thread(script_s, given.compile, directory / "compiled-by-the-script")
                     )
-    return ours, theirs
+    return ours, theirs, with_imports
 
 
-def tabulated(given: argparse.Namespace, ours: list[dict[str, float]], theirs: list[float]) -> Result:
+def tabulated(
+    given: argparse.Namespace, ours: list[dict[str, float]], theirs: list[float], with_imports: list[float]
+) -> Result:
+    size = "203 million parameters in one pipeline" if given.stages else "30 million parameters"
     result = Result(
-        name=f"startup{'-compiled' if given.compile else ''}",
-        what=f"A llama of 30 million parameters, {given.nodes} running nodes, {given.rounds} starts of each side"
+        name=f"startup{'-stages' if given.stages else '-compiled' if given.compile else ''}",
+        what=f"A llama of {size}, {given.nodes} running nodes, {given.rounds} starts of each side"
         f"{', compiled' if given.compile else ''}; seconds (min / median / max)",
         columns=("until", "seconds"),
     )
@@ -145,11 +196,25 @@ def tabulated(given: argparse.Namespace, ours: list[dict[str, float]], theirs: l
         if values:
             result.rows.append((f"ftd: {milestone}", str(Summary(values=values))))
     result.rows.append(("plain script: first step", str(Summary(values=tuple(theirs[counted])))))
+    result.data = {"ftd": ours, "script_s": theirs, "script_with_imports_s": with_imports}
+    if given.stages:
+        result.rows.append(("plain script with its imports", str(Summary(values=tuple(with_imports)))))
+        times = [start["first step"] / plain for start, plain in zip(ours, theirs, strict=True)]
+        result.rows.append(
+            ("ftd / plain script, of starts that follow each other", str(Summary(values=tuple(times))))
+        )
+        result.limits.append(
+            Limit(
+                name="first step, times of the plain script's",
+                measured=statistics.median(times),
+                limit=MORE_TIMES,
+            )
+        )
+        return result
     more = [start["first step"] - plain for start, plain in zip(ours, theirs, strict=True)][counted]
     result.rows.append(
         ("ftd − plain script, of starts that follow each other", str(Summary(values=tuple(more))))
     )
-    result.data = {"ftd": ours, "script_s": theirs}
     result.limits.append(
         Limit(
             name="first step after the plain script's, median s",
@@ -167,16 +232,20 @@ def tabulated(given: argparse.Namespace, ours: list[dict[str, float]], theirs: l
 
 def parse() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--nodes", type=int, help="default: 2; with --stages 4")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
-    return parser.parse_args()
+    parser.add_argument("--stages", action="store_true", help="a larger model that no node can hold alone")
+    given = parser.parse_args()
+    if given.stages and (given.compile or given.nodes not in (None, memory.NODES)):
+        parser.error(f"--stages is measured on {memory.NODES} nodes, and not compiled")
+    given.nodes = given.nodes or (memory.NODES if given.stages else 2)
+    return given
 
 
 def run() -> None:
     given = parse()
-    measured: tuple[list[dict[str, float]], list[float]] = asyncio.run(measure(given))
-    main(tabulated(given, *measured), given.out)
+    main(tabulated(given, *asyncio.run(measure(given))), given.out)
 
 
 if __name__ == "__main__":
