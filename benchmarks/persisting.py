@@ -27,8 +27,7 @@ import numpy as np
 
 from benchmarks.checkpoints import LAYERS, LEAST, MIB, ROUNDS, Chunk, layer_header, timed, write_plainly
 from benchmarks.common import Limit, Result, command_line, main
-from ftd.driver import SystemClock
-from ftd.snapshots.persist import CheckpointWriter, Persister
+from ftd.snapshots.persist import Persister
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
@@ -124,8 +123,9 @@ class Persisting:
     async def _write(self, rate_bytes_s: float | None) -> None:
         done: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         persister = Persister(
-            writing=CheckpointWriter(node="n0", arenas=self._arenas, token=TOKEN),
-            clock=SystemClock(),
+            node="n0",
+            arenas=self._arenas,
+            token=TOKEN,
             rate_bytes_s=rate_bytes_s,
             feed=done.set_result,
             stamp=lambda: {"at": 0.0, "cause": ""},

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftd.node.trainer_processes import LocalProcesses
 
-from ftd.driver import SystemClock
 from ftd.errors import ConfigurationError, WireError
 from ftd.local.mounts import mount_tmpfs
 from ftd.node.chaos import NodeFaultInjector
@@ -99,13 +97,7 @@ def play(
     async def main() -> None:
         await body(
             NodeFaultInjector(
-                node="node-1",
-                devices=devices,
-                allowed=allowed,
-                actions=actions,
-                memory=actions,
-                processes=LocalProcesses(),
-                clock=SystemClock(),
+                node="node-1", devices=devices, allowed=allowed, actions=actions, memory=actions
             )
         )
 

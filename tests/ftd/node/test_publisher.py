@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ class Scene:
         self.publisher = publisher.NodePublisher(
             load_daemon_config(config),
             7,
-            open_session=partial(MqttSession, load_daemon_config(config).broker),
             message_faults=MessageFaultInjector("n"),
             clock=loop.time,
             on_message=lambda *_: None,

@@ -6,20 +6,17 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pytest
-from ftd.node.ports import TrainerProcess
-from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
 
 from ftd.node import zygote
 from ftd.node.instructions import make_prepare_instruction
 from ftd.node.rendezvous import RendezvousServer
-from ftd.node.supervisor import TrainerSupervisor
+from ftd.node.supervisor import TrainerProcess, TrainerSupervisor
 from ftd.processes import is_alive, read_tail
 from planner.values import LayerProfile, ModelProfile, Policy
 from runtime.wire import frames
@@ -52,29 +49,20 @@ def short_directory() -> Iterator[Path]:
         yield Path(name)
 
 
-def supervisor_of(
-    processes: ZygoteTrainers, devices: int, feed: Callable[[Event], None]
-) -> TrainerSupervisor:
-    return TrainerSupervisor(
-        devices=devices,
-        host=LocalProcesses(),
-        processes=processes,
-        feed=feed,
-        stamp=lambda: {"at": time.monotonic(), "cause": "test"},
-        on_side_report=lambda device, frame: None,
-    )
-
-
 class Trainers:
     """A supervisor and all events that it fed."""
 
     def __init__(self, directory: Path, devices: int) -> None:
         self.events: list[Event] = []
         self._news = asyncio.Event()
-        self.processes = ZygoteTrainers(
-            directory=directory, environment=lambda device: {"FTD_TEST_DEVICE": str(device)}
+        self.supervisor = TrainerSupervisor(
+            devices=devices,
+            directory=directory,
+            feed=self._feed,
+            cause=lambda: "test",
+            environment=lambda device: {"FTD_TEST_DEVICE": str(device)},
+            on_side_report=lambda device, frame: None,
         )
-        self.supervisor = supervisor_of(self.processes, devices, self._feed)
 
     def _feed(self, event: Event) -> None:
         self.events.append(event)
@@ -99,11 +87,17 @@ class Trainers:
 def events_of(frame: protocol.Report) -> list[Event]:
     """Return the events that a supervisor makes of a frame of device 1's trainer, process 99."""
     events: list[Event] = []
-    processes = ZygoteTrainers(directory=Path(), environment=lambda device: {})
-    supervisor = supervisor_of(processes, 2, events.append)
+    supervisor = TrainerSupervisor(
+        devices=2,
+        directory=Path(),
+        feed=events.append,
+        cause=lambda: "test",
+        environment=lambda device: {},
+        on_side_report=lambda device, frame: None,
+    )
     trainer = TrainerProcess(device=1, pid=99)
     trainer.exited.set()
-    supervisor.on_report(trainer, frame)
+    supervisor._handle_report(trainer, frame)
     return events
 
 
@@ -325,7 +319,7 @@ def test_an_unknown_process_on_the_socket_is_rejected() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerConnected)
-        path = trainers.processes.socket_path
+        path = trainers.supervisor.socket_path
         for greeting in (
             b"\xff\xff\xff\xff",
             b"\x00\x00\x00\x01\xc1",

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftd.snapshots.storage import LocalSnapshotStorage
 from msgspec.structs import replace
 
 from ftd.config.daemon import DaemonConfig, parse_daemon_config
-from ftd.driver import SystemClock
 from ftd.snapshots.restoring.staging import LocatedLayer, StagingDirectory
 from ftd.snapshots.service import SnapshotService
 from ftd.snapshots.shards.client import ShardClient
@@ -66,8 +64,8 @@ class Daemon:
         )
         self.snapshots = SnapshotService(
             self.config,
-            LocalSnapshotStorage(self.config, "sesame", host="127.0.0.1"),
-            clock=SystemClock(),
+            "sesame",
+            host="127.0.0.1",
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
             publish_event=lambda name, _reason, details: self.published.append((name, details)),
