@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     __version__: str
 
     from runtime.data.sampling import sample_indices as sample_indices
+    from runtime.errors import TrainingError as TrainingError
     from runtime.loading import load_checkpoint as load_checkpoint
     from runtime.script.integrations.protect import protect as protect
     from runtime.script.plain_state import SnapshotError as SnapshotError
     from runtime.script.snapshotter import Snapshotter as Snapshotter
     from runtime.training import StepInfo as StepInfo
     from runtime.training import Training as Training
-    from runtime.training import TrainingError as TrainingError
 
 __all__ = [
     "SnapshotError",

@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from runtime.checkpoint_reader import tensor_of
+from runtime.errors import TrainingError
 from runtime.layers.optimizer import from_plain
-from runtime.training import TrainingError
 from storage.checkpoint import Checkpoint, CheckpointStore
 
 

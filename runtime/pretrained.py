@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from runtime.adapters import base_model_of, base_name
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 from storage.safetensors_file import DTYPE_NAMES
 
 WHOLE = "model.safetensors"

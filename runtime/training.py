@@ -24,19 +24,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from runtime.data.reading import check_dataset
 from runtime.deferred import DeferredModule, ModelFactory, ModelRecorder, Recording, UntrackedWriteError
 from runtime.device import create_cuda_context
+from runtime.errors import TrainingError
 from runtime.import_conflicts import OUR_PACKAGES, find_import_conflict
 from runtime.precision import PRECISIONS
 from runtime.sources.errors import DataError
 from runtime.tracebacks import describe_error
 from runtime.wire.recipe import RECIPE
 from statemachine.messages.trainer import TrainingData
-
-
-class TrainingError(ValueError):
-    """The training function, or what it returned, cannot be used; the message says what to change."""
-
 
 Batch = Any
 """Collated samples: a tensor, or a tuple, list or dict of batches, numbers and strings, with the rows in dim
@@ -476,8 +473,6 @@ def _check_evaluation(training: Training, data: TrainingData) -> None:
 
 
 def _check_dataset(dataset: Any, name: str, *, pairs: bool) -> None:
-    from runtime.data.reading import check_dataset  # A top-level import would be circular.
-
     check_dataset(dataset, name)
     try:
         sample = dataset[0]

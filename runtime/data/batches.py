@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.device import flat_bytes
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 
 Batch = Any
 """``Tensor | int | float | bool | str | None | tuple[Batch, ...] | list[Batch] | dict[str, Batch]``."""

@@ -20,7 +20,7 @@ from runtime.data.batches import Batch, map_leaves
 from runtime.data.reading import BatchReader, BatchReaders, FindProblem, HeldOutReader, MicrobatchKey
 from runtime.data.sampling import Sampler
 from runtime.data.workers import ForkServer
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 
 PREFETCH_PER_WORKER = 2
 """Number of microbatches per worker that are read ahead or being read."""

@@ -27,8 +27,8 @@ from runtime.data.batches import (
 )
 from runtime.data.held_out import HeldOutSampler
 from runtime.data.sampling import Draw, stream_seed
+from runtime.errors import TrainingError
 from runtime.tracebacks import describe_error, user_traceback
-from runtime.training import TrainingError
 
 _HOST = torch.device("cpu")
 _SAMPLE, _COLLATE = -2, -3

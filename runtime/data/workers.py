@@ -29,9 +29,9 @@ from torch import Tensor
 
 from runtime.data.batches import Batch, leaves_of
 from runtime.data.reading import BatchReaders, MicrobatchKey
+from runtime.errors import TrainingError
 from runtime.parent import die_with_parent
 from runtime.precision import dtype_name
-from runtime.training import TrainingError
 from runtime.wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, encode
 
 

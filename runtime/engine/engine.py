@@ -37,6 +37,7 @@ from runtime.engine.microbatches import StageTotals
 from runtime.engine.model_agreement import check_model_agreement
 from runtime.engine.staged_state import StagedStateLoader, StagingCorruptedError
 from runtime.engine.step_hook import StepHook
+from runtime.errors import TrainingError
 from runtime.groups.communicator import CommunicationEdge, Communicator, Members
 from runtime.layers.digests import StateDigest, flip_bit, read_sums
 from runtime.layers.finite_values import FiniteValues
@@ -62,7 +63,7 @@ from runtime.precision import PRECISIONS
 from runtime.snapshots.groups import layer_bytes, layer_groups
 from runtime.snapshots.schedule import StepTimes
 from runtime.snapshots.writer import SnapshotWriter
-from runtime.training import Training, TrainingError, load_training
+from runtime.training import Training, load_training
 from runtime.zero.cells import common_cells
 from runtime.zero.sharded_optimizer import NotElementwiseError, ShardedOptimization
 from runtime.zero.sharding import Divergence, ShardedState

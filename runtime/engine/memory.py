@@ -5,9 +5,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from runtime.errors import TrainingError
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.training import TrainingError
 
 _MIB = 1024 * 1024
 _HOST_WORDS = ("can't allocate memory", "not enough memory")

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
+from runtime.errors import TrainingError
 from runtime.groups.communicator import Communicator
 from runtime.monitoring.progress import ProgressMonitor
-from runtime.training import TrainingError
 
 _BITS = 20
 """Bits of a word: the square of a word, summed over up to 2^13 owners, is exact in float64."""

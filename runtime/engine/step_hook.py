@@ -6,9 +6,10 @@ committed step's call can therefore be missing, and the group sums up whether an
 
 from collections.abc import Callable
 
+from runtime.errors import TrainingError
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.tracebacks import describe_error
-from runtime.training import StepInfo, TrainingError
+from runtime.training import StepInfo
 from statemachine.messages.values import Vote
 
 

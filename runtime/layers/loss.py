@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from runtime.data.batches import leaves_of, map_leaves, slice_rows
+from runtime.errors import TrainingError
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
 from runtime.sources.collators import IGNORED_LABEL
-from runtime.training import Batch, Training, TrainingError
+from runtime.training import Batch, Training
 from statemachine.messages.values import MAX_METRIC_NAME_CHARACTERS, MAX_METRICS
 
 _PROBED = 3

@@ -30,6 +30,7 @@ from runtime.data.batches import (
 )
 from runtime.deferred import DeferredModule
 from runtime.device import DeviceRuntime, device_runtime
+from runtime.errors import TrainingError
 from runtime.layers import recompute
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
 from runtime.layers.chain import LayerChain
@@ -48,7 +49,7 @@ from runtime.layers.tensor_plan import (
 from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import LayerScopes, WindowedModule, make_caller
 from runtime.precision import PRECISIONS, dtype_name, unsupported_reason
-from runtime.training import Batch, Training, TrainingError
+from runtime.training import Batch, Training
 from statemachine.messages.trainer import TrainingData
 from storage.buckets import ParameterSize
 

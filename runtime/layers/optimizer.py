@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 
+from runtime.errors import TrainingError
 from runtime.layers.model import Model
-from runtime.training import TrainingError
 
 _GROWTH_STEPS = 2000
 

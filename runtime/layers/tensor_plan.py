@@ -32,8 +32,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from runtime.errors import TrainingError
 from runtime.layers.randomness import is_active_dropout
-from runtime.training import TrainingError
 
 LinearStyle = Literal["colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"]
 Style = LinearStyle | Literal["replicated_with_grad_allreduce"]

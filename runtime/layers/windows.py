@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from runtime.data.batches import signature
+from runtime.errors import TrainingError
 from runtime.layers.chain import normalises_over_rows
 from runtime.layers.experts import ExpertBalance
-from runtime.training import Batch, TrainingError
+from runtime.training import Batch
 
 CUT_REMEDIES = (
     "name the submodules to cut before with Training(split=[...]), in the order in which they run, "

@@ -26,6 +26,7 @@ from runtime.engine.memory import (
     usable_memory_bytes,
 )
 from runtime.engine.staged_state import StagingCorruptedError
+from runtime.errors import TrainingError
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import (
     CommunicationAborted,
@@ -42,7 +43,7 @@ from runtime.process.node_connection import Mailbox, NodeConnection
 from runtime.profiling.layer_profile import profile_model
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.tracebacks import user_traceback
-from runtime.training import TrainingError, torch_device
+from runtime.training import torch_device
 from statemachine.messages.common import (
     Finished,
     OptimizerReplicaDiverged,

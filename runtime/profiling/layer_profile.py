@@ -37,13 +37,14 @@ from planner.values import (
 )
 from runtime.data.batches import slice_rows, to_device
 from runtime.engine.memory import usable_memory_bytes
+from runtime.errors import TrainingError
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model, first_batch
 from runtime.parent import die_with_parent
 from runtime.precision import PRECISIONS
 from runtime.profiling.peak_memory import measure_peak_bytes
 from runtime.profiling.utilisation import count_flops, peak_flops
-from runtime.training import Batch, Training, TrainingError, load_training, torch_device
+from runtime.training import Batch, Training, load_training, torch_device
 from runtime.wire.measurement import (
     INVALID_EXIT,
     LayerMeasurements,

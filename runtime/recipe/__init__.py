@@ -4,12 +4,13 @@ from typing import Any
 
 import msgspec
 
+from runtime.errors import TrainingError
 from runtime.recipe.datasets import make_data, open_tokenizer
 from runtime.recipe.models import load_model
 from runtime.recipe.optimization import make_optimizer, make_scheduler
 from runtime.sources.errors import DataError
 from runtime.sources.used_files import check_files
-from runtime.training import Training, TrainingError
+from runtime.training import Training
 from runtime.wire.recipe import Recipe
 
 __all__ = ["build"]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.errors import TrainingError
 from runtime.pretrained import PretrainedWeights
 from runtime.sources.errors import import_package
 from runtime.sources.tokenizer import LoadedTokenizer
-from runtime.training import TrainingError
 from runtime.wire.recipe import LoraTable, ModelTable, Task
 
 _CLASSES: dict[Task, str] = {

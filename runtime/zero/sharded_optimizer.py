@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import Optimizer
 
+from runtime.errors import TrainingError
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization, ParameterState, Scalar
-from runtime.training import TrainingError
 from runtime.zero.parts import ParameterSlice
 from runtime.zero.shards import StageShards
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from planner.values import StatePart
+from runtime.errors import TrainingError
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
 from runtime.layers.optimizer import state_tensors
@@ -23,7 +24,6 @@ from runtime.layers.tensor_plan import TensorPlan
 from runtime.layers.transfer import PayloadEndpoint, StateExchange
 from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel, replica_ranks, stage_of
 from runtime.monitoring.progress import ProgressMonitor
-from runtime.training import TrainingError
 from runtime.zero.cells import Fractions, owned_parts, replica_assignments, replica_parts, share_of
 from runtime.zero.gather import ParameterGather
 from runtime.zero.part_states import PartState, PartStates

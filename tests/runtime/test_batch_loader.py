@@ -24,7 +24,7 @@ from torch import Tensor
 from runtime.data.batches import leaves_of
 from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler, sample_indices
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 
 ROWS = 4
 GLOBAL_BATCH = 12

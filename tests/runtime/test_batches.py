@@ -19,7 +19,7 @@ from runtime.data.batches import (
     slice_rows,
     to_device,
 )
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 
 
 def test_structures_are_preserved_and_leaves_are_stacked() -> None:

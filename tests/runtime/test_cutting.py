@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from runtime.errors import TrainingError
 from runtime.layers.model import Model
-from runtime.training import Training, TrainingError, load_training
+from runtime.training import Training, load_training
 from tests.helpers.architecture_runs import alone, check, job_of
 from tests.helpers.architectures import Samples
 from tests.helpers.fleet import Fleet

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from runtime.data.batches import first_difference, leaves_of
 from runtime.data.loader import BatchLoader
 from runtime.data.sampling import Sampler
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 
 LENGTH = 20
 

@@ -8,9 +8,9 @@ import torch
 
 from runtime.data.reading import MicrobatchKey
 from runtime.engine.engine import Engine
+from runtime.errors import TrainingError
 from runtime.groups.communicator import CommunicationAborted
 from runtime.monitoring.progress import ProgressMonitor
-from runtime.training import TrainingError
 from statemachine.messages import trainer as p
 from tests.helpers.fleet import CPU, Fleet, report_of
 from tests.helpers.harness import pipeline

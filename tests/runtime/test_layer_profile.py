@@ -19,12 +19,12 @@ from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.values import Recompute
+from runtime.errors import TrainingError
 from runtime.layers.activations import flatten
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
 from runtime.profiling.layer_profile import profile_model
-from runtime.training import TrainingError
 from runtime.wire.measurement import LayerMeasurements, MeasurementProgress, spread_of
 from tests.helpers.reference import load
 from tests.helpers.runtime_support import data_for, gpt_data, script, training_of

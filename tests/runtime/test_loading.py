@@ -15,10 +15,10 @@ from ftd import load_checkpoint
 from ftd.cli.main import app
 from runtime.data.batches import default_collate
 from runtime.description import describe
+from runtime.errors import TrainingError
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
-from runtime.training import TrainingError
 from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
 from tests.helpers.kept_checkpoints import about

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.engine.memory import check_planned_memory, usable_memory_bytes
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 from statemachine.messages import trainer as p
 from tests.helpers.harness import Cluster, pipeline
 from tests.helpers.runtime_support import data_for, script

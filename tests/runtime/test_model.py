@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from runtime.errors import TrainingError
 from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model
-from runtime.training import TrainingError
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.reference import load
 from tests.helpers.runtime_support import data_for, gpt_data, training_of

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
 from torch.optim.optimizer import Optimizer
 
+from runtime.errors import TrainingError
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.training import TrainingError
 from tests.helpers.runtime_support import data_for, training_of
 
 Named = list[tuple[str, nn.Parameter]]

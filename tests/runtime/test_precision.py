@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runtime.errors import TrainingError
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import LossScale
-from runtime.training import TrainingError
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for, gpt_data, training_of

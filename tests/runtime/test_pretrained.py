@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
+from runtime.errors import TrainingError
 from runtime.pretrained import PretrainedWeights, load_into
-from runtime.training import TrainingError
 from tests.helpers.small_models import MODELS, config_of, lasting, logits_of, model_of
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from runtime.description import describe
+from runtime.errors import TrainingError
 from runtime.recipe import build
 from runtime.recipe.datasets import Split, byte_tokenizer
 from runtime.recipe.optimization import make_optimizer, make_scheduler, schedule_factor
 from runtime.sources.tokenizer import load_tokenizer
 from runtime.sources.used_files import count_files
-from runtime.training import Training, TrainingError, load_training
+from runtime.training import Training, load_training
 from runtime.wire.recipe import RECIPE, FileTotals, OptimizerTable, Recipe, ScheduleTable
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.corpus import make_tokenizer, sentence, write_lines

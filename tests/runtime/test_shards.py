@@ -13,7 +13,7 @@ import torch
 
 from planner.values import Recompute
 from runtime.engine.engine import Engine
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 from runtime.zero.shards import StageShards
 from statemachine.messages import trainer as p
 from storage.staged import write_staged_payload

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.training import TrainingError, load_training
+from runtime.errors import TrainingError
+from runtime.training import load_training
 from statemachine.messages import trainer as p
 from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet

@@ -11,8 +11,8 @@ import pytest
 
 from planner.values import Recompute, Within
 from runtime.engine.engine import Engine
+from runtime.errors import TrainingError
 from runtime.monitoring.progress import ProgressMonitor
-from runtime.training import TrainingError
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages import trainer as p
 from storage.staged import write_staged_payload

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.training import TrainingError, torch_device
+from runtime.errors import TrainingError
+from runtime.training import torch_device
 from statemachine.messages import trainer as p
 from statemachine.messages.common import Prepared
 from statemachine.messages.values import BuildProgress, BuildStage

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 import torch
 
+from runtime.errors import TrainingError
 from runtime.layers.model import first_batch
-from runtime.training import Training, TrainingError, load_training
+from runtime.training import Training, load_training
 from tests.helpers.runtime_support import data_for, gpt_data, script
 
 GOOD = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine
-from runtime.training import TrainingError
+from runtime.errors import TrainingError
 from runtime.zero import sharding as sharding_module
 from runtime.zero.parts import PartsError
 from statemachine.messages import trainer as p
