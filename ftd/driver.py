@@ -114,7 +114,8 @@ class Driver:
         self._step_batch, self._on_effects_done = step_batch, on_effects_done
         self.clock: Clock = clock or SystemClock()
         self._queue: deque[Event | _ExpiredTimer] = deque()
-        self._fed = asyncio.Event()
+        self._idle: asyncio.Future[None] | None = None
+        """Future that ``run`` waits for while the queue is empty."""
         self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         self._tickets = itertools.count(1)
         self._causes = itertools.count(1)
@@ -134,7 +135,8 @@ class Driver:
 
     def _put(self, item: Event | _ExpiredTimer) -> None:
         self._queue.append(item)
-        self._fed.set()
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     async def run(self) -> None:
         """Process events until cancelled.
@@ -144,8 +146,8 @@ class Driver:
         handled = 0
         while True:
             while not self._queue:
-                self._fed.clear()
-                await self._fed.wait()
+                self._idle = asyncio.get_running_loop().create_future()
+                await self._idle
             item = self._queue.popleft()
             events: list[Event] = []
             while not isinstance(item, _ExpiredTimer):

@@ -6,13 +6,13 @@ on the current asyncio event loop.
 """
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ftd.driver import Clock, Driver
-from ftd.transport.mqtt.session import PendingMessage, Will
+from ftd.transport.ports import OpenSession
 from ftd.transport.wire.public import EventMessage
 from statemachine.effects import (
     AbandonCheckpoint,
@@ -34,35 +34,6 @@ Feed = Callable[[Event], None]
 """Function that takes an event for the cluster machine."""
 
 
-class BrokerSession(Protocol):
-    """A connection to the broker under one client id, as ``ftd.transport.mqtt.session.MqttSession`` describes it."""
-
-    @property
-    def connected(self) -> bool: ...
-
-    @property
-    def problem(self) -> str: ...
-
-    async def run(self) -> None: ...
-
-    async def run_once(self) -> None: ...
-
-    def take_pending(self) -> list[PendingMessage]: ...
-
-    def publish(
-        self,
-        topic: str,
-        payload: bytes,
-        *,
-        retain: bool = False,
-        qos: int = 1,
-        queue_offline: bool = False,
-        on_done: Callable[[], None] = ...,
-    ) -> None: ...
-
-    async def flush(self, timeout_s: float = ...) -> None: ...
-
-
 class Transport(Protocol):
     """The broker of the cluster."""
 
@@ -70,20 +41,9 @@ class Transport(Protocol):
     def leader_client_id(self) -> str:
         """The client id of the cluster's leader."""
 
-    def session(
-        self,
-        *,
-        client_id: str,
-        subscriptions: Sequence[str] = (),
-        unacknowledged: Sequence[str] = (),
-        will: Will | None = None,
-        on_message: Callable[[str, bytes, bool], None],
-        on_connected: Callable[[], None] = ...,
-        on_lost: Callable[[], None] = ...,
-        on_acknowledged: Callable[[float], None] = ...,
-    ) -> BrokerSession:
-        """Return a new session, with the parameters of ``MqttSession``."""
-        ...
+    @property
+    def session(self) -> OpenSession:
+        """Function that opens a session."""
 
 
 class Disk(Protocol):

@@ -6,20 +6,18 @@ broker acknowledges that event first, so even SIGKILL of this process is on reco
 """
 
 import asyncio
-import os
 import signal
-import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 import structlog
 
+from ftd.driver import Clock
 from ftd.faults.chaos.values import DEFAULT_FOR_S
 from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import LinkFaults, MessageFaultInjector
-from ftd.processes import die_with_parent, signal_group
+from ftd.node.ports import HostProcesses
 from ftd.transport.wire.public import Answer, ChaosRequest, decode_json
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
 from statemachine.messages.values import PlantedFault
@@ -92,12 +90,21 @@ class NodeFaultInjector:
     """
 
     def __init__(
-        self, *, node: str, devices: int, allowed: bool, actions: FaultActions, memory: SnapshotFaultTarget
+        self,
+        *,
+        node: str,
+        devices: int,
+        allowed: bool,
+        actions: FaultActions,
+        memory: SnapshotFaultTarget,
+        processes: HostProcesses,
+        clock: Clock,
     ) -> None:
         self._node = node
         self._devices = devices
         self._allowed = allowed
         self._actions, self._memory = actions, memory
+        self._processes, self._clock = processes, clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
         self.message_faults = MessageFaultInjector(node)
@@ -178,7 +185,7 @@ class NodeFaultInjector:
         return None
 
     async def _inject(self, request: ChaosRequest) -> None:
-        at = time.monotonic() + NOTICE_S
+        at = self._clock.monotonic_s() + NOTICE_S
         whole = _whole_node(request)
         details = {
             "fault": request.do,
@@ -198,7 +205,7 @@ class NodeFaultInjector:
         )
         self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
         await self._actions.flush(ANNOUNCE_TIMEOUT_S)
-        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        await asyncio.sleep(max(0.0, at - self._clock.monotonic_s()))
         self._do(request)
 
     def _do(self, request: ChaosRequest) -> None:
@@ -206,11 +213,11 @@ class NodeFaultInjector:
         match request.do:
             case "kill":
                 for pid in self._pids(request):
-                    signal_group(pid, signal.SIGKILL)
+                    self._processes.signal_group(pid, signal.SIGKILL)
                 if _whole_node(request):
                     if (zygote := self._actions.zygote_pid()) is not None:
-                        signal_group(zygote, signal.SIGKILL)
-                    os.kill(os.getpid(), signal.SIGKILL)
+                        self._processes.signal_group(zygote, signal.SIGKILL)
+                    self._processes.signal(self._processes.own_pid, signal.SIGKILL)
             case "stop":
                 self._stop(request)
             case "hang":
@@ -244,24 +251,14 @@ class NodeFaultInjector:
                 assert_never(request.do)
 
     def _stop(self, request: ChaosRequest) -> None:
-        """Stop the processes by SIGSTOP. If the request has a duration, a separate shell continues them after
-        it.
-        """
+        """Stop the processes by SIGSTOP. If the request has a duration, they continue after it."""
         pids = self._pids(request)
         if _whole_node(request):
-            pids += [pid for pid in (self._actions.zygote_pid(), os.getpid()) if pid is not None]
+            pids += [pid for pid in (self._actions.zygote_pid(), self._processes.own_pid) if pid is not None]
         if request.for_s is not None:
-            wake = f"sleep {request.for_s:g}; kill -CONT {' '.join(map(str, pids))}"
-            subprocess.Popen(
-                ["/bin/sh", "-c", wake],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),  # noqa: PLW1509  # this daemon has one thread
-            )
+            self._processes.continue_later(pids, request.for_s)
         for pid in pids:  # This process stops last.
-            os.kill(pid, signal.SIGSTOP)
+            self._processes.signal(pid, signal.SIGSTOP)
 
     def _slow(self, request: ChaosRequest) -> None:
         """Slow the trainers down. A trainer that is started again meanwhile runs at full speed."""

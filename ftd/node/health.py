@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from ftd.processes import signal_group
+from ftd.node.ports import HostProcesses
 from runtime.wire import zygote_protocol
 from statemachine.messages.values import (
     DeviceHealth,
@@ -47,8 +47,8 @@ class HealthChecker:
     """The health checks of this node, one at a time.
 
     :param devices: number of devices.
-    :param spawn: sends a request to the zygote.
-    :param environment: returns the variables to add to the environment of a device's process.
+    :param host: the processes of this host.
+    :param test_device: starts the test of a device as a part of the check with this number, with a planted fault.
     :param limit_s: time after which a test that has not ended is killed.
     :param test_links: tests the links to peers; it must be bounded in time.
     :param on_checked: receives the result.
@@ -58,15 +58,15 @@ class HealthChecker:
         self,
         *,
         devices: int,
-        spawn: Callable[[zygote_protocol.CheckDevice], None],
-        environment: Callable[[int], dict[str, str]],
+        host: HostProcesses,
+        test_device: Callable[[int, int, PlantedFault], None],
         limit_s: float,
         test_links: LinkTests,
         on_checked: Callable[[HealthReport], None],
     ) -> None:
         self._devices = devices
-        self._spawn = spawn
-        self._environment = environment
+        self._host = host
+        self._test_device = test_device
         self._limit_s = limit_s
         self._test_links = test_links
         self._on_checked = on_checked
@@ -90,7 +90,7 @@ class HealthChecker:
             check.links = asyncio.ensure_future(self._test_links(peers))
             check.links.add_done_callback(lambda _: self._finish(check))
         for device in range(self._devices):
-            self._spawn(self._request(number, device))
+            self._test(number, device)
 
     def stop(self) -> None:
         """Abandon the check under way, if there is one; no result follows."""
@@ -103,16 +103,11 @@ class HealthChecker:
             check.links.cancel()
         for pid in check.pids:
             self._ended.add(pid)
-            signal_group(pid, signal.SIGKILL)
+            self._host.signal_group(pid, signal.SIGKILL)
 
-    def _request(self, number: int, device: int) -> zygote_protocol.CheckDevice:
+    def _test(self, number: int, device: int) -> None:
         fault, until = self._planted.get(device, ("", 0.0))
-        return zygote_protocol.CheckDevice(
-            number=number,
-            device=device,
-            environment=self._environment(device),
-            planted=fault if asyncio.get_running_loop().time() < until else "",
-        )
+        self._test_device(number, device, fault if asyncio.get_running_loop().time() < until else "")
 
     # --- notices of the zygote -----------------------------------------------------------------------
 
@@ -121,7 +116,7 @@ class HealthChecker:
         check = self._check
         if check is None or check.number != notice.number:
             self._ended.add(notice.pid)
-            signal_group(notice.pid, signal.SIGKILL)
+            self._host.signal_group(notice.pid, signal.SIGKILL)
             return
         check.pids[notice.pid] = notice.device
         loop = asyncio.get_running_loop()
@@ -160,13 +155,13 @@ class HealthChecker:
         check.pids.clear()
         for device in range(self._devices):
             if device not in check.results:
-                self._spawn(self._request(check.number, device))
+                self._test(check.number, device)
 
     def _overdue(self, check: _Check, pid: int) -> None:
         device = check.pids.get(pid)
         if self._check is not check or device is None or device in check.results:
             return
-        signal_group(pid, signal.SIGKILL)
+        self._host.signal_group(pid, signal.SIGKILL)
         self._take(
             check, DeviceHealth(device=device, failed=f"its test did not end within {self._limit_s:g} s")
         )

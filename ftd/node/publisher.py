@@ -9,7 +9,8 @@ import structlog
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import EventRateLimiter
 from ftd.node.message_faults import MessageFaultInjector
-from ftd.transport.mqtt.session import MqttSession, Will
+from ftd.transport.mqtt.session import Will
+from ftd.transport.ports import OpenSession
 from ftd.transport.wire.checking import encode_event
 from ftd.transport.wire.codec import encode_from_node
 from ftd.transport.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
@@ -40,6 +41,7 @@ class NodePublisher:
         config: DaemonConfig,
         incarnation: int,
         *,
+        open_session: OpenSession,
         message_faults: MessageFaultInjector,
         clock: Callable[[], float],
         on_message: Callable[[str, bytes, bool], None],
@@ -66,8 +68,7 @@ class NodePublisher:
         self._rejected = False
         self._topic = self._topics.node_state(self._node)
         will = self._state_message(NodeState.OFFLINE, 0, 0, "the connection to the broker broke")
-        self._session = MqttSession(
-            config.broker,
+        self._session = open_session(
             client_id=f"ftd-{config.cluster}-{self._node}-{incarnation}",
             subscriptions=(
                 self._topics.node_command(self._node),

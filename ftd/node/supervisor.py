@@ -1,34 +1,26 @@
-"""The supervisor of the trainers of one host: a zygote forks them, a unix socket connects them, and each ends
-with its whole process group.
+"""The supervisor of the trainers of one host: it has them forked, sends them frames, and ends each with its
+whole process group.
 
 The supervisor handles processes and frames and decides nothing. The agent machine decides what to start,
 send and end, and receives every fact about a trainer as an event. A trainer that was ended on request
 reports no failure. Its successor may start before it has quite ended, so processes are identified by pid
-and never by device alone.
+and never by device alone. ``ftd.node.trainer_processes`` has the zygote and the unix socket.
 """
 
 import asyncio
 import contextlib
-import os
 import signal
-import socket
-import struct
-import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
 import structlog
 
 from ftd.node.health import HealthChecker, LinkTests, no_links
-from ftd.node.zygote import Zygote
-from ftd.processes import reap, signal_group
+from ftd.node.ports import HostProcesses, TrainerConnection, TrainerProcess, TrainerProcesses
 from ftd.transport.wire.profiles import problem_of_profile
 from planner.values import ModelProfile
 from runtime.wire import zygote_protocol
-from runtime.wire.frames import Decoder, ProtocolError, encode
+from runtime.wire.frames import ProtocolError
 from statemachine.agent.events import HealthCheckEnded, TrainerConnected, TrainerFailed, TrainerReported
 from statemachine.events import Event
 from statemachine.messages import trainer as protocol
@@ -44,35 +36,17 @@ ATTACH_TIMEOUT_S = 30.0
 _OUTPUT_TIMEOUT_S = 0.05
 """Time that a failure report waits for the rest of a dead trainer's output."""
 _CLOSED_BUT_ALIVE_S = 1.0
-_MAX_GREETING_BYTES = 4096
 _CAUSES: dict[str, FailureCause] = {"prepare": "unprepared", "restore": "foreign", "training": "raised"}
 """Cause of the failure of a trainer whose code raised, by where it raised."""
-_PEER_CREDENTIALS = struct.Struct("3i")
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class TrainerProcess:
-    """One trainer process, from the request to fork it until its exit is known."""
-
-    device: int
-    pid: int | None = None
-    """Process id; ``None`` until the zygote has forked it."""
-    writer: asyncio.StreamWriter | None = None
-    output: bytearray = field(default_factory=bytearray)
-    output_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    retired: bool = False
-    """Whether the end of the process was requested or reported; its further frames are ignored."""
-    exited: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class TrainerSupervisor:
     """The supervisor of this node's trainers: it starts them, sends them frames and ends them.
 
-    :param directory: directory private to this user, for the socket that the trainers connect to.
+    :param host: the processes of this host.
+    :param processes: the zygote and the trainers.
     :param feed: receives every event, in the order in which things happened.
-    :param cause: returns a new cause id for an event that nobody asked for.
-    :param environment: returns the variables to add to the environment of a device's trainer.
-    :param preload: modules that the zygote imports before it forks.
+    :param stamp: returns the fields ``at`` and ``cause`` of an event that nobody asked for.
     :param on_side_report: receives the reports that are not for the machine.
     :param test_limit_s: time after which the test of a device is ended.
     :param test_links: tests the links to peers.
@@ -82,20 +56,16 @@ class TrainerSupervisor:
         self,
         *,
         devices: int,
-        directory: Path,
+        host: HostProcesses,
+        processes: TrainerProcesses,
         feed: Callable[[Event], None],
-        cause: Callable[[], str],
-        environment: Callable[[int], dict[str, str]],
-        preload: Sequence[str] = (),
+        stamp: Callable[[], dict[str, Any]],
         on_side_report: Callable[[int, protocol.DaemonReport], None],
         test_limit_s: float = 30.0,
         test_links: LinkTests = no_links,
     ) -> None:
-        self._devices = devices
-        self._socket_path = directory / "trainers.sock"
-        self._feed = feed
-        self._cause = cause
-        self._environment = environment
+        self._host, self._processes = host, processes
+        self._feed, self._stamp = feed, stamp
         self._on_side_report = on_side_report
         self._current: dict[int, TrainerProcess] = {}
         self._unforked: dict[int, list[TrainerProcess]] = {device: [] for device in range(devices)}
@@ -103,26 +73,20 @@ class TrainerSupervisor:
         self._fork_notices: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        self._connections: set[asyncio.Task[Any]] = set()
-        self._server: asyncio.Server | None = None
         self._closing = False
-        self._zygote = Zygote(on_notice=self._on_zygote_notice, on_end=self._on_zygote_end, preload=preload)
         self.health = HealthChecker(
             devices=devices,
-            spawn=self._zygote.spawn,
-            environment=environment,
+            host=host,
+            test_device=processes.test_device,
             limit_s=test_limit_s,
             test_links=test_links,
-            on_checked=lambda report: feed(HealthCheckEnded(**self._stamp(), report=report)),
+            on_checked=lambda report: feed(HealthCheckEnded(**stamp(), report=report)),
         )
         """Health checks, whose processes the same zygote forks."""
 
     async def start(self) -> None:
         """Listen for trainers and start the zygote; return before torch is imported."""
-        self._socket_path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._connected, path=str(self._socket_path))
-        self._socket_path.chmod(0o600)
-        await self._zygote.start()
+        await self._processes.start(self)
 
     async def close(self) -> None:
         """End every trainer and the zygote, at once except for trainers in their grace period."""
@@ -132,14 +96,11 @@ class TrainerSupervisor:
         self.health.stop()
         for trainer in [*self._by_pid.values(), *self._current.values()]:
             self._end(trainer, grace_s=0.0)
-        await self._zygote.close()
-        if self._server is not None:
-            self._server.close()
-        tasks = [*self._tasks, *self._connections]
+        await self._processes.close()
+        tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._socket_path.unlink(missing_ok=True)
 
     # --- requests of the agent machine -----------------------------------------------------------
 
@@ -150,11 +111,7 @@ class TrainerSupervisor:
         trainer = TrainerProcess(device=device)
         self._current[device] = trainer
         self._unforked[device].append(trainer)
-        self._zygote.spawn(
-            zygote_protocol.Spawn(
-                device=device, socket_path=str(self._socket_path), environment=self._environment(device)
-            )
-        )
+        self._processes.fork(device)
         self._run(self._expect_attachment(trainer))
 
     def kill_trainer(self, device: int, grace_s: float) -> None:
@@ -169,34 +126,29 @@ class TrainerSupervisor:
         If there is none, the frame is lost; the trainer's failure is, or will be, an event.
         """
         trainer = self._current.get(device)
-        if trainer is None or trainer.writer is None or trainer.writer.is_closing():
+        if trainer is None or trainer.connection is None or not trainer.connection.send(frame):
             log.info("frame_without_trainer", device=device, frame=type(frame).__name__)
             return False
-        trainer.writer.write(encode(frame))
         return True
 
     def fail_trainer(self, device: int, cause: FailureCause, detail: str) -> None:
         """Report the device's trainer as failed for a reason found here, such as a job that cannot be encoded."""
         trainer = self._current.get(device)
         if trainer is not None:
-            self._fail(trainer, cause, detail)
+            self.fail(trainer, cause, detail)
 
     def pids(self, device: int | None = None) -> list[int]:
         """Return the leaders of the process groups of one device's trainer or of all trainers."""
         return [t.pid for t in self._current.values() if t.pid is not None and device in (None, t.device)]
 
     @property
-    def socket_path(self) -> Path:
-        """Socket that trainers connect to."""
-        return self._socket_path
-
-    @property
     def zygote_pid(self) -> int | None:
-        return self._zygote.pid
+        return self._processes.zygote_pid
 
     # --- the zygote ------------------------------------------------------------------------------
 
-    def _on_zygote_notice(self, notice: zygote_protocol.ZygoteNotice) -> None:
+    def on_notice(self, notice: zygote_protocol.ZygoteNotice) -> None:
+        """Take a notice of the zygote."""
         match notice:
             case zygote_protocol.ZygoteReady():
                 log.info("zygote_warm", pid=notice.pid, import_s=round(notice.import_s, 3))
@@ -214,7 +166,7 @@ class TrainerSupervisor:
 
     def _spawned(self, notice: zygote_protocol.Spawned) -> None:
         if not self._unforked.get(notice.device):
-            signal_group(notice.pid, signal.SIGKILL)
+            self._host.signal_group(notice.pid, signal.SIGKILL)
             return
         trainer = self._unforked[notice.device].pop(0)
         trainer.pid = notice.pid
@@ -222,24 +174,26 @@ class TrainerSupervisor:
         if notice.pid in self._fork_notices:
             self._fork_notices.pop(notice.pid).set()
         if trainer.retired:  # It was ended before it was forked.
-            signal_group(notice.pid, signal.SIGKILL)
+            self._host.signal_group(notice.pid, signal.SIGKILL)
 
     async def _exited(self, trainer: TrainerProcess, notice: zygote_protocol.Exited) -> None:
         trainer.exited.set()
-        signal_group(notice.pid, signal.SIGKILL)  # Child processes of the trainer must not outlive it.
+        self._host.signal_group(
+            notice.pid, signal.SIGKILL
+        )  # Child processes of the trainer must not outlive it.
         if not trainer.retired:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(trainer.output_ended.wait(), _OUTPUT_TIMEOUT_S)
-            self._fail(trainer, "exited", _exit_sentence(notice.status))
+            self.fail(trainer, "exited", _exit_sentence(notice.status))
         self._by_pid.pop(notice.pid, None)
 
-    def _on_zygote_end(self, status: int, detail: str) -> None:
+    def on_zygote_end(self, status: int, detail: str) -> None:
         """Report the zygote's trainers as failed: they die with it, and nobody will report their exit status."""
         if self._closing:
             return
         log.warning("zygote_ended", status=status, detail=detail)
         lost = [*self._by_pid.values(), *(t for unforked in self._unforked.values() for t in unforked)]
-        asyncio.get_running_loop().call_later(1.0, reap, set(self._by_pid))
+        asyncio.get_running_loop().call_later(1.0, self._host.reap, set(self._by_pid))
         self._by_pid.clear()
         for unforked in self._unforked.values():
             unforked.clear()
@@ -247,54 +201,23 @@ class TrainerSupervisor:
         for trainer in lost:
             trainer.exited.set()
             if trainer.pid is not None:
-                signal_group(trainer.pid, signal.SIGKILL)
+                self._host.signal_group(trainer.pid, signal.SIGKILL)
             if not trainer.retired:
-                self._fail(
+                self.fail(
                     trainer, "exited", f"the zygote that forked it ended ({_exit_sentence(status)}) {detail}"
                 )
 
     # --- the trainers ----------------------------------------------------------------------------
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection: a trainer's frames, or the stream of its output."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            greeting = await self._greeting(reader, writer)
-            trainer = await self._forked_trainer(greeting.pid)
-            if trainer is None or trainer.device != greeting.device:
-                raise ProtocolError(f"process {greeting.pid} is not a trainer of this node")
-            match greeting:
-                case protocol.Attached():
-                    await self._listen(trainer, greeting, reader, writer)
-                case protocol.Output():
-                    await self._collect(trainer, reader)
-        except (
-            ValueError,
-            RecursionError,
-            asyncio.IncompleteReadError,
-            OSError,
-        ) as error:  # Malformed frames and greetings.
-            log.warning("trainer_connection_rejected", reason=str(error))
-        except asyncio.CancelledError:
-            pass  # This daemon ends. asyncio's streams would log a handler that ends as cancelled.
-        finally:
-            self._connections.discard(task)
-            writer.close()
+    async def identify(self, greeting: protocol.FirstFrame) -> TrainerProcess:
+        """Return the trainer that sent the first frame of a connection.
 
-    async def _greeting(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> protocol.FirstFrame:
-        length = int.from_bytes(await reader.readexactly(4), "big")
-        if length > _MAX_GREETING_BYTES:
-            raise ProtocolError(f"a greeting of {length} bytes")
-        body = await reader.readexactly(length)
-        greeting: protocol.FirstFrame = msgspec.msgpack.decode(body, type=protocol.FirstFrame)
-        pid = _peer_pid(writer)
-        if pid != greeting.pid:
-            raise ProtocolError(f"process {pid} claims to be {greeting.pid}")
-        return greeting
+        :raises ProtocolError: it is no trainer of this node.
+        """
+        trainer = await self._forked_trainer(greeting.pid)
+        if trainer is None or trainer.device != greeting.device:
+            raise ProtocolError(f"process {greeting.pid} is not a trainer of this node")
+        return trainer
 
     async def _forked_trainer(self, pid: int) -> TrainerProcess | None:
         """Return the trainer of this pid; it may connect before the zygote's notice of the fork is read."""
@@ -304,70 +227,48 @@ class TrainerSupervisor:
                 await asyncio.wait_for(forked.wait(), ATTACH_TIMEOUT_S)
         return self._by_pid.get(pid)
 
-    async def _listen(
-        self,
-        trainer: TrainerProcess,
-        attached: protocol.Attached,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        trainer.writer = writer
-        decoder: Decoder[protocol.Report] = Decoder(protocol.Report)
-        self._feed(TrainerConnected(**self._stamp(), device=trainer.device, pid=attached.pid))
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                try:
-                    frames = decoder.feed(data)
-                except ProtocolError as error:
-                    self._fail(trainer, "exited", f"its frames are malformed: {error}")
-                    return
-                for frame in frames:
-                    self._handle_report(trainer, frame)
+    def on_attached(self, trainer: TrainerProcess, connection: TrainerConnection) -> None:
+        """Note that the trainer can receive instructions."""
+        trainer.connection = connection
+        assert trainer.pid is not None, "it was identified by its pid"
+        self._feed(TrainerConnected(**self._stamp(), device=trainer.device, pid=trainer.pid))
+
+    async def on_closed(self, trainer: TrainerProcess) -> None:
+        """Take the end of a trainer's connection, which its exit should follow."""
         try:
             await asyncio.wait_for(trainer.exited.wait(), _CLOSED_BUT_ALIVE_S)
         except TimeoutError:
-            self._fail(trainer, "exited", "it closed its connection but did not exit")
+            self.fail(trainer, "exited", "it closed its connection but did not exit")
 
-    def _handle_report(self, trainer: TrainerProcess, frame: protocol.Report) -> None:
+    def on_report(self, trainer: TrainerProcess, frame: protocol.Report) -> None:
+        """Take a frame of a trainer."""
         if trainer.retired:
             return
         match frame:
             case protocol.Attached():
-                self._fail(trainer, "exited", "its frames are malformed: it attached twice")
+                self.fail(trainer, "exited", "its frames are malformed: it attached twice")
             case protocol.Raised():
-                self._fail(trainer, _CAUSES[frame.where], frame.detail)
+                self.fail(trainer, _CAUSES[frame.where], frame.detail)
             case Traced() | protocol.StagingCorrupted() | protocol.ModelDescribed():
                 self._on_side_report(trainer.device, frame)
             case Prepared(profile=ModelProfile() as profile) if problem := problem_of_profile(profile):
                 detail = f"the model was measured, but the profile's {problem}"
-                self._fail(trainer, "unprepared", detail)
+                self.fail(trainer, "unprepared", detail)
             case _:
                 self._feed(TrainerReported(**self._stamp(), device=trainer.device, report=frame))
 
-    def _stamp(self) -> dict[str, Any]:
-        return {"at": time.monotonic(), "cause": self._cause()}
-
-    async def _collect(self, trainer: TrainerProcess, reader: asyncio.StreamReader) -> None:
-        """Keep the tail of the trainer's output, and log whole lines."""
-        line = bytearray()
-        try:
-            while data := await reader.read(1 << 14):
-                trainer.output += data
-                del trainer.output[:-OUTPUT_TAIL_BYTES]
-                *whole, rest = (bytes(line) + data).split(b"\n")
-                line = bytearray(rest[-OUTPUT_TAIL_BYTES:])
-                for text in whole:
-                    log.info("trainer_output", device=trainer.device, line=text.decode(errors="replace"))
-        finally:
-            trainer.output_ended.set()
+    def on_output(self, trainer: TrainerProcess, data: bytes) -> None:
+        """Keep the tail of the trainer's output."""
+        trainer.output += data
+        del trainer.output[:-OUTPUT_TAIL_BYTES]
 
     async def _expect_attachment(self, trainer: TrainerProcess) -> None:
-        await self._zygote.wait_until_warm()
+        await self._processes.wait_until_warm()
         await asyncio.sleep(ATTACH_TIMEOUT_S)
-        if trainer.writer is None and not trainer.retired:
-            self._fail(trainer, "exited", f"it did not connect within {ATTACH_TIMEOUT_S:g} s of its start")
+        if trainer.connection is None and not trainer.retired:
+            self.fail(trainer, "exited", f"it did not connect within {ATTACH_TIMEOUT_S:g} s of its start")
 
-    def _fail(self, trainer: TrainerProcess, cause: FailureCause, what: str) -> None:
+    def fail(self, trainer: TrainerProcess, cause: FailureCause, what: str) -> None:
         """Report this trainer as failed, and make sure that it ends."""
         if trainer.retired:
             return
@@ -392,10 +293,12 @@ class TrainerSupervisor:
         if trainer.pid is None or trainer.exited.is_set():
             return
         if grace_s <= 0 or self._closing:
-            signal_group(trainer.pid, signal.SIGKILL)
+            self._host.signal_group(trainer.pid, signal.SIGKILL)
             return
-        signal_group(trainer.pid, signal.SIGTERM)
-        signal_group(trainer.pid, signal.SIGCONT)  # A stopped process would never handle the SIGTERM.
+        self._host.signal_group(trainer.pid, signal.SIGTERM)
+        self._host.signal_group(
+            trainer.pid, signal.SIGCONT
+        )  # A stopped process would never handle the SIGTERM.
         task = asyncio.get_running_loop().create_task(self._kill_after(trainer, trainer.pid, grace_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -404,7 +307,7 @@ class TrainerSupervisor:
         try:
             await asyncio.wait_for(trainer.exited.wait(), grace_s)
         except TimeoutError:
-            signal_group(pid, signal.SIGKILL)
+            self._host.signal_group(pid, signal.SIGKILL)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -419,14 +322,3 @@ def _exit_sentence(status: int) -> str:
         except ValueError:
             return f"killed by signal {-status}"
     return f"exited with code {status}"
-
-
-def _peer_pid(writer: asyncio.StreamWriter) -> int:
-    """Return the process id of the other end of this unix socket, as the kernel reports it."""
-    peer: socket.socket = writer.get_extra_info("socket")
-    pid, uid, _ = _PEER_CREDENTIALS.unpack(
-        peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    )
-    if uid != os.getuid():
-        raise ProtocolError(f"process {pid} belongs to another user")
-    return int(pid)

@@ -11,13 +11,14 @@ import contextlib
 import os
 import ssl
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
+from ftd.driver import Clock
+from ftd.snapshots.ports import CheckpointWriting
 from ftd.snapshots.restoring.holders import ReportCorruption
 from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer
 from ftd.snapshots.restoring.staging import LayerStream, PutLayer
@@ -52,17 +53,14 @@ class Persister:
     def __init__(
         self,
         *,
-        node: str,
-        arenas: NodeArenas,
-        token: str,
-        tls: ssl.SSLContext | None = None,
+        writing: CheckpointWriting,
         rate_bytes_s: float | None,
+        clock: Clock,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         report_corruption: Callable[[str, int], ReportCorruption],
     ) -> None:
-        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
-        self._rate_bytes_s = rate_bytes_s
+        self._writing, self._rate_bytes_s, self._clock = writing, rate_bytes_s, clock
         self._feed, self._stamp, self._report_corruption = feed, stamp, report_corruption
         self._order: Persist | None = None
         self._flow = RateLimiter()
@@ -106,9 +104,15 @@ class Persister:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _work(self, order: Persist, flow: RateLimiter) -> None:
-        began = time.monotonic()
+        began = self._clock.monotonic_s()
+        job_id, description = self._description
         try:
-            layers = await self._write(order, flow)
+            layers = await self._writing.write(
+                order,
+                description if job_id == order.job_id else b"",
+                flow,
+                self._report_corruption(order.job_id, order.record.step),
+            )
         except (LayerRestoreError, StorageError) as error:
             self._fail(order, str(error))
         except (
@@ -116,7 +120,7 @@ class Persister:
         ) as error:  # Whatever it is, the coordinator waits for an answer, and training goes on.
             self._fail(order, f"{type(error).__name__}: {error}")
         else:
-            took_s = round(time.monotonic() - began, 3)
+            took_s = round(self._clock.monotonic_s() - began, 3)
             size_bytes = sum(layer.size_bytes for layer in layers)
             log.info(
                 "persisted", attempt=order.attempt, layers=len(layers), size_bytes=size_bytes, took_s=took_s
@@ -137,11 +141,22 @@ class Persister:
         )
         self._feed(PersistEnded(**self._stamp(), answer=failed))
 
-    async def _write(self, order: Persist, flow: RateLimiter) -> list[LayerFile]:
+
+class CheckpointWriter:
+    """The writing of layers from the memory of nodes (``ftd.snapshots.ports.CheckpointWriting``)."""
+
+    def __init__(
+        self, *, node: str, arenas: NodeArenas, token: str, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
+
+    async def write(
+        self, order: Persist, description: bytes, flow: RateLimiter, report_corruption: ReportCorruption
+    ) -> list[LayerFile]:
+        """Assemble each layer while the one before is written."""
         written: list[LayerFile] = []
         store, draft = await run_in_thread(lambda: _begin(order))
-        job_id, description = self._description
-        if job_id == order.job_id and 0 in order.layers:
+        if description and 0 in order.layers:
             await run_in_thread(partial(store.write_description, draft, description), _NICENESS)
         under_way: asyncio.Task[LayerFile] | None = None
 
@@ -168,7 +183,7 @@ class Persister:
                 node=self._node,
                 arenas=self._arenas,
                 client=client,
-                report_corruption=self._report_corruption(order.job_id, record.step),
+                report_corruption=report_corruption,
             )
             try:
                 await restorer.run(order.layers, LayerStream(put))

@@ -9,14 +9,14 @@ the bytes were written.
 import asyncio
 import random
 import time
-from typing import Protocol
 
 import structlog
 
+from ftd.snapshots.ports import TrainerControl
 from ftd.snapshots.repair import RepairError
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.copies import CopyStore
-from statemachine.messages.trainer import Instruction, RepairWrite
+from statemachine.messages.trainer import RepairWrite
 from statemachine.messages.values import Restore
 from storage.manifest import SnapshotPart
 
@@ -26,16 +26,6 @@ REPAIR_WRITE_TIMEOUT_S = 60.0
 """Limit of one write. The trainer's thread may have to finish a snapshot first."""
 _REPEAT_S = 5.0
 _POLL_S = 0.02
-
-
-class TrainerControl(Protocol):
-    """The trainers, which write the arenas of this node's own snapshots."""
-
-    def trainer_pids(self, device: int | None) -> list[int]:
-        """Return the running processes of one device or of all."""
-
-    def send(self, device: int, frame: Instruction) -> bool:
-        """Send a frame to the device's trainer and return whether there is one."""
 
 
 class RepairWriter:

@@ -9,7 +9,7 @@ cannot be repaired, the coordinator is informed and requests another snapshot at
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import structlog
 
 from ftd.errors import PeerError
 from ftd.snapshots.persist import run_in_thread
+from ftd.snapshots.ports import CorruptBlocks, ScrubOperations
 from ftd.snapshots.repair import Repairer, RepairError
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
@@ -36,12 +37,75 @@ PublishEvent = Callable[[str, str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorruptBlocks:
-    """Blocks of a part that differ from what was written."""
+class _ArenaBlocks(CorruptBlocks):
+    """Corrupt blocks with their location in an arena."""
 
     held: ArenaSnapshot
-    part: SnapshotPart
-    blocks: tuple[int, ...]
+    stored: SnapshotPart
+
+
+class ArenaScrubbing:
+    """Verifying and repairing the arenas of a node (``ftd.snapshots.ports.ScrubOperations``)."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        arenas: NodeArenas,
+        token: str,
+        tls: ssl.SSLContext | None,
+        write_block: WriteBlock,
+    ) -> None:
+        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
+        self._write_block = write_block
+
+    async def find_corrupt(self, snapshot: Restore, flow: RateLimiter) -> Sequence[CorruptBlocks]:
+        held = self._held(snapshot)
+        return await run_in_thread(lambda: self._read(held, flow), _NICENESS)
+
+    def is_held(self, snapshot: Restore, corrupt: CorruptBlocks) -> bool:
+        return isinstance(corrupt, _ArenaBlocks) and corrupt.held in self._held(snapshot)
+
+    async def repair(self, snapshot: Restore, corrupt: CorruptBlocks) -> Sequence[str]:
+        assert isinstance(corrupt, _ArenaBlocks), "it was found here"
+        sources: set[str] = set()
+        async with ShardClient(self._token, tls=self._tls) as client:
+            repairer = Repairer(restore=snapshot, node=self._node, arenas=self._arenas, client=client)
+            for number in corrupt.blocks:
+                repaired = await repairer.repair_block(corrupt.held, corrupt.stored, number)
+                await self._write_block(corrupt.held, corrupt.stored, number, repaired.data)
+                sources |= set(repaired.sources)
+        return sorted(sources)
+
+    def _held(self, snapshot: Restore) -> list[ArenaSnapshot]:
+        found = self._arenas.find(snapshot.job_id, snapshot.step)
+        return [one for one in found if one.manifest.generation == snapshot.generation]
+
+    def _read(self, held: list[ArenaSnapshot], flow: RateLimiter) -> list[CorruptBlocks]:
+        """Return the corrupt blocks. It runs in a thread; the result is empty if it was cancelled."""
+        found: list[CorruptBlocks] = []
+        for one in held:
+            for part in one.manifest.parts:
+                blocks = []
+                for number in part.blocks_covering(0, part.size_bytes):
+                    first, end = part.block(number)
+                    if not flow.acquire(end - first):
+                        return []
+                    if not part.is_block_intact(number, self._arenas.view(one, part)[first:end]):
+                        blocks.append(number)
+                if blocks:
+                    size_bytes = sum(end - first for first, end in map(part.block, blocks))
+                    found.append(
+                        _ArenaBlocks(
+                            owner=one.owner,
+                            part=part.name,
+                            blocks=tuple(blocks),
+                            size_bytes=size_bytes,
+                            held=one,
+                            stored=part,
+                        )
+                    )
+        return found
 
 
 class Scrubber:
@@ -55,19 +119,16 @@ class Scrubber:
         self,
         *,
         node: str,
-        arenas: NodeArenas,
-        token: str,
-        tls: ssl.SSLContext | None,
+        operations: ScrubOperations,
         rate_bytes_s: float,
         period_s: float,
-        write_block: WriteBlock,
         publish_event: PublishEvent,
         on_repaired: Callable[[int], None],
         on_unrepairable: Callable[[int], None],
     ) -> None:
-        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
+        self._node, self._operations = node, operations
         self._rate_bytes_s, self._period_s = rate_bytes_s, period_s
-        self._write_block, self._publish_event = write_block, publish_event
+        self._publish_event = publish_event
         self._on_repaired, self._on_unrepairable = on_repaired, on_unrepairable
         self._snapshot: Restore | None = None
         self._flow = RateLimiter()
@@ -106,63 +167,35 @@ class Scrubber:
     async def _work(self, flow: RateLimiter) -> None:
         while (snapshot := self._snapshot) is not None:
             try:
-                held = self._held(snapshot)
-                changed = await run_in_thread(lambda held=held: self._read(held, flow), _NICENESS)  # type: ignore[misc]
+                changed = await self._operations.find_corrupt(snapshot, flow)
                 # A snapshot that was released meanwhile may have other bytes.
-                there = self._held(snapshot)
-                if changed := [one for one in changed if one.held in there]:
+                if changed := [one for one in changed if self._operations.is_held(snapshot, one)]:
                     await self._repair(snapshot, changed)
             except (OSError, ValueError, PeerError) as error:  # The memory was removed with its job.
                 log.warning("scrub_failed", step=snapshot.step, reason=str(error))
             await asyncio.sleep(self._period_s)
 
-    def _held(self, snapshot: Restore) -> list[ArenaSnapshot]:
-        found = self._arenas.find(snapshot.job_id, snapshot.step)
-        return [one for one in found if one.manifest.generation == snapshot.generation]
-
-    def _read(self, held: list[ArenaSnapshot], flow: RateLimiter) -> list[CorruptBlocks]:
-        """Return the corrupt blocks. It runs in a thread; the result is empty if it was cancelled."""
-        found = []
-        for one in held:
-            for part in one.manifest.parts:
-                blocks = []
-                for number in part.blocks_covering(0, part.size_bytes):
-                    first, end = part.block(number)
-                    if not flow.acquire(end - first):
-                        return []
-                    if not part.is_block_intact(number, self._arenas.view(one, part)[first:end]):
-                        blocks.append(number)
-                if blocks:
-                    found.append(CorruptBlocks(held=one, part=part, blocks=tuple(blocks)))
-        return found
-
     async def _repair(self, snapshot: Restore, changed: list[CorruptBlocks]) -> None:
         for one in changed:
             self._report_corrupt(snapshot, one, "it is being repaired from other nodes")
         unrepairable = False
-        async with ShardClient(self._token, tls=self._tls) as client:
-            repairer = Repairer(restore=snapshot, node=self._node, arenas=self._arenas, client=client)
-            for one in changed:
-                sources: set[str] = set()
-                try:
-                    for number in one.blocks:
-                        repaired = await repairer.repair_block(one.held, one.part, number)
-                        await self._write_block(one.held, one.part, number, repaired.data)
-                        sources |= set(repaired.sources)
-                except RepairError as error:
-                    if one.held not in self._held(snapshot):
-                        return  # It was released: nobody needs it any more.
-                    unrepairable = True
-                    self._report_corrupt(
-                        snapshot, one, f"it cannot be repaired, and a new snapshot is requested: {error}"
-                    )
-                else:
-                    self._report_repaired(snapshot, one, sorted(sources))
+        for one in changed:
+            try:
+                sources = await self._operations.repair(snapshot, one)
+            except RepairError as error:
+                if not self._operations.is_held(snapshot, one):
+                    return  # It was released: nobody needs it any more.
+                unrepairable = True
+                self._report_corrupt(
+                    snapshot, one, f"it cannot be repaired, and a new snapshot is requested: {error}"
+                )
+            else:
+                self._report_repaired(snapshot, one, list(sources))
         (self._on_unrepairable if unrepairable else self._on_repaired)(snapshot.step)
 
     def _details(self, snapshot: Restore, one: CorruptBlocks) -> dict[str, Any]:
-        owner = one.held.owner or self._node
-        return {"owner": owner, "job": snapshot.job_id, "step": snapshot.step, "part": one.part.name}
+        owner = one.owner or self._node
+        return {"owner": owner, "job": snapshot.job_id, "step": snapshot.step, "part": one.part}
 
     def _report_corrupt(self, snapshot: Restore, one: CorruptBlocks, remedy: str) -> None:
         self._publish_event(
@@ -173,12 +206,11 @@ class Scrubber:
         )
 
     def _report_repaired(self, snapshot: Restore, one: CorruptBlocks, sources: list[str]) -> None:
-        size_bytes = sum(end - first for first, end in map(one.part.block, one.blocks))
         self._publish_event(
             "ShardRepaired",
             f"{self._node}: {_blocks(one)} of {_label(one)} of the snapshot of step {snapshot.step} repaired "
             f"from {', '.join(sources)}",
-            {**self._details(snapshot, one), "sources": sources, "size_bytes": size_bytes},
+            {**self._details(snapshot, one), "sources": sources, "size_bytes": one.size_bytes},
         )
 
 
@@ -191,4 +223,4 @@ def _blocks(one: CorruptBlocks) -> str:
 
 
 def _label(one: CorruptBlocks) -> str:
-    return f"{one.part.name} (a copy for {one.held.owner})" if one.held.owner else one.part.name
+    return f"{one.part} (a copy for {one.owner})" if one.owner else one.part

@@ -6,8 +6,6 @@ provides the arenas of the job, lets other nodes read them, stages layers for a 
 """
 
 import asyncio
-import shutil
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,13 @@ from typing import Any
 import structlog
 
 from ftd.config.daemon import DaemonConfig
-from ftd.errors import ConfigurationError, PeerError
+from ftd.driver import Clock
+from ftd.errors import PeerError
 from ftd.snapshots.persist import Persister
-from ftd.snapshots.repair_writer import RepairWriter, TrainerControl
+from ftd.snapshots.ports import SnapshotStorage, TrainerControl
 from ftd.snapshots.restoring.holders import ReportCorruption
 from ftd.snapshots.scrub import PublishEvent, Scrubber
-from ftd.snapshots.shards.arenas import Corruption, NodeArenas
-from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.copies import CopyStore
-from ftd.snapshots.shards.copy_sender import CopySender
-from ftd.snapshots.shards.link_check import check_links
-from ftd.snapshots.shards.protocol import bearer_token
-from ftd.snapshots.shards.server import ShardServer
-from ftd.snapshots.shards.sources import SnapshotSource
+from ftd.snapshots.shards.arenas import Corruption
 from ftd.snapshots.trainer_staging import TrainerStaging
 from statemachine.agent.events import (
     SnapshotCopiesChanged,
@@ -41,7 +33,7 @@ from statemachine.effects import SendSnapshotCopy
 from statemachine.events import Event
 from statemachine.messages.cluster import Persist
 from statemachine.messages.common import SnapshotFailed
-from statemachine.messages.values import HeldSnapshot, Job, LinkHealth, ReplicaPeer, Restore
+from statemachine.messages.values import Job, LinkHealth, ReplicaPeer, Restore
 from storage.codes import has_buddy
 
 log = structlog.get_logger("ftd.node")
@@ -53,70 +45,46 @@ class SnapshotService:
     def __init__(
         self,
         config: DaemonConfig,
-        secret: str,
+        storage: SnapshotStorage,
         *,
-        host: str,
+        clock: Clock,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         publish_event: PublishEvent,
         trainers: TrainerControl,
     ) -> None:
-        """:param host: address to listen on.
-        :param stamp: returns the fields ``at`` and ``cause`` of an event.
-        """
-        self._config = config
+        """:param stamp: returns the fields ``at`` and ``cause`` of an event."""
+        self._node, self._storage, self._clock = config.node, storage, clock
         self._feed, self._stamp, self._publish_event = feed, stamp, publish_event
-        self._token = bearer_token(secret)
-        tls = config.snapshot_tls
-        self._tls = tls.client_context() if tls is not None else None
-        self._arenas = NodeArenas(
-            config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
-        )
-        self._copies = CopyStore(self._arenas, node=config.node, changed=self._feed_copies)
-        self._server = ShardServer(
-            self._arenas,
-            self._token,
-            host=host,
-            port=config.snapshot_port,
-            rate_bytes_s=config.snapshot_rate_bytes_s,
-            copies=self._copies,
-            tls=tls.server_context() if tls is not None else None,
-        )
+        storage.connect(trainers, self._feed_copies)
         self._persister = Persister(
-            node=config.node,
-            arenas=self._arenas,
-            token=self._token,
-            tls=self._tls,
+            writing=storage.checkpoints,
             rate_bytes_s=config.checkpoint_rate_bytes_s,
+            clock=clock,
             feed=feed,
             stamp=stamp,
             report_corruption=self._corruption_reporter,
         )
-        self._repair_writer = RepairWriter(self._arenas, self._copies, trainers)
         self._scrubber = Scrubber(
             node=config.node,
-            arenas=self._arenas,
-            token=self._token,
-            tls=self._tls,
+            operations=storage.scrubbing,
             rate_bytes_s=config.scrub_rate_bytes_s,
             period_s=config.timing.scrub_s,
-            write_block=self._repair_writer.write_block,
             publish_event=publish_event,
             on_repaired=lambda step: feed(SnapshotRepaired(**stamp(), step=step)),
             on_unrepairable=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
         )
         self.stager = self._make_staging()
         """Stages layers for trainers that roll back."""
-        self._serving, self._checkpoint_url = False, ""
+        self._checkpoint_url = ""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _make_staging(self) -> TrainerStaging:
         return TrainerStaging(
-            node=self._config.node,
-            arenas=self._arenas,
-            token=self._token,
-            tls=self._tls,
+            node=self._node,
+            operations=self._storage.staging,
+            clock=self._clock,
             feed=self._feed,
             stamp=self._stamp,
             report_corruption=self._corruption_reporter,
@@ -126,17 +94,17 @@ class SnapshotService:
 
     @property
     def port(self) -> int:
-        return self._server.port
+        return self._storage.port
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the arenas of all devices may take together."""
-        return self._arenas.size_bytes
+        return self._storage.size_bytes
 
     @property
     def memory_directory(self) -> Path:
         """Directory of the arenas."""
-        return self._arenas.root
+        return self._storage.root
 
     @property
     def checkpoint_directory(self) -> Path | None:
@@ -148,27 +116,14 @@ class SnapshotService:
         """Return figures for metrics: bytes sent to other nodes, requests without the token, and the memory
         limit.
         """
-        return {
-            "sent_bytes": self._server.rate.acquired_bytes,
-            "unauthorised": self._server.unauthorized,
-            "snapshot_limit_bytes": self.size_bytes,
-        }
+        return self._storage.metrics()
 
     async def start(self) -> None:
         """Acquire the arenas and listen.
 
         :raises ConfigurationError: the directory, the limit or the port cannot be used.
         """
-        self._arenas.open()
-        try:
-            await self._server.start()
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen on port {self._config.snapshot_port}: {error.strerror}",
-                field="node.snapshot_port",
-                remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
-            ) from error
-        self._serving = True
+        await self._storage.start()
 
     async def close(self) -> None:
         """Stop serving. The snapshots stay in memory."""
@@ -179,20 +134,18 @@ class SnapshotService:
         await self.stager.close()
         await self._persister.close()
         await self._scrubber.close()
-        if self._serving:
-            await self._server.close()
-        self._copies.end()
-        self._arenas.close()
+        await self._storage.close()
 
     async def scan(self) -> None:
         """Feed ``SnapshotsFound``: what earlier daemons of this name left, read and verified."""
-        began = time.monotonic()
-        held, problems = await asyncio.to_thread(self._arenas.scan)
+        began = self._clock.monotonic_s()
+        held, problems = await self._storage.scan()
         for problem in problems:
-            self._report_corruption(self._config.node, problem)
+            self._report_corruption(self._node, problem)
         if held:
-            log.info("snapshots_found", snapshots=held, took_s=round(time.monotonic() - began, 3))
-            self._feed(SnapshotsFound(**self._stamp(), snapshots=_held_snapshots(held)))
+            took_s = round(self._clock.monotonic_s() - began, 3)
+            log.info("snapshots_found", snapshots=held, took_s=took_s)
+            self._feed(SnapshotsFound(**self._stamp(), snapshots=held))
 
     # --- a job's arenas --------------------------------------------------------------------------
 
@@ -201,24 +154,24 @@ class SnapshotService:
         self._checkpoint_url = job.checkpoint.url
         if not job.snapshot.every_steps:
             return "", None
-        if not self._arenas.acquire():
-            reason = f"another daemon of this name uses {self._arenas.root}"
+        if not self._storage.acquire():
+            reason = f"another daemon of this name uses {self._storage.root}"
             self._publish_event("SnapshotsUnavailable", reason, {"device": device})
             return "", None
-        self._arenas.remove_others(job.job_id)
-        self._copies.begin(job.job_id, self._config.snapshot_limit_bytes)
-        own_bytes = self._arenas.limit_bytes
+        self._storage.remove_others(job.job_id)
+        self._storage.begin_copies(job.job_id)
+        own_bytes = self._storage.device_limit_bytes
         if own_bytes is not None and (has_buddy(job.snapshot.protection) or job.snapshot.auto_protection):
             own_bytes //= 2  # The other half is for another node's copy.
-        return str(self._arenas.directory(job.job_id, device)), own_bytes
+        return str(self._storage.directory(job.job_id, device)), own_bytes
 
     def remove(self, job_id: str) -> None:
         """Release everything of a job that is over."""
         self.abandon()
         self._persister.stop()
         self._scrubber.stop()
-        self._copies.end()
-        self._run(asyncio.to_thread(self._arenas.remove, job_id))
+        self._storage.end_copies()
+        self._run(self._storage.remove(job_id))
 
     def abandon(self) -> None:
         """Stop staging and sending, since a newer generation begins or the job ends."""
@@ -249,17 +202,15 @@ class SnapshotService:
         """
         if retained is not None:
             self._scrubber.start(retained)
-        for directory in self._copies.release_older(job_id, step):
-            self._run(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+        self._storage.release_copies(job_id, step)
 
     def has_snapshot_data(self, device: int | None) -> bool:
         """Return whether there is something for ``flip_bit`` to change."""
-        return bool(self._repair_writer.find_own_parts(self._scrubber.snapshot, device))
+        return self._storage.has_data(self._scrubber.snapshot, device)
 
     def flip_bit(self, device: int | None) -> None:
         """Flip a bit in the memory of this node, or of one device, as an injected fault."""
-        if stored := self._repair_writer.find_own_parts(self._scrubber.snapshot, device):
-            self._repair_writer.flip_bit(stored)
+        self._storage.flip_bit(self._scrubber.snapshot, device)
 
     def send_copy(self, order: SendSnapshotCopy) -> None:
         """Send a copy and feed SnapshotCopyCommitted or SnapshotCopyFailed; an earlier order is cancelled."""
@@ -268,34 +219,25 @@ class SnapshotService:
         self._sending = asyncio.ensure_future(self._send_copy(order))
 
     async def _send_copy(self, order: SendSnapshotCopy) -> None:
-        began = time.monotonic()
+        began = self._clock.monotonic_s()
         key: dict[str, Any] = {"generation": order.generation, "step": order.step}
-        held = [
-            one
-            for one in self._arenas.find(order.job_id, order.step)
-            if not one.owner and one.manifest.generation == order.generation
-        ]
-        to = SnapshotSource(node=order.replica_peer.node, address=order.replica_peer.address)
+        to = order.replica_peer.node
         try:
-            if not held:
-                raise PeerError("the snapshot is not in this node's memory")
-            async with ShardClient(self._token, tls=self._tls) as client:
-                sender = CopySender(client, self._arenas, owner=self._config.node, rate=self._server.rate)
-                size = await sender.send(held, to)
+            size = await self._storage.send_copy(order)
         except (PeerError, OSError, ValueError) as error:
-            detail = f"no copy at its replica peer {order.replica_peer.node}: {error}"
+            detail = f"no copy at its replica peer {to}: {error}"
             log.warning("send_copy_failed", reason=detail, **key)
             self._feed(SnapshotCopyFailed(**self._stamp(), failure=SnapshotFailed(**key, detail=detail)))
         else:
-            log.info("copy_sent", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **key)
+            log.info("copy_sent", to=to, size_bytes=size, took_s=self._clock.monotonic_s() - began, **key)
             self._feed(SnapshotCopyCommitted(**self._stamp(), **key, size_bytes=size))
 
     async def check_links(self, peers: Sequence[ReplicaPeer]) -> tuple[LinkHealth, ...]:
         """Test the links to these nodes, and return those that answered."""
-        return await check_links(peers, self._token, self._tls)
+        return await self._storage.check_links(peers)
 
     def _feed_copies(self) -> None:
-        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=_held_snapshots(self._copies.held())))
+        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=self._storage.held_copies()))
 
     def _corruption_reporter(self, job_id: str, step: int) -> ReportCorruption:
         return lambda node, part, detail: self._report_corruption(
@@ -318,10 +260,3 @@ class SnapshotService:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _held_snapshots(held: list[tuple[str, int, int, str]]) -> tuple[HeldSnapshot, ...]:
-    return tuple(
-        HeldSnapshot(job_id=job, step=step, generation=generation, owner=owner)
-        for job, step, generation, owner in held
-    )

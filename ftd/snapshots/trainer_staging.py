@@ -9,15 +9,16 @@ copied and verified here.
 import asyncio
 import dataclasses
 import ssl
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from ftd.driver import Clock
 from ftd.snapshots.persist import read_checkpoint
+from ftd.snapshots.ports import StagingOperations
 from ftd.snapshots.restoring.holders import ReportCorruption
 from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer
 from ftd.snapshots.restoring.staging import StagingDirectory
@@ -45,6 +46,43 @@ class _Trainer:
     """Whether the layers are being staged a second time, without borrowed bytes."""
 
 
+class LayerStaging:
+    """Staging from the memory of nodes, or from a checkpoint (``ftd.snapshots.ports.StagingOperations``)."""
+
+    def __init__(self, *, node: str, arenas: NodeArenas, token: str, tls: ssl.SSLContext | None) -> None:
+        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
+        self.root = arenas.root
+        self.make_staging, self.remove_staging = arenas.make_staging, arenas.remove_staging
+
+    async def stage(
+        self,
+        restore: Restore,
+        layers: Sequence[int],
+        directory: Path,
+        *,
+        borrows: bool,
+        on_layer: Callable[[int], None],
+        on_staged: Callable[[], None],
+        report_corruption: ReportCorruption,
+    ) -> dict[str, int]:
+        """Read the layers from the checkpoint that ``restore`` names, or else from memory."""
+        target = StagingDirectory(directory, borrows=borrows, staged=on_layer)
+        if restore.url:
+            return {"checkpoint_bytes": await read_checkpoint(restore, layers, target.put)}
+        async with ShardClient(self._token, tls=self._tls) as client:
+            restorer = Restorer(
+                restore=restore,
+                node=self._node,
+                arenas=self._arenas,
+                client=client,
+                report_corruption=report_corruption,
+            )
+            done = await restorer.run(layers, target)
+            # Called here because the last trainer's resume cancels the caller's task.
+            on_staged()
+            return dataclasses.asdict(done)
+
+
 class TrainerStaging:
     """The staging of layers for this node's trainers.
 
@@ -56,15 +94,14 @@ class TrainerStaging:
         self,
         *,
         node: str,
-        arenas: NodeArenas,
-        token: str,
-        tls: ssl.SSLContext | None,
+        operations: StagingOperations,
+        clock: Clock,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         report_corruption: Callable[[str, int], ReportCorruption],
         on_staged: Callable[[Restore], None],
     ) -> None:
-        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
+        self._node, self._operations, self._clock = node, operations, clock
         self._feed, self._stamp, self._report_corruption, self._on_staged = (
             feed,
             stamp,
@@ -143,7 +180,7 @@ class TrainerStaging:
         self._staged_layers.clear()
         self._resume = None
         if self._job is not None:
-            self._arenas.remove_staging(self._job)
+            self._operations.remove_staging(self._job)
             self._job = None
 
     async def close(self) -> None:
@@ -164,20 +201,24 @@ class TrainerStaging:
         if before is not None:
             await before
         assert self._resume is not None, "the task is cancelled before the resume is dropped"
-        began, generation = time.monotonic(), self._resume.generation
+        began, generation = self._clock.monotonic_s(), self._resume.generation
         try:
             if not retry:
                 self._job = restore.job_id
-                self._directory = self._arenas.make_staging(restore.job_id, generation)
-            done = await self._put(
+                self._directory = self._operations.make_staging(restore.job_id, generation)
+            done = await self._operations.stage(
                 restore,
                 layers,
-                StagingDirectory(self._directory, borrows=not retry, staged=self._on_layer_staged),
+                self._directory,
+                borrows=not retry,
+                on_layer=self._on_layer_staged,
+                on_staged=lambda: self._on_staged(restore),
+                report_corruption=self._report_corruption(restore.job_id, restore.step),
             )
         except LayerRestoreError as error:
             self._fail(str(error), error.bad, corrupt=error.corrupt)
         except (OSError, ValueError) as error:
-            self._fail(f"layers cannot be staged in {self._arenas.root}: {error}")
+            self._fail(f"layers cannot be staged in {self._operations.root}: {error}")
         except Exception as error:
             # An internal error is reported and retried like any other failure, since the trainers would
             # wait forever.
@@ -191,27 +232,8 @@ class TrainerStaging:
                 layers=len(layers),
                 retry=retry,
                 **done,
-                took_s=round(time.monotonic() - began, 3),
+                took_s=round(self._clock.monotonic_s() - began, 3),
             )
-
-    async def _put(
-        self, restore: Restore, layers: tuple[int, ...], stage: StagingDirectory
-    ) -> dict[str, int]:
-        """Stage the layers and return figures for the log."""
-        if restore.url:
-            return {"checkpoint_bytes": await read_checkpoint(restore, layers, stage.put)}
-        async with ShardClient(self._token, tls=self._tls) as client:
-            restorer = Restorer(
-                restore=restore,
-                node=self._node,
-                arenas=self._arenas,
-                client=client,
-                report_corruption=self._report_corruption(restore.job_id, restore.step),
-            )
-            done = await restorer.run(layers, stage)
-            # Called here because the last trainer's resume cancels this task.
-            self._on_staged(restore)
-            return dataclasses.asdict(done)
 
     def _on_layer_staged(self, layer: int) -> None:
         self._staged_layers.add(layer)

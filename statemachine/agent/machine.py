@@ -130,6 +130,11 @@ class AgentMachine:
         return self._a.lineage
 
     @property
+    def rejected(self) -> bool:
+        """Return whether the coordinator has rejected this incarnation."""
+        return self._a.rejected
+
+    @property
     def incarnation(self) -> int:
         return self._a.incarnation
 

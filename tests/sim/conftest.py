@@ -4,7 +4,7 @@ the worst moments.
 
 import pytest
 
-LONG = ("test_lost_messages.py", "test_mutants.py", "test_sim.py")
+LONG = ("test_lost_messages.py", "test_mutants.py", "test_node_mutants.py", "test_sim.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,15 +4,16 @@ gets stuck.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from ftd.faults.chaos.scenario import load_scenario
+from ftd.faults.sim.network import TOPICS, SimConnection
 from ftd.faults.sim.scenario import ScenarioSimulation
 from ftd.faults.sim.scenario_setup import make_scenario_setup
+from ftd.transport.wire.codec import decode_from_node, decode_to_node, decode_to_nodes
 from statemachine.effects import EmitEvent
-from statemachine.messages.cluster import FromNode, ToNode, ToNodes
 
 Fate = Literal["lost", "repeated", "late"]
 
@@ -73,11 +74,8 @@ class Run:
         self.ended = ""
         self._choose_fate = choose_fate
         network = self.world.network
-        signal, command = network.signal, network._to_node
-        network.signal = lambda message: self._pass_on(signal, message)  # type: ignore[method-assign]
-        network._to_node = (  # type: ignore[method-assign]
-            lambda sender, link, name, message: self._pass_on(command, message, sender, link, name)
-        )
+        self._pass = network._pass
+        network._pass = self._pass_on  # type: ignore[method-assign]
         real_on_event = self.world.on_event
 
         def on_event(effect: EmitEvent) -> None:
@@ -92,22 +90,20 @@ class Run:
             coordinator.on_event = on_event
         self.world.run()
 
-    def _pass_on(self, real: Callable[..., None], message: FromNode | ToNode | ToNodes, *others: Any) -> None:
-        """Pass a message on, or not, as its fate says.
-
-        :param others: the arguments that come before the message.
-        """
-        kind = kind_of(message)
-        self.seen[kind] = self.seen.get(kind, 0) + 1
-        match self._choose_fate(kind):
-            case "lost":
-                return
-            case "repeated":
-                real(*others, message)
-            case "late":
-                self.world.world.call_later(LATE_S, real, *others, message)
-                return
-        real(*others, message)
+    def _pass_on(self, sender: str, to: SimConnection, topic: str, payload: bytes, retained: bool) -> None:
+        """Pass a message on, or not, as its fate says."""
+        kind = kind_of(to, topic, payload)
+        if kind is not None:
+            self.seen[kind] = self.seen.get(kind, 0) + 1
+            match self._choose_fate(kind):
+                case "lost":
+                    return
+                case "repeated":
+                    self._pass(sender, to, topic, payload, retained)
+                case "late":
+                    self.world.world.call_later(LATE_S, self._pass, sender, to, topic, payload, retained)
+                    return
+        self._pass(sender, to, topic, payload, retained)
 
     @property
     def longest_gap_s(self) -> float:
@@ -115,8 +111,16 @@ class Run:
         return max(later - earlier for earlier, later in zip(self.commits, self.commits[1:], strict=False))
 
 
-def kind_of(message: FromNode | ToNode | ToNodes) -> str:
-    return type(message.signal if isinstance(message, FromNode) else message.command).__name__
+def kind_of(to: SimConnection, topic: str, payload: bytes) -> str | None:
+    """Return the kind of a node's signal or of a command to a node; ``None`` for any other message."""
+    if topic == TOPICS.command:
+        return type(decode_to_nodes(payload).command).__name__ if to.is_node else None
+    node = TOPICS.node_of(topic)
+    if node is not None and topic == TOPICS.node_command(node):
+        return type(decode_to_node(payload).command).__name__
+    if node is not None and topic == TOPICS.node_signal(node):
+        return type(decode_from_node(payload).signal).__name__
+    return None
 
 
 @pytest.fixture(scope="module")

@@ -52,8 +52,8 @@ from statemachine.effects import Effect, PersistState
 from statemachine.election import machine as election
 from statemachine.election.leadership import LeaderSessionOpened
 from statemachine.election.machine import ElectionMachine
-from statemachine.messages.cluster import Prepare, Resume, ToNode, ToNodes
-from statemachine.messages.trainer import ShardWritten
+from statemachine.messages.cluster import Prepare, ToNode, ToNodes
+from statemachine.messages.trainer import ResumeRank, ShardWritten
 from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, QuiesceMode, Snapshot
 from tests.sim.test_worst_moments import RESTORED_BROKER, kill_between_effects
 
@@ -292,7 +292,12 @@ def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
 
     real = ElectionMachine._claim_term
     monkeypatch.setattr(ElectionMachine, "_claim_term", seated)
-    found("in which another coordinator led", overrides=SeedOverrides(coordinators=3))
+    leader_faults = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
+    triggered = tuple(("StepCommitted", fault, 2 * passed) for passed, fault in enumerate(leader_faults))
+    found(
+        "in which another coordinator led",
+        overrides=SeedOverrides(coordinators=3, triggered_faults=triggered),
+    )
 
 
 def test_a_deposed_leader_whose_messages_arrive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,9 +661,9 @@ def test_ranks_that_go_on_before_an_evaluation_ends_are_found(monkeypatch: pytes
     start it again.
     """
 
-    def resume(self: SimTrainer, command: Resume, staged: dict[int, int] | None = None) -> None:
-        real(self, command, staged)
-        self.evaluated = max(self.evaluated, command.step)
+    def resume(self: SimTrainer, frame: ResumeRank) -> None:
+        real(self, frame)
+        self.evaluated = max(self.evaluated, frame.step)
 
     real = SimTrainer.resume
     monkeypatch.setattr(SimTrainer, "resume", resume)

@@ -128,7 +128,13 @@ class SimArena:
             self.slots[device] = [shard for shard in here if shard.key.job_id != job_id]
         for owner, copies in self.copies.items():
             self.copies[owner] = [copy for copy in copies if copy.key.job_id != job_id]
-        self.retained_copies = 0
+
+    def remove_others(self, job_id: str) -> None:
+        """Remove what other jobs left."""
+        keys = {shard.key.job_id for here in self.slots.values() for shard in here}
+        keys |= {copy.key.job_id for here in self.copies.values() for copy in here}
+        for other in sorted(keys - {job_id}):
+            self.remove(other)
 
     def clear(self) -> None:
         """Forget everything, since the host died."""

@@ -16,15 +16,19 @@ from ftd.faults.sim.coordinator import SimCoordinator
 from ftd.faults.sim.invariants import Invariants
 from ftd.faults.sim.journals import decode_state
 from ftd.faults.sim.network import COMMAND, EVENTS, JOURNAL, TOPICS, SimConnection, SimNetwork
+from ftd.faults.sim.node import SimNode, decoded
 from ftd.faults.sim.oracle import JournalView
-from ftd.transport.wire.codec import decode_to_node, decode_to_nodes
+from ftd.transport.wire.codec import decode_from_node, decode_to_node
 from ftd.transport.wire.coordinator_messages import decode_copy
 from ftd.transport.wire.public import EventMessage, decode_json
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.effects import EmitEvent
+from statemachine.messages.values import NodeState
 
 _NOTICE_S = 1.5
 """The longest time until others notice that a coordinator is connected."""
+STATE_S = 2.0
+"""Time within which a node that has connected, or sees another state than its own, publishes its state."""
 
 
 class BrokerChecks:
@@ -53,7 +57,18 @@ class BrokerChecks:
         return self._journal
 
     def _published(self, connection: SimConnection, topic: str, payload: bytes, note: Any) -> None:
-        self._coordinators[connection.host].check(lambda: self._look(connection, topic, payload, note))
+        if connection.is_node:
+            self._check_node(connection, topic, payload)
+        else:
+            self._coordinators[connection.host].check(lambda: self._look(connection, topic, payload, note))
+
+    def _check_node(self, connection: SimConnection, topic: str, payload: bytes) -> None:
+        oracle, name = self._invariants, connection.host
+        if topic == connection.signal_topic:
+            if name in oracle.fenced_incarnations:
+                oracle.check_signal(name, decode_from_node(payload, name).incarnation)
+        elif topic == EVENTS:
+            oracle.check_details(decode_json(payload, EventMessage))
 
     def _look(self, connection: SimConnection, topic: str, payload: bytes, note: Any) -> None:
         oracle = self._invariants
@@ -67,7 +82,7 @@ class BrokerChecks:
             oracle.on_journal(note)
             oracle.published_events.on_journaled(self._journal[OUTBOX])
         elif topic == COMMAND:
-            oracle.check_command(decode_to_nodes(payload).command, self.journal)
+            oracle.check_command(decoded(payload).command, self.journal)
         elif topic == EVENTS:
             message = decode_json(payload, EventMessage)
             if oracle.published_events.is_new(message):
@@ -77,6 +92,18 @@ class BrokerChecks:
                 oracle.check_command(decode_to_node(payload).command, self.journal)
             elif topic == TOPICS.node_state(node) and not payload:
                 oracle.check_removal(self.journal, node)
+
+    def check_state(self, node: SimNode) -> None:
+        """Check that the broker retains the own state of a node that has been connected for a while."""
+        network, settled_at = self._network, self._invariants.world.now - STATE_S
+        connection = network.connection_of(node.name)
+        if connection is None or max(connection.since, node.started_at) > settled_at:
+            return
+        if not node.up or node.frozen or node.agent.rejected or not network.reaches(node.name):
+            return
+        state = network.state_of(node.name)
+        if state is None or state.incarnation != node.incarnation or state.state is NodeState.OFFLINE:
+            self._invariants.violated(f"{node.name} is connected, but the broker retains {state}")
 
     def _event(self, of: SimCoordinator, message: EventMessage) -> None:
         event = EmitEvent(

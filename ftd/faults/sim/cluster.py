@@ -11,7 +11,6 @@ from ftd.faults.sim.network import SimNetwork
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.world import World
 from planner.values import ModelProfile, Policy
-from statemachine.messages.cluster import ToNode, ToNodes
 
 
 class SimCluster:
@@ -33,17 +32,13 @@ class SimCluster:
         self.checkpoint_store = self.invariants.checkpoint_store
         self.nodes: dict[str, SimNode] = self.invariants.nodes
         self.network = SimNetwork(world)
-        self.network.on_command = self._command
         self.coordinators = [
             SimCoordinator(world, self.network, self.invariants, name, state_period_s=state_period_s)
             for name in coordinators
         ]
-        BrokerChecks(self.network, self.invariants, self.coordinators)
+        self.broker_checks = BrokerChecks(self.network, self.invariants, self.coordinators)
 
     @property
     def coordinator(self) -> SimCoordinator:
         """The coordinator that leads; if none does, the one that most likely led last."""
         return leader_of(self.network, self.coordinators)
-
-    def _command(self, node: str, message: ToNode | ToNodes) -> None:
-        self.nodes[node].command(message)

@@ -179,7 +179,7 @@ class SimCoordinator:
         """SIGKILL the process: only the journal is left."""
         if self.up:
             self.loop.kill()
-            self.network.drop(self.name, process_died=True)
+            self.network.drop(self.name)
 
     def lose_power(self) -> None:
         """Restart the host without the end of what was not forced to the disk."""

@@ -39,6 +39,7 @@ from ftd.faults.sim.faults import (
     partition_two,
     raise_in_trainer,
     repeat_request,
+    request_fault,
     reset_coordinator,
     reset_session,
     restart_broker,
@@ -219,6 +220,9 @@ def draw(sim: Simulation, until_s: float) -> None:
         sim, separate_rng(sim, "churn", 0.25, overrides.churn), 4, until_s, host_faults.replace_host, 3.0
     )
     _draw_flipped_bits(sim, until_s)
+    if (requests := separate_rng(sim, "requests", 0.3, None)) is not None:
+        for _ in range(requests.randint(1, 3)):
+            sim.world.call_later(requests.uniform(0.5, until_s), request_fault, sim, requests)
     if (bad := separate_rng(sim, "bad node", 0.3, overrides.bad_node)) is not None:
         sim.world.call_later(bad.uniform(0.5, until_s), fail_repeatedly, sim, bad)
     if sim.world.checks_health:

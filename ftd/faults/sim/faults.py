@@ -1,11 +1,12 @@
 """Faults of nodes, trainers, links, the broker and coordinators, and requests of users."""
 
 from random import Random
+from typing import Any
 
 from ftd.faults.sim.invariants import WRONG_CODE
-from ftd.faults.sim.network import MessageFaults
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.simulation import Simulation, protections
+from ftd.node.message_faults import LinkFaults
 from statemachine.messages.values import PlantedFault
 
 
@@ -72,25 +73,29 @@ def fail_repeatedly(sim: Simulation, rng: Random) -> None:
 
 
 def make_device_bad(sim: Simulation, rng: Random) -> None:
-    """Let the devices of a node be bad in health checks for a while. Something makes the node run one meanwhile."""
+    """Let the devices of a node be bad in health checks for a while, by themselves or as an injected fault.
+    Something makes the node run a check meanwhile.
+    """
     node = rng.choice(list(sim.nodes.values()))
     bad: tuple[PlantedFault, ...] = ("wrong", "wrong", "slow", "hung")
     how = rng.choice(bad)
     if sim.healed:
         return
     sim.log(f"the devices of {node.name} are {how} in health checks")
-    node.health_checks.planted = how
-    sim.world.call_later(rng.uniform(3.0, 15.0), repair_device, sim, node)
+    for_s = rng.uniform(3.0, 15.0)
+    sim.world.call_later(for_s, repair_device, sim, node)
     if rng.random() < 0.5:
+        node.plant_bad_device(how, range(node.devices), for_s)
         node.fail_trainer(rng.randrange(node.devices), "exited", "killed by SIGSEGV")
     else:
+        node.device_fault = how
         node.crash()
         sim.world.call_later(rng.uniform(0.05, 3.0), sim.start_if_down, node)
 
 
 def repair_device(sim: Simulation, node: SimNode) -> None:
     """End the fault of a node's devices. A user readmits the node if it was set aside."""
-    node.health_checks.planted = ""
+    node.device_fault = ""
     sim.coordinator.readmit(node.name)
 
 
@@ -156,7 +161,7 @@ def cut_several(sim: Simulation) -> None:
 
 def reset_session(sim: Simulation) -> None:
     node = some_node(sim)
-    if node is not None and sim.network.is_connected(node.name):
+    if node is not None and sim.network.connection_of(node.name) is not None:
         sim.log(f"reset the session of {node.name}")
         sim.network.drop(node.name)
 
@@ -305,17 +310,41 @@ def change_interval(sim: Simulation) -> None:
 def lose_messages(sim: Simulation) -> None:
     """Lose, duplicate and delay some of the messages from and to a node."""
     node, world = some_node(sim), sim.world
-    if node is None or node.name in sim.network.message_faults:
+    if node is None or node.lossy_until > world.now:
         return
     drop, for_s = world.between(0.02, 0.3), world.between(1.0, 8.0)
     sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
-    line = MessageFaults(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
-    sim.network.message_faults[node.name] = line
-    world.call_later(for_s, _heal_messages, sim, node.name)
+    faults = LinkFaults(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
+    node.lose_messages(faults, for_s)
 
 
-def _heal_messages(sim: Simulation, name: str) -> None:
-    sim.network.message_faults.pop(name, None)
+def request_fault(sim: Simulation, rng: Random) -> None:
+    """Ask a node over the broker to inject a fault into itself."""
+    live = live_nodes(sim)
+    if sim.healed or not live:
+        return
+    node, for_s = rng.choice(live), rng.uniform(0.2, 5.0)
+    fields: dict[str, Any] = rng.choice(
+        (
+            {"do": "kill"},
+            {"do": "kill", "target": "trainer", "device": rng.randrange(node.devices)},
+            {"do": "stop", "for_s": for_s},
+            {"do": "stop", "target": "trainer", "for_s": for_s},
+            {"do": "hang", "device": rng.randrange(node.devices)},
+            {"do": "raise", "device": rng.randrange(node.devices)},
+            {"do": "slow", "factor": rng.uniform(1.5, 6.0), "for_s": for_s},
+            {"do": "term"},
+            {"do": "flip"},
+            {"do": "disconnect", "for_s": for_s},
+            {"do": "lossy", "drop": 0.2, "duplicate": 0.2, "late_s": 0.5, "for_s": for_s},
+        )
+    )
+    sim.log(f"request {fields} of {node.name}")
+    if fields["do"] == "lossy":
+        node.lossy_until = sim.world.now + for_s + 1.0
+    node.request_fault(**fields)
+    if fields["do"] in ("kill", "term"):
+        sim.world.call_later(rng.uniform(1.0, 8.0), sim.start_if_down, node)
 
 
 def partition_two(sim: Simulation) -> None:

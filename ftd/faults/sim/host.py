@@ -1,16 +1,18 @@
-"""A simulated host as its processes see it: its memory, its links to other hosts, its agent, and its speed."""
+"""A simulated host as its processes see it: its memory, its links to other hosts, its daemon, and its speed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 
 from ftd.faults.sim.arena import SimArena, is_unrecoverable, layers_of_group
 from ftd.faults.sim.checkpoint_store import SimCheckpointStore
 from ftd.faults.sim.network import SimNetwork
 from ftd.faults.sim.oracle import Oracle
-from statemachine.agent.events import SnapshotCopiesChanged
-from statemachine.agent.machine import AgentEvent, AgentMachine
-from statemachine.messages.values import HeldSnapshot, Restore
+from ftd.node.ports import TrainerProcess
+from statemachine.messages.cluster import Resume
+from statemachine.messages.trainer import Report
+from statemachine.messages.values import HeldSnapshot, PlantedFault, Restore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,16 @@ class StepTiming:
     """The longest time from the end of the VOTE to a rank's commit."""
     no_room_probability: float = 0.0
     """The probability that there is no room for a snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedLayers:
+    """Layers that were staged for trainers."""
+
+    layers: dict[int, int]
+    """The state version of each layer."""
+    corrupt: frozenset[int]
+    """Layers with borrowed bytes that have changed, which trainers notice."""
 
 
 class SimHost(ABC):
@@ -42,28 +54,46 @@ class SimHost(ABC):
         self.oracle, self.world, self.versions = oracle, oracle.world, oracle.versions
         self.network, self.checkpoint_store, self.hosts = network, checkpoint_store, hosts
         self.name, self.step_timing = name, step_timing
-        self.up = False
-        """Whether the daemon is running."""
-        self.frozen = False
-        """Whether the daemon is stopped."""
         self.data_cut = False
         """Whether the other hosts are out of reach."""
         self.slowness = 1.0
         """The factor by which its trainers compute more slowly."""
-        self.life = 0
-        """Number of daemon processes and fences so far. Actions that were scheduled in an earlier life are
-        ignored.
-        """
+        self.device_fault: PlantedFault = ""
+        """The fault of its devices, which their tests find."""
+        self.health_rng = Random(f"health {self.world.seed} {name}")
+        """Random numbers for the tests of its devices and links. A generator of their own: see ``drawing``."""
         self.arena = SimArena(node=name, oracle=oracle)
-        self.agent = AgentMachine(name, self.world.timing)
+        self.resumes: dict[int, Resume] = {}
+        """The Resume of each generation that its daemon received, by which trainers know the whole plan."""
+        self.staged: dict[str, StagedLayers] = {}
+        """Staged layers by their directory."""
+        self.failing_builds = 0
+        """Number of the next builds that fail."""
+        self.max_scan_s = self.max_read_s = self.max_send_s = 0.0
+        """The longest extra time for the scan of its memory, for reading a snapshot, and for sending a copy."""
+
+    @property
+    @abstractmethod
+    def up(self) -> bool:
+        """Whether the daemon is running."""
+
+    @property
+    @abstractmethod
+    def frozen(self) -> bool:
+        """Whether the daemon is stopped."""
+
+    @property
+    @abstractmethod
+    def copies_job(self) -> str | None:
+        """The job of whose snapshots the daemon accepts copies."""
 
     @abstractmethod
-    def feed(self, event: AgentEvent) -> None:
-        """Feed an event to the agent, and carry out its effects."""
+    def on_copies_changed(self) -> None:
+        """Note that other copies than before are held, once the daemon runs."""
 
-    def report_copies(self) -> None:
-        """Report to the agent which snapshot copies are held for others."""
-        self.feed(SnapshotCopiesChanged(at=self.world.now, cause="arena", snapshots=self.arena.copy_keys()))
+    @abstractmethod
+    def deliver(self, trainer: TrainerProcess, report: Report) -> None:
+        """Deliver a frame of a trainer to the daemon."""
 
     def reaches(self, other: "SimHost") -> bool:
         """Return whether trainers and shards can connect to the other host."""
@@ -78,9 +108,13 @@ class SimHost(ABC):
         """Return whether another host can read its shards and copies."""
         return self.up and not self.frozen and (self is reader or self.reaches(reader))
 
-    def restore_layers(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
+    def restore_layers(
+        self, restore: Restore, layers: set[int], *, borrows: bool = False
+    ) -> tuple[dict[int, int], tuple[str, ...]]:
         """Return the version of each of these layers as restored here now, or the nodes whose shards cannot be
         read.
+
+        :param borrows: read this host's own shards without verifying them.
         """
         key = HeldSnapshot(job_id=restore.job_id, step=restore.step, generation=restore.generation)
         found: dict[int, int] = {}
@@ -90,6 +124,8 @@ class SimHost(ABC):
                 continue
             able = {name for name in restore.sources if self.hosts[name].serves(self)}
             there = {name for name in able if self.hosts[name].arena.is_intact(key)}
+            if borrows and self.name in able and self.arena.holds(key):
+                there.add(self.name)
             copy = (
                 self.hosts[group.replica_peer].arena.copy(key, group.owners[0])
                 if group.replica_peer in able

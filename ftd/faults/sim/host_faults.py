@@ -5,8 +5,8 @@ Nobody closes the connections of a host without power, so the broker publishes i
 keep-alive expires. By then the host may be back under a new incarnation, or may have been removed.
 """
 
+from ftd.faults.sim.broker_checks import STATE_S
 from ftd.faults.sim.network import KEEP_ALIVE_S
-from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.simulation import Simulation
 
 
@@ -23,23 +23,16 @@ def replace_host(sim: Simulation, which: float, after_s: float) -> None:
 
 
 def lose_power(sim: Simulation, which: float, back_s: float) -> None:
-    live = [node for node in sim.nodes.values() if node.up and sim.network.is_connected(node.name)]
+    live = [
+        node for node in sim.nodes.values() if node.up and sim.network.connection_of(node.name) is not None
+    ]
     if sim.healed or not live:
         return
     node = live[int(which * len(live))]
     sim.log(f"{node.name} loses power for {back_s:.2f} s")
-    sim.network.forget_connection(node.name)  # Nobody notices more than that.
-    sim.world.call_later(KEEP_ALIVE_S, _last_will, sim, node, node.incarnation, sim.network.lost_state_at)
+    connection = sim.network.forget_connection(node.name)  # Nobody notices more than that.
+    assert connection is not None, "it is connected"
+    sim.world.call_later(KEEP_ALIVE_S, sim.network.publish_will, connection, sim.network.lost_state_at)
+    sim.world.call_later(KEEP_ALIVE_S + STATE_S, sim.broker_checks.check_state, node)
     node.crash(host=True)
     sim.world.call_later(back_s, sim.start_if_down, node)
-
-
-def _last_will(sim: Simulation, node: SimNode, incarnation: int, lost_state_at: float) -> None:
-    """Publish the last will. It overwrites what the node published meanwhile, which the node then publishes
-    again.
-    """
-    network = sim.network
-    if network.up and network.lost_state_at == lost_state_at:
-        network.publish_node_state(node.name, True, incarnation, False)
-        if node.up and network.is_connected(node.name):
-            network.retain(node.name, False, node.incarnation)

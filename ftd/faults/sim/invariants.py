@@ -13,7 +13,7 @@ from ftd.faults.sim.published_events import PublishedEvents
 from ftd.faults.sim.trainers import SimGroups
 from ftd.faults.sim.world import World
 from ftd.transport.wire.checking import problem_of_details
-from ftd.transport.wire.public import encode_json
+from ftd.transport.wire.public import EventMessage, encode_json
 from planner.values import ModelProfile, Plan, Policy
 from statemachine.cluster.durable.records import assemble
 from statemachine.cluster.machine import ClusterMachine
@@ -212,10 +212,15 @@ class Invariants(Oracle):
         if len(set(plan.devices)) != len(plan.devices):
             self.violated("a device is in the plan twice")
 
+    def check_details(self, event: EmitEvent | EventMessage) -> None:
+        """Check that an event follows the contract."""
+        name = event.name if isinstance(event, EmitEvent) else event.event
+        if problem := problem_of_details(name, encode_json(event.details)):
+            self.violated(problem)
+
     def check_event(self, event: EmitEvent) -> None:
         """Check that a published event is true and follows the contract."""
-        if problem := problem_of_details(event.name, encode_json(event.details)):
-            self.violated(problem)
+        self.check_details(event)
         match event.name:
             case "GenerationStarted":
                 assert event.generation is not None

@@ -1,66 +1,43 @@
-"""A simulated host: the real agent machine, its timers, and its trainer processes."""
+"""A simulated host: processes of the real ``Node`` run on it one after the other, with simulated trainers."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import assert_never, cast
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 
+from ftd.config.daemon import DaemonConfig, parse_daemon_config
 from ftd.faults.sim.checkpoint_store import SimCheckpointStore
-from ftd.faults.sim.copy_sender import SimCopySender
-from ftd.faults.sim.health_checks import SimHealthChecks
 from ftd.faults.sim.host import SimHost, StepTiming
-from ftd.faults.sim.network import SimNetwork
-from ftd.faults.sim.restorer import SimRestorer
-from ftd.faults.sim.scrubber import SimScrubber
+from ftd.faults.sim.network import COMMAND, TOPICS, SimNetwork
+from ftd.faults.sim.process import ProcessLoop, SimClock
+from ftd.faults.sim.session import SimTransport
+from ftd.faults.sim.snapshot_storage import SimSnapshotStorage
+from ftd.faults.sim.trainer_processes import SimHostProcesses, SimTrainers
 from ftd.faults.sim.trainers import SimGroups, SimTrainer
-from ftd.faults.sim.writer import SimWriter
-from statemachine.agent.events import (
-    AgentStarted,
-    CommandArrived,
-    SnapshotsFound,
-    TerminationRequested,
-    TrainerConnected,
-    TrainerFailed,
-    TrainerReported,
-)
-from statemachine.agent.machine import AgentEvent, AgentMachine
-from statemachine.effects import (
-    CancelTimer,
-    Effect,
-    EmitEvent,
-    ExitDaemon,
-    InstructTrainer,
-    KillTrainer,
-    PersistLayers,
-    PrepareTrainer,
-    PublishNode,
-    RemoveSnapshots,
-    RenewIncarnation,
-    ResumeTrainer,
-    RetainSnapshotCopies,
-    RunHealthCheck,
-    SendSignal,
-    SendSnapshotCopy,
-    SetTimer,
-    StartTrainer,
-    StopHealthCheck,
-    StopPersisting,
-)
-from statemachine.events import BrokerConnected, BrokerDisconnected, TimerFired
-from statemachine.messages.cluster import Fence, FromNode, ToNode, ToNodes
-from statemachine.messages.common import Prepared, Quiesce
-from statemachine.messages.trainer import RetainLocalSnapshot, StartSnapshot, TrainerHeartbeat
-from statemachine.messages.values import FailureCause, NodeFacts, NodeState
+from ftd.node.message_faults import LinkFaults
+from ftd.node.node import Node
+from ftd.node.ports import Ports, TrainerProcess
+from ftd.transport.ports import BrokerSession
+from ftd.transport.wire.codec import decode_to_nodes
+from ftd.transport.wire.public import encode_json
+from statemachine.agent.events import CommandArrived, HealthCheckEnded
+from statemachine.agent.machine import AgentMachine
+from statemachine.effects import Effect, EmitEvent, ResumeTrainer, RunHealthCheck, StopHealthCheck
+from statemachine.events import Event
+from statemachine.messages.cluster import Fence, ToNode
+from statemachine.messages.trainer import Report
+from statemachine.messages.values import FailureCause, HealthReport, NodeFacts, PlantedFault
+from statemachine.timing import Timing
 
-AgentEffect = (
-    SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
-    | PrepareTrainer | InstructTrainer | ResumeTrainer | RemoveSnapshots
-    | RenewIncarnation | ExitDaemon | SendSnapshotCopy | RetainSnapshotCopies | PersistLayers | StopPersisting
-    | RunHealthCheck | StopHealthCheck
-)  # fmt: skip
+_TEST_LIMIT_S = 2.0
+"""Time after which the test of a device that hangs is ended."""
 
 
 class SimNode(SimHost):
-    """One host: a daemon that can be killed, stopped or cut off, and the trainers under it."""
+    """One host. When its daemon is killed, its trainers die, and everything but the snapshots in memory is lost."""
 
     def __init__(
         self,
@@ -73,279 +50,274 @@ class SimNode(SimHost):
         step_timing: StepTiming,
     ) -> None:
         super().__init__(groups.oracle, network, checkpoint_store, nodes, name, step_timing)
-        self.groups, self.devices, self.profile = groups, devices, groups.oracle.profile
-        self.incarnation = 0
+        self.groups, self.devices = groups, devices
+        self.clock = SimClock(self.world)
+        self.loop = ProcessLoop(self.world)
+        self.loop.alive = False
+        self.process: _Process | None = None
+        """The newest process of the daemon, alive or not."""
         self.exited = False
         """Whether the daemon exited by itself."""
+        self.started_at = 0.0
         self.removed_at: float | None = None
         """Time at which the host was removed for good."""
-        self.failing_builds = 0
-        """Number of the next builds that fail."""
-        self.max_scan_s = 0.0
-        """The longest extra time that a starting daemon needs to scan its memory."""
+        self.lossy_until = 0.0
+        """Time until which its messages may be lost, repeated or late."""
         self.trainers: dict[int, SimTrainer] = {}
-        self.writer = SimWriter(self)
-        self.health_checks = SimHealthChecks(self, devices)
-        scrubber = self._scrubber()
-        self.copy_sender = SimCopySender(self, scrubber)
-        self.restorer = SimRestorer(self, scrubber)
-        self._timers: dict[str, int] = {}
-        self._starts: dict[int, int] = {}
-        """Number of orders to start and to kill, by device."""
-        self._backlog: list[AgentEvent] = []
-
-    def _scrubber(self) -> SimScrubber:
-        return SimScrubber(self)
+        self._check: RunHealthCheck | None = None
+        """The newest health check, unless it was stopped."""
+        self.on_effect: Callable[[Effect], None] = lambda effect: None
+        """Callback for each effect of the agent machine, before it is carried out."""
+        self.on_event: Callable[[EmitEvent], None] = lambda event: None
+        """Callback for each event of the daemon."""
 
     # --- the daemon ------------------------------------------------------------------------------
 
+    @property
+    def up(self) -> bool:
+        return self.loop.alive
+
+    @property
+    def frozen(self) -> bool:
+        return self.loop.frozen
+
+    @property
+    def incarnation(self) -> int:
+        return self.process.incarnation if self.process is not None else 0
+
+    @property
+    def agent(self) -> AgentMachine:
+        """The agent machine of the newest process."""
+        return (
+            self.process.machine if self.process is not None else AgentMachine(self.name, self.world.timing)
+        )
+
+    @property
+    def copies_job(self) -> str | None:
+        return self.process.storage.copies_job if self.up and self.process is not None else None
+
+    def on_copies_changed(self) -> None:
+        if self.process is not None:
+            self.loop.enter(self.process.storage.on_copies_changed)
+
+    def deliver(self, trainer: TrainerProcess, report: Report) -> None:
+        if self.process is not None:
+            self.loop.enter(self.process.supervisor.on_report, trainer, report)
+
     def start(self) -> None:
-        self.up, self.exited, self.frozen = True, False, False
-        self.arena.retained_copies = 0
-        self.life += 1
-        self._backlog.clear()
-        self._timers.clear()
-        self.agent = AgentMachine(self.name, self.world.timing)
-        self._begin()
+        self.exited, self.started_at = False, self.world.now
+        self.lossy_until = 0.0
+        self.trainers = {}
+        self.resumes.clear()
+        loop = self.loop = ProcessLoop(self.world)
+        loop.enter(self._begin, loop)
 
-    def _begin(self) -> None:
-        self.incarnation = self.world.next_serial()
-        host = f"host-{self.name}"
-        facts = NodeFacts(
-            devices=self.devices,
-            host=host,
-            rendezvous_port=7000,
-            snapshot_port=7001,
-            checks_health=self.world.checks_health,
-        )
-        self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
-        self.network.register(self)
-        looks_s = self.world.between(0.0, 0.5) + (
-            self.world.between(0.0, self.max_scan_s) if self.max_scan_s else 0.0
-        )
-        self.world.call_later(looks_s, self._found, self.life)
+    def _begin(self, loop: ProcessLoop) -> None:
+        self.process = process = _Process(self, loop)
+        task = loop.create_task(process.serve())
+        task.add_done_callback(partial(self._ended, loop))
 
-    def _found(self, life: int) -> None:
-        """Report the snapshots that the daemon found in its memory."""
-        if self.life == life:
-            held = self.arena.snapshots()
-            self.feed(SnapshotsFound(at=self.world.now, cause="arena", snapshots=held))
+    def _ended(self, loop: ProcessLoop, done: "asyncio.Task[None]") -> None:
+        """Note that the daemon left by itself."""
+        if not loop.alive or done.cancelled():
+            return
+        if (error := done.exception()) is not None:
+            self.world.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
+        self.exited = True
+        self.crash()
 
     def crash(self, *, host: bool = False) -> None:
         """SIGKILL the daemon, with which its trainers die, or lose the whole host with its memory."""
         if host:
             self.arena.clear()
-        if not self.up:
+        if not self.up or self.process is None:
             return
-        self._stop()
-        self.network.drop(self.name, process_died=True)
-
-    def _stop(self) -> None:
-        self.up = self.frozen = False
-        self.writer.stopped()
-        self.life += 1
-        self._backlog.clear()
-        for device in self._starts:
-            self._starts[device] += 1
-        for trainer in self.trainers.values():
-            trainer.die()
-        self.trainers.clear()
+        self.loop.kill()
+        self.process.trainers.kill_all()
+        self.arena.persisting = None
+        self.network.drop(self.name)
 
     def freeze(self, for_s: float) -> None:
         """SIGSTOP the daemon: messages wait for it, and its timers are late."""
         if self.up and not self.frozen:
-            self.frozen = True
-            self.world.call_later(for_s, self.thaw, self.life)
+            self.loop.freeze()
+            self.world.call_later(for_s, self.loop.thaw)
 
-    def thaw(self, life: int | None = None) -> None:
-        if not self.frozen or (life is not None and life != self.life):
-            return
-        self.frozen = False
-        backlog, self._backlog = self._backlog, []
-        for event in backlog:
-            self.feed(replace(event, at=self.world.now))  # It is read only now.
+    def signal(self, number: int) -> None:
+        """Send a signal to the daemon."""
+        match number:
+            case signal.SIGKILL:
+                self.crash()
+            case signal.SIGSTOP:
+                self.loop.freeze()
+            case signal.SIGCONT:
+                self.loop.thaw()
 
     def clear_faults(self) -> None:
         """Clear every fault of this host."""
         self.data_cut = False
         self.failing_builds = 0
         self.slowness = 1.0
-        self.health_checks.planted = ""
-        self.max_scan_s = self.restorer.max_read_s = self.copy_sender.max_send_s = 0.0
-        self.thaw()
+        self.device_fault = ""
+        self.max_scan_s = self.max_read_s = self.max_send_s = 0.0
+        self.loop.thaw()
+        if self.process is not None:
+            self.loop.enter(self.process.chaos.message_faults.end)
+            self.plant_bad_device("", range(self.devices), 0.0)
 
     def terminate(self) -> None:
-        self.feed(TerminationRequested(at=self.world.now, cause="sigterm", reason="SIGTERM"))
+        if self.process is not None:
+            self.loop.enter(self.process.leave, "SIGTERM")
 
-    def feed(self, event: AgentEvent) -> None:
-        if not self.up:
-            return
-        if self.frozen:
-            self._backlog.append(event)
-            return
-        world = self.world
-        if world.tracing:
-            world.note(self.name, event)
-        if isinstance(event, CommandArrived) and isinstance(event.message.command, Fence):
-            self.oracle.on_fenced(self.name, event.message.incarnation)
-        for effect in self.agent.step(event):
-            if world.tracing:
-                world.note(self.name, f"  → {effect}")
-            self._perform(cast(AgentEffect, effect))
+    def disconnect(self, for_s: float) -> None:
+        """Cut the connection to the broker, and stay away."""
+        if self.process is not None:
+            self.loop.enter(self.process.disconnect, for_s)
 
-    def connected(self) -> None:
-        self.feed(BrokerConnected(at=self.world.now, cause="broker"))
+    def lose_messages(self, faults: LinkFaults, for_s: float) -> None:
+        """Lose, repeat and delay some of the messages from and to this node."""
+        process, seed = self.process, self.world.seed
+        if process is not None:
+            self.lossy_until = self.world.now + for_s + faults.late_s
+            self.loop.enter(lambda: process.chaos.message_faults.begin(faults, seed=seed, for_s=for_s))
 
-    def disconnected(self) -> None:
-        self.feed(BrokerDisconnected(at=self.world.now, cause="broker"))
+    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
+        """Let the daemon plant a fault in its tests of these devices."""
+        if self.process is not None:
+            self.loop.enter(self.process.plant_bad_device, how, devices, for_s)
 
-    def command(self, received: ToNode | ToNodes) -> None:
-        message: ToNode | None
-        if isinstance(received, ToNode):
-            message = received
-        else:
-            message = received.addressed(self.name, self.incarnation)
-            self.oracle.check_addressed(self.name, self.incarnation, received, taken=message is not None)
-        if message is not None:
-            self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
-
-    # --- effects ---------------------------------------------------------------------------------
-
-    def _perform(self, effect: AgentEffect) -> None:
-        world = self.world
-        match effect:
-            case SetTimer():
-                token = self._timers.get(effect.name, 0) + 1
-                self._timers[effect.name] = token
-                world.call_later(effect.delay_s, self._fire, effect.name, token, effect.cause, self.life)
-            case CancelTimer():
-                self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
-            case SendSignal():
-                self.oracle.check_signal(self.name, self.incarnation)
-                message = FromNode(node=self.name, incarnation=self.incarnation, signal=effect.signal)
-                self.network.signal(message)
-            case StartTrainer():
-                start = self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
-                world.call_later(world.between(0.05, 0.3), self._trainer_up, effect.device, start)
-            case KillTrainer():
-                self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
-                trainer = self.trainers.pop(effect.device, None)
-                if trainer is not None:
-                    trainer.die()
-            case PrepareTrainer():
-                self._instruct(effect.device, self._prepare, effect, 0.3, 1.2)
-            case InstructTrainer():
-                self._instruct(effect.device, self._obey, effect, 0.0005, 0.005)
-            case ResumeTrainer():
-                staging = 0.4 if effect.resume.restore is not None else 0.0005
-                self._instruct(effect.device, self.restorer.restore, effect, staging / 4, staging + 0.005)
-            case SendSnapshotCopy() | RetainSnapshotCopies() | RemoveSnapshots():
-                self.copy_sender.perform(effect)
-            case PersistLayers() | StopPersisting():
-                self.writer.perform(effect)
-            case RunHealthCheck() | StopHealthCheck():
-                self.health_checks.perform(effect)
-            case PublishNode():
-                self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
-            case RenewIncarnation():
-                self.life += 1
-                self._timers.clear()
-                self.network.drop(self.name, process_died=True)
-                self._begin()
-            case ExitDaemon():
-                self._stop()
-                self.exited = True
-                self.network.drop(self.name, process_died=True, graceful=True)
-            case EmitEvent():
-                pass
-            case _:
-                assert_never(effect)
-
-    def _fire(self, name: str, token: int, cause: str, life: int) -> None:
-        if self._timers.get(name) != token or life != self.life:
-            return
-        if name == "watch" and not self.frozen:
-            self._beats()
-        self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
-
-    def _beats(self) -> None:
-        """Report the heartbeats since the last check as one per trainer, which is all that the agent uses of
-        them.
-        """
-        now = self.world.now
-        for trainer in self.trainers.values():
-            if trainer.alive and not trainer.frozen:
-                if not trainer.asleep:
-                    trainer.progress += 1
-                beat = TrainerHeartbeat(progress=trainer.progress, waiting=not trainer.asleep)
-                self.feed(TrainerReported(at=now, cause="beat", device=trainer.device, report=beat))
-
-    # --- trainer processes -------------------------------------------------------------------------
-
-    def _instruct(
-        self, device: int, action: Callable[..., None], effect: Effect, low_s: float, high_s: float
-    ) -> None:
-        trainer = self.trainers.get(device)
-        if trainer is not None:
-            self.world.call_later(self.world.between(low_s, high_s), trainer.do, action, trainer, effect)
-
-    def _trainer_up(self, device: int, start: int) -> None:
-        if not self.up or self._starts.get(device) != start:
-            return
-        pid = self.world.next_serial()
-        self.arena.retained.pop(device, None)
-        self.arena.pinned.pop(device, None)
-        self.trainers[device] = SimTrainer(self, self.groups, device, pid)
-        self.feed(TrainerConnected(at=self.world.now, cause="trainer", device=device, pid=pid))
-
-    def _prepare(self, trainer: SimTrainer, effect: PrepareTrainer) -> None:
-        if not trainer.responsive:
-            return
-        if self.failing_builds > 0:
-            self.failing_builds -= 1
-            self.fail_trainer(trainer.device, "unprepared")
-            return
-        sharded = effect.job.policy.zero1
-        every = int(effect.job.training.get("evaluation_every_steps", 0))
-        trainer.build(
-            len(self.profile.layers),
-            effect.job.steps,
-            evaluate_every=every,
-            compare_every=effect.job.compare_replicas_every,
-            sharded=sharded,
-        )
-        trainer.report(Prepared(job_id=effect.job.job_id, profile=self.profile if effect.profile else None))
-
-    def _obey(self, trainer: SimTrainer, effect: InstructTrainer) -> None:
-        match effect.instruction:
-            case Quiesce(generation=generation, mode=mode):
-                trainer.quiesce(generation, mode)
-            case StartSnapshot(generation=generation, last=True):
-                trainer.snap_last(generation)
-            case StartSnapshot(generation=generation):
-                trainer.snap(generation)
-            case RetainLocalSnapshot(step=step, pinned=pinned) if trainer.alive:
-                self.arena.retain(trainer.device, step, pinned)
+    def request_fault(self, **fields: Any) -> None:
+        """Ask the daemon over the broker to inject a fault into itself."""
+        request = f"request-{self.world.next_serial()}"
+        payload = encode_json({"request": request, "reply": "user", **fields})
+        self.network.publish_as_client(TOPICS.chaos(self.name), payload)
 
     def fail_trainer(self, device: int, cause: FailureCause, words: str = "") -> None:
         """End a trainer process; the daemon notices a little later."""
         trainer = self.trainers.get(device)
-        if trainer is None or not trainer.alive:
-            return
-        trainer.die()
-        words = words or f"simulated in {trainer.pid}"
-        self.world.call_later(self.world.between(0.001, 0.02), self._failed, trainer, cause, words)
+        if trainer is not None and self.process is not None:
+            self.process.trainers.fail(trainer, cause, words or f"simulated in {trainer.pid}")
 
-    def _failed(self, trainer: SimTrainer, cause: FailureCause, words: str) -> None:
-        if self.trainers.get(trainer.device) is not trainer:
+    # --- what the simulator looks at ---------------------------------------------------------------
+
+    def watch(self, loop: ProcessLoop, it: Event | Effect) -> None:
+        """Observe every event before it is handled, and every effect before it is carried out."""
+        if not loop.alive:
             return
-        self.feed(
-            TrainerFailed(
-                at=self.world.now,
-                cause="trainer",
-                device=trainer.device,
-                pid=trainer.pid,
-                cause_of_failure=cause,
-                detail=words,
-            )
+        if self.world.tracing:
+            self.world.note(self.name, f"  → {it}" if isinstance(it, Effect) else it)
+        if isinstance(it, CommandArrived):
+            if isinstance(it.message.command, Fence):
+                self.oracle.on_fenced(self.name, it.message.incarnation)
+        elif isinstance(it, HealthCheckEnded):
+            self._checked(it.report)
+        elif isinstance(it, RunHealthCheck | StopHealthCheck):
+            self._check = it if isinstance(it, RunHealthCheck) else None
+        if isinstance(it, Effect):
+            if isinstance(it, ResumeTrainer):
+                self.resumes[it.resume.generation] = it.resume
+            self.on_effect(it)
+
+    def _checked(self, report: HealthReport) -> None:
+        """Report a wrong product to the oracle, if a check found it that the node has to pass before it takes
+        part. Only checks that the coordinator orders test links.
+        """
+        check, self._check = self._check, None
+        if check is None or check.number != report.number or check.peers:
+            return
+        if any(device.wrong for device in report.devices):
+            self.oracle.on_wrong_device(self.name, self.agent.incarnation)
+
+    def session(self, loop: ProcessLoop, **parameters: Any) -> BrokerSession:
+        """Return a session that checks which commands to several nodes the daemon takes."""
+        on_message = parameters["on_message"]
+
+        def check(topic: str, payload: bytes, retained: bool) -> None:
+            before = self._taken()
+            on_message(topic, payload, retained)
+            if topic == COMMAND and not retained and self.world.now > self.lossy_until:
+                taken = self._taken() > before
+                self.oracle.check_addressed(self.name, self.incarnation, decoded(payload), taken=taken)
+
+        parameters["on_message"] = check
+        return SimTransport(loop, self.network, self.name).session(**parameters)
+
+    def _taken(self) -> int:
+        return self.process.commands if self.process is not None else 0
+
+
+class _Process(Node):
+    """The real node with hooks that observe it and change nothing."""
+
+    def __init__(self, of: SimNode, loop: ProcessLoop) -> None:
+        self.commands = 0
+        """Number of commands that were addressed to this incarnation."""
+        self.storage = SimSnapshotStorage(of)
+        self.trainers = SimTrainers(of, of.groups, loop, of.trainers)
+        facts = NodeFacts(
+            devices=of.devices,
+            host=f"host-{of.name}",
+            rendezvous_port=7000,
+            chaos_allowed=True,
+            snapshot_port=self.storage.port,
+            checks_health=of.world.checks_health,
         )
+        ports = Ports(
+            clock=of.clock,
+            open_session=partial(of.session, loop),
+            processes=SimHostProcesses(of, self.trainers, of.signal),
+            trainers=self.trainers,
+            snapshots=self.storage,
+            facts=lambda: facts,
+            observer=_Observer(of),
+        )
+        super().__init__(
+            _config(of.name, of.devices, of.world.timing),
+            ports,
+            watch=partial(of.watch, loop),
+            cause_suffix=of.name,
+        )
+
+    async def serve(self) -> None:
+        """Serve until the node has left. A process that is killed releases nothing."""
+        await self.start()
+        await self.introduce()
+        await self.run()
+        await self.close()
+
+    def on_command(self, message: ToNode) -> None:
+        self.commands += 1
+        super().on_command(message)
+
+
+class _Observer:
+    """The observer of one process: there are no metrics here, and no trainer starves."""
+
+    def __init__(self, of: SimNode) -> None:
+        self._of = of
+
+    def on_event(self, event: EmitEvent) -> None:
+        self._of.on_event(event)
+
+    def on_acknowledged(self, seconds: float) -> None:
+        return
+
+    def on_heartbeat(self, device: int, at: float) -> None:
+        return
+
+
+decoded = lru_cache(maxsize=64)(decode_to_nodes)
+"""Function that decodes a command to several nodes, once for all of them."""
+
+
+@lru_cache(maxsize=256)
+def _config(name: str, devices: int, timing: Timing) -> DaemonConfig:
+    return replace(_any_config(), node=name, devices=devices, host=f"host-{name}", timing=timing)
+
+
+@lru_cache(maxsize=1)
+def _any_config() -> DaemonConfig:
+    node = {"name": "node", "chaos": True}
+    health = {"limit_s": _TEST_LIMIT_S}
+    data = {"cluster": TOPICS.cluster, "secret": "simulated", "node": node, "health": health}
+    return parse_daemon_config(data, directory=Path("/simulated"))

@@ -76,7 +76,13 @@ class Oracle:
         """Callback for the moment when a rank commits, which is a good moment for faults."""
 
     def violated(self, what: str) -> None:
-        raise InvariantViolation(f"at {self.world.now:.4f} s: {what}")
+        """End the run, also where the code of a daemon handles exceptions.
+
+        :raises InvariantViolation: always.
+        """
+        violation = InvariantViolation(f"at {self.world.now:.4f} s: {what}")
+        self.world.fail(violation)
+        raise violation
 
     # --- snapshots in journals -----------------------------------------------------------------------
 

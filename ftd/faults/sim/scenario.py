@@ -5,6 +5,7 @@ State machines and planner are the production ones, with production timing; time
 
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,13 +21,12 @@ from ftd.faults.chaos.values import AfterTime, CentralService, Fault, Scenario
 from ftd.faults.chaos.verdicts import judge
 from ftd.faults.sim.cluster import SimCluster
 from ftd.faults.sim.host import StepTiming
-from ftd.faults.sim.node import AgentEffect, SimNode
+from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.scenario_faults import inject_into_node, inject_into_service
 from ftd.faults.sim.scenario_setup import STEP_S, ScenarioSetup
-from ftd.faults.sim.scrubber import SimScrubber
 from ftd.faults.sim.world import InvariantViolation, World
 from ftd.transport.wire.catalogue import severity_of
-from statemachine.effects import EmitEvent, PublishNode
+from statemachine.effects import Effect, EmitEvent, PublishNode
 from statemachine.messages.values import CheckpointPolicy, Job
 
 SUBMIT_S = 2.0
@@ -35,59 +35,6 @@ START_S = 60.0
 """Longest time until training begins."""
 _CHECK_PERIOD_S = 0.1
 _AT = "2000-01-01T00:00:00.000Z"
-
-
-class _Node(SimNode):
-    """A node that reports its states and its own events to the scenario."""
-
-    simulation: "ScenarioSimulation"
-
-    def _scrubber(self) -> SimScrubber:
-        return _Scrubber(self)
-
-    def _perform(self, effect: AgentEffect) -> None:
-        super()._perform(effect)
-        if isinstance(effect, PublishNode):
-            self.simulation.on_node(self.name, str(effect.state))
-        elif isinstance(effect, EmitEvent):
-            self.simulation.on_event(effect)
-
-
-class _Scrubber(SimScrubber):
-    """A scrubber that reports what it finds and repairs, as the daemon does."""
-
-    def __init__(self, node: _Node) -> None:
-        super().__init__(node)
-        self._monitored = node
-
-    def _again(self, pause_s: float) -> None:
-        """Read again after the scenario's period at most, without the random delays."""
-        node = self._monitored
-        pause_s = min(pause_s, node.world.timing.scrub_s) + 0.02
-        node.world.call_later(pause_s, self._read, node.life, self._watch)
-
-    def _read(self, life: int, watch: int) -> None:
-        if self._is_damaged():
-            self._say("ShardCorrupted")
-        super()._read(life, watch)
-
-    def _repair(self, life: int, watch: int) -> None:
-        before = self._is_damaged()
-        super()._repair(life, watch)
-        if before and not self._is_damaged():
-            self._say("ShardRepaired")
-
-    def _is_damaged(self) -> bool:
-        newest = self._monitored.oracle.newest
-        if newest is None or not self._monitored.up:
-            return False
-        key = self._monitored.oracle.key_of(newest)
-        return any(shard.corrupt for shard in self._monitored.arena.parts(key).values())
-
-    def _say(self, name: str) -> None:
-        self._monitored.simulation.on_event(
-            EmitEvent(cause="scrub", name=name, reason="", node=self._monitored.name)
-        )
 
 
 class ScenarioSimulation(SimCluster):
@@ -149,6 +96,8 @@ class ScenarioSimulation(SimCluster):
         finally:
             for coordinator in self.coordinators:
                 coordinator.loop.kill()
+            for node in self.nodes.values():
+                node.loop.kill()
 
     def _submit(self, job: Job) -> None:
         self.coordinator.submit(job, None)
@@ -160,7 +109,7 @@ class ScenarioSimulation(SimCluster):
         """
         node = self.nodes.get(name)
         if node is None:
-            made = _Node(
+            node = SimNode(
                 self.invariants.groups,
                 self.network,
                 self.checkpoint_store,
@@ -169,8 +118,8 @@ class ScenarioSimulation(SimCluster):
                 self.setting.devices,
                 StepTiming(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
             )
-            made.simulation = self
-            node = self.nodes[name] = made
+            node.on_effect, node.on_event = partial(self._on_effect, name), self._on_node_event
+            self.nodes[name] = node
         elif node.up:
             raise PeerError(f"{name} is running already")
         self.world.call_later(self.world.between(0.0, 0.3), self._revive, node)
@@ -221,8 +170,12 @@ class ScenarioSimulation(SimCluster):
         self.record.on_event(event, self.now_s)
         self._due(self._cues.on_event(event))
 
-    def on_node(self, node: str, state: str) -> None:
-        self._due(self._cues.on_node(node, state))
+    def _on_effect(self, node: str, effect: Effect) -> None:
+        if isinstance(effect, PublishNode):
+            self._due(self._cues.on_node(node, str(effect.state)))
+
+    def _on_node_event(self, event: EmitEvent) -> None:
+        self.on_event(event)
 
     def on_state(self, state: Mapping[str, Any]) -> None:
         """Take the cluster's state, which determines the nodes of roles."""

@@ -6,8 +6,8 @@ from typing import assert_never
 from ftd.errors import PeerError
 from ftd.faults.chaos.values import Fault
 from ftd.faults.sim.cluster import SimCluster
-from ftd.faults.sim.network import MessageFaults
 from ftd.faults.sim.node import SimNode
+from ftd.node.message_faults import LinkFaults
 
 FOR_EVER_S = 1e6
 DEFAULT_FACTOR = 3.0
@@ -59,11 +59,10 @@ def inject_into_node(cluster: SimCluster, fault: Fault, name: str) -> None:
             if fault.for_s is not None:
                 clock.call_later(fault.for_s, _restore_speed, node)
         case "bad_device":
-            node.health_checks.planted = fault.how
-            clock.call_later(for_s, _repair_device, node)
+            devices = range(node.devices) if fault.device is None else (fault.device,)
+            node.plant_bad_device(fault.how, devices, for_s)
         case "disconnect":
-            cluster.network.cut(node.name, for_s)
-            cluster.network.drop(node.name)
+            node.disconnect(for_s)
         case "cut":
             _cut(cluster, node, for_s)
         case "fill_memory":
@@ -73,9 +72,8 @@ def inject_into_node(cluster: SimCluster, fault: Fault, name: str) -> None:
             cluster.checkpoint_store.write_failure_probability = 1.0
             clock.call_later(for_s, _free_disk, cluster)
         case "lossy":
-            line = MessageFaults(drop=fault.drop, duplicate=fault.duplicate, late_s=fault.late_s)
-            cluster.network.message_faults[node.name] = line
-            clock.call_later(for_s, _heal_messages, cluster, node)
+            faults = LinkFaults(drop=fault.drop, duplicate=fault.duplicate, late_s=fault.late_s)
+            node.lose_messages(faults, for_s)
         case "flip":
             _flip(cluster, fault, node)
         case "corrupt":
@@ -116,16 +114,8 @@ def _cut(cluster: SimCluster, node: SimNode, for_s: float) -> None:
     cluster.world.call_later(for_s, _reconnect, node)
 
 
-def _heal_messages(cluster: SimCluster, node: SimNode) -> None:
-    cluster.network.message_faults.pop(node.name, None)
-
-
 def _reconnect(node: SimNode) -> None:
     node.data_cut = False
-
-
-def _repair_device(node: SimNode) -> None:
-    node.health_checks.planted = ""
 
 
 def _restore_speed(node: SimNode) -> None:

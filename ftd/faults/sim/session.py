@@ -1,15 +1,17 @@
-"""The sessions of a simulated coordinator's process with the simulated broker."""
+"""The sessions of a simulated process with the simulated broker."""
 
 import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ftd.errors import JournalError
 from ftd.faults.sim.network import JOURNAL, LEADER, SimConnection, SimNetwork
 from ftd.faults.sim.process import ProcessLoop
 from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will
+from ftd.transport.ports import OpenSession
 
 
 def _nothing(*_: Any) -> None:
@@ -17,7 +19,7 @@ def _nothing(*_: Any) -> None:
 
 
 class SimSession:
-    """One session (``ftd.coordinator.ports.BrokerSession``)."""
+    """One session (``ftd.transport.ports.BrokerSession``)."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class SimSession:
         self._pending: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
         self._sending: dict[int, PendingMessage] = {}
         self._number = 0
+        self._silent_until = 0.0
         self.problem = "no answer yet"
 
     @property
@@ -57,7 +60,8 @@ class SimSession:
     async def run(self) -> None:
         while True:
             await self.run_once()
-            await asyncio.sleep(self._loop.world.between(0.05, 1.0))
+            away_s = max(0.0, self._silent_until - self._loop.time())
+            await asyncio.sleep(away_s + self._loop.world.between(0.05, 1.0))
 
     async def run_once(self) -> None:
         """Connect, serve until the connection ends, and report its end."""
@@ -126,6 +130,13 @@ class SimSession:
     async def flush(self, timeout_s: float = 1.0) -> None:
         await asyncio.sleep(min(timeout_s, 0.01))
 
+    def interrupt(self, for_s: float = 0.0) -> None:
+        """Break the connection without a goodbye, and stay away for ``for_s``."""
+        self._silent_until = self._loop.time() + for_s
+        if (connection := self._connection) is not None:
+            self._end(connection)
+            self._network.abort(connection)
+
     def take_pending(self) -> list[PendingMessage]:
         pending, self._pending = list(self._pending), deque(maxlen=MAX_PENDING)
         return pending
@@ -165,10 +176,7 @@ class SimTransport:
         network: SimNetwork,
         host: str,
         *,
-        note: Callable[[str, bytes], Any],
-        saw: Callable[[bytes], None],
+        note: Callable[[str, bytes], Any] = _nothing,
+        saw: Callable[[bytes], None] = _nothing,
     ) -> None:
-        self._location = loop, network, host, note, saw
-
-    def session(self, **parameters: Any) -> SimSession:
-        return SimSession(*self._location, **parameters)
+        self.session: OpenSession = partial(SimSession, loop, network, host, note, saw)

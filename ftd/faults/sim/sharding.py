@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-from planner.changes.parts import incomplete
 from planner.values import Device, StatePart
 from statemachine.cluster.rules import owned_layers
 from statemachine.cluster.sharding import owned_parts
@@ -45,25 +44,36 @@ def moves(resume: Resume, layers: int) -> list[tuple[int, tuple[int, ...], int]]
             if run.whole:
                 whole.add((layer, rank))
     found: list[tuple[int, tuple[int, ...], int]] = []
+    owned = owned_layers(resume.plan)
     for device, rank in rank_of.items():
-        for layer in sorted(owned_layers(resume.plan)[device]):
+        kept = kept_parts(resume, device)
+        for layer in sorted(owned[device]):
             own = {part for _, holder, part in held[layer] if holder == rank}
             here = (layer, rank) in whole
-            if here and {part for part in kept_parts(resume, device) if part.layer == layer} <= own:
+            if here and {part for part in kept if part.layer == layer} <= own:
                 continue
-            found.append((layer, _holders(held[layer], rank, layer, layers), rank))
+            found.append((layer, _holders(held[layer], rank), rank))
     return found
 
 
-def _holders(
-    held: Iterable[tuple[bool, int, StatePart]], rank: int, layer: int, layers: int
-) -> tuple[int, ...]:
+def _holders(held: Iterable[tuple[bool, int, StatePart]], rank: int) -> tuple[int, ...]:
     """Return the ranks that together hold a layer: the rank itself first, then owners, then replicas, until
     nothing is missing.
     """
     parts: dict[int, list[StatePart]] = {}
     for _, holder, part in sorted(held, key=lambda entry: (entry[1] != rank, entry[0], entry[1], entry[2])):
-        if layer not in incomplete(parts.values(), layers):
+        if _is_complete(parts.values()):
             break
         parts.setdefault(holder, []).append(part)
     return tuple(parts)
+
+
+def _is_complete(parts: Iterable[list[StatePart]]) -> bool:
+    """Return whether parts of one layer cover it."""
+    reached, of = 0, 1
+    for part in sorted((part for listed in parts for part in listed), key=lambda part: part.start / part.of):
+        if part.start * of > reached * part.of:
+            return False
+        if part.end * of > reached * part.of:
+            reached, of = part.end, part.of
+    return reached == of

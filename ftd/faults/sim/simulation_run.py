@@ -4,6 +4,9 @@ job finishes.
 
 import traceback
 from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
 
 from ftd.faults.sim import drawing, upgrade_faults
 from ftd.faults.sim.removed_nodes import RemovedNodesCheck
@@ -72,11 +75,25 @@ class SimulationRun(Simulation):
             snapshot=self.snapshot,
             checkpoint=self.checkpoint,
             updates=self.updates,
-            training={"evaluation_every_steps": self.invariants.evaluations.every_steps},
+            training={},
             compare_replicas_every=self.compare_replicas_every,
         )
+        self.job = replace(self.job, training=self._training(self.job))
         self.coordinator.submit(self.job, begin)
         self.world.call_later(1.0, self.check_job, self.job)
+
+    def _training(self, job: Job) -> dict[str, Any]:
+        """Return what the job's trainers receive."""
+        return {
+            "function": "simulated:train",
+            "path": "/simulated",
+            "steps": job.steps,
+            "global_batch": job.policy.global_batch,
+            "microbatch_rows": job.policy.microbatch_rows,
+            "zero1": job.policy.zero1,
+            "evaluation_every_steps": self.invariants.evaluations.every_steps,
+            "compare_replicas_every": job.compare_replicas_every,
+        }
 
     def check_job(self, job: Job) -> None:
         """Check whether the job is over. A user whose job ended before the healing submits another one."""
@@ -120,7 +137,6 @@ class SimulationRun(Simulation):
             coordinator.crash_after = None
             coordinator.max_planning_s = coordinator.disk.full_until = 0.0
         self.network.duplicate_probability = self.network.slow_probability = 0.0
-        self.network.message_faults.clear()
         self.network.partitioned_pairs.clear()
         self.network.start_broker()
         self.checkpoint_store.reopen()
@@ -158,10 +174,15 @@ class SimulationRun(Simulation):
         self.start()
         try:
             self.world.run(HEAL_S + PATIENCE_S)
+            if self.world.done and self.healed:
+                for node in self.nodes.values():
+                    self.broker_checks.check_state(node)
         finally:
             leader = self.coordinator
             for coordinator in self.coordinators:
                 coordinator.loop.kill()
+            for node in self.nodes.values():
+                node.loop.kill()
         if not self.world.done:
             state = leader.machine.public_state()
             raise InvariantViolation(

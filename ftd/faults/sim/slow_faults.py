@@ -77,13 +77,11 @@ def slow_transfers(sim: Simulation) -> None:
     """Make a node read and send snapshots slowly, up to beyond the timeouts of those who wait for it."""
     node = some_node(sim)
     if node is not None:
-        node.restorer.max_read_s, node.copy_sender.max_send_s = (
+        node.max_read_s, node.max_send_s = (
             sim.world.between(0.5, 15.0),
             sim.world.between(0.5, 8.0),
         )
-        sim.log(
-            f"{node.name} reads up to {node.restorer.max_read_s:.1f} s, sends {node.copy_sender.max_send_s:.1f} s"
-        )
+        sim.log(f"{node.name} reads up to {node.max_read_s:.1f} s, sends {node.max_send_s:.1f} s")
 
 
 def restart_slowly(sim: Simulation) -> None:

@@ -21,28 +21,42 @@ from ftd.faults.sim.host import SimHost
 from ftd.faults.sim.oracle import Oracle
 from ftd.faults.sim.sharding import all_of, is_sharded, kept_parts, moves
 from ftd.faults.sim.world import InvariantViolation
+from ftd.node.ports import TrainerProcess
 from planner.changes.parts import incomplete
 from planner.stages.layers import expected_ms
 from planner.values import Device, StatePart
-from statemachine.agent.events import TrainerReported
 from statemachine.cluster.replicas import copies_of
 from statemachine.cluster.rules import owned_layers
 from statemachine.messages.cluster import Resume
 from statemachine.messages.common import (
     Finished,
     PeerSuspected,
+    Prepared,
     ReplicaDigests,
     Resumed,
     SnapshotFailed,
     SnapshotStarted,
 )
-from statemachine.messages.trainer import MachineReport, ShardWritten, TrainerQuiesced, TrainerStepped
+from statemachine.messages.trainer import (
+    ModelDescribed,
+    PrepareJob,
+    Raised,
+    Report,
+    ResumeRank,
+    ShardWritten,
+    StagingCorrupted,
+    TrainerQuiesced,
+    TrainerStepped,
+)
 from statemachine.messages.values import Evaluation, HeldSnapshot, QuiesceMode
+from storage.description import ModelDescription, encode_description
 
 Phase = Literal[
     "idle", "quiesced", "joining", "moving", "evaluate", "sum", "compute", "vote", "commit", "gather",
     "stopped", "done",
 ]  # fmt: skip
+DESCRIPTION = encode_description(ModelDescription())
+"""The description of every simulated model."""
 EVALUATION_BATCHES = 2
 """The number of held-out batches of one evaluation."""
 STEPPING = frozenset({"evaluate", "sum", "compute", "vote", "commit", "gather"})
@@ -70,12 +84,14 @@ class SimTrainer:
         "gradients",
         "group",
         "groups",
+        "has_arena",
         "layers",
         "lineage",
         "node",
         "parts",
         "phase",
         "pid",
+        "process",
         "progress",
         "rank",
         "ready",
@@ -87,6 +103,8 @@ class SimTrainer:
 
     def __init__(self, node: SimHost, groups: "SimGroups", device: int, pid: int) -> None:
         self.node, self.groups, self.device, self.pid = node, groups, device, pid
+        self.process: TrainerProcess | None = None
+        """The process as the daemon knows it, once it has attached."""
         self.alive = True
         self.frozen = False
         """Whether the process is stopped (SIGSTOP): no heartbeat, no progress."""
@@ -95,6 +113,8 @@ class SimTrainer:
         self.asleep = False
         """Whether the main thread sleeps while the control thread sends heartbeats."""
         self.built = False
+        self.has_arena = False
+        """Whether it was given memory for snapshots."""
         self.steps = 0
         self.evaluate_every = 0
         """The interval of evaluations, which also follow the last step; 0 means never."""
@@ -133,13 +153,22 @@ class SimTrainer:
     def responsive(self) -> bool:
         return self.alive and not self.frozen and not self.asleep
 
-    def build(
-        self, layers: int, steps: int, *, evaluate_every: int, compare_every: int, sharded: bool
-    ) -> None:
-        self.built, self.steps, self.evaluate_every = True, steps, evaluate_every
-        self.compare_every = compare_every
-        self.layers = dict.fromkeys(range(layers), 0)
-        self.parts = all_of(self.layers) if sharded else {}
+    def build(self, prepare: PrepareJob) -> None:
+        """Build a job's model and report it, unless the build fails."""
+        node, training, profile = self.node, prepare.training, self.node.oracle.profile
+        if not self.responsive:
+            return
+        if node.failing_builds > 0:
+            node.failing_builds -= 1
+            self.report(Raised(where="prepare", detail=f"simulated in {self.pid}"))
+            return
+        self.built, self.steps, self.evaluate_every = True, training.steps, training.evaluation_every_steps
+        self.compare_every, self.has_arena = training.compare_replicas_every, bool(prepare.arena)
+        self.layers = dict.fromkeys(range(len(profile.layers)), 0)
+        self.parts = all_of(self.layers) if training.zero1 else {}
+        if prepare.describe:
+            self.report(ModelDescribed(job_id=prepare.job_id, description=DESCRIPTION))
+        self.report(Prepared(job_id=prepare.job_id, profile=profile if prepare.profile else None))
 
     # --- a process that is stopped ----------------------------------------------------------------
 
@@ -211,24 +240,30 @@ class SimTrainer:
         )
         self.report(report)
 
-    def report(self, report: MachineReport) -> None:
+    def report(self, report: Report) -> None:
         """Send a message to the node."""
-        node = self.node
-        node.feed(TrainerReported(at=node.world.now, cause="trainer", device=self.device, report=report))
+        if self.process is not None:
+            self.node.deliver(self.process, report)
 
-    def resume(self, resume: Resume, staged: dict[int, int] | None = None) -> None:
-        """Roll forward or drop the step in flight; then meet the others, or wait without a rank.
-
-        :param staged: versions of the layers that were restored from a snapshot.
-        """
-        if not self.responsive or resume.generation != self.generation or self.phase != "quiesced":
+    def resume(self, frame: ResumeRank) -> None:
+        """Roll forward or drop the step in flight; then meet the others, or wait without a rank."""
+        if not self.responsive or frame.generation != self.generation or self.phase != "quiesced":
             return
         node = self.node
-        self.groups.resumes(self, resume)
-        rank = next(
-            (r for r, d in enumerate(resume.plan.devices) if d.node == node.name and d.index == self.device),
-            -1,
-        )
+        resume = node.resumes[frame.generation]
+        self.groups.resumes(self, resume, frame)
+        staged: dict[int, int] | None = None
+        if frame.restore:
+            found = node.staged.get(frame.restore)
+            owned = owned_layers(resume.plan)[Device(node=node.name, index=self.device)]
+            if found is None or not owned <= found.layers.keys():
+                node.oracle.violated(f"{node.name}/{self.device} resumes before its layers are staged")
+            elif not owned.isdisjoint(found.corrupt):
+                self.report(StagingCorrupted(generation=frame.generation, part="shard", detail="changed"))
+                return
+            else:
+                staged = {layer: found.layers[layer] for layer in sorted(owned)}
+        rank = frame.rank
         if self.lineage != resume.lineage:
             # Everything it has belongs to a past that was undone.
             self._drop(resume)
@@ -476,7 +511,7 @@ class SimTrainer:
             return
         self.copy = None
         node, key = self.node, copy.key
-        if not whole or node.world.chance(node.step_timing.no_room_probability):
+        if not whole or not self.has_arena or node.world.chance(node.step_timing.no_room_probability):
             self.report(SnapshotFailed(generation=key.generation, step=key.step, detail="no room"))
             return
         node.arena.commit(self.device, copy)
@@ -738,10 +773,11 @@ class SimGroups:
         self._groups: dict[int, SimGroup] = {}
         """The group of each generation."""
 
-    def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
-        """Check that a trainer that obeys a Resume does not lose a step that it committed, and that all trainers
-        of the generation leave out the same batches.
+    def resumes(self, trainer: SimTrainer, resume: Resume, frame: ResumeRank) -> None:
+        """Check that a trainer's instruction is what the Resume means for it, that a trainer that obeys does not
+        lose a step that it committed, and that all trainers of the generation leave out the same batches.
         """
+        self._check_instruction(trainer, resume, frame)
         batches = self.oracle.versions.skipped_batches.setdefault(resume.generation, resume.skipped_batches)
         if batches != resume.skipped_batches:
             self.oracle.violated(
@@ -752,6 +788,27 @@ class SimGroups:
                 f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is ordered to "
                 f"resume at {resume.step}"
             )
+
+    def _check_instruction(self, trainer: SimTrainer, resume: Resume, frame: ResumeRank) -> None:
+        device = Device(node=trainer.node.name, index=trainer.device)
+        devices = resume.plan.devices
+        stages = [stage for pipeline in frame.world.pipelines for stage in pipeline.stages]
+        given = (
+            devices[frame.rank] if frame.rank >= 0 else None,
+            [rank for stage in stages for rank in stage.ranks],
+            [(t.layer, devices[t.source], devices[t.target]) for t in frame.world.transfers],
+            [(frame.step, frame.lineage, frame.evaluated, frame.skipped_batches, frame.vote)],
+            bool(frame.restore),
+        )
+        meant = (
+            device if device in devices else None,
+            list(range(len(devices))),
+            [(t.layer, t.source, t.target) for t in resume.plan.transfers],
+            [(resume.step, resume.lineage, resume.evaluated, resume.skipped_batches, resume.vote)],
+            resume.restore is not None and device in devices,
+        )
+        if given != meant:
+            self.oracle.violated(f"{device} is instructed to resume {given}, but {meant} is meant")
 
     def group(self, resume: Resume) -> SimGroup:
         """Return the one group of this generation."""

@@ -25,6 +25,7 @@ TIMING = Timing(
     lost_state_s=60.0,
     restore_s=10.0,
     snapshot_s=3.0,
+    scrub_s=4.0,
     persist_s=6.0,
     checkpoint_location_s=3.0,
     finish_s=20.0,

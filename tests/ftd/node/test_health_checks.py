@@ -4,16 +4,18 @@ import asyncio
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from ftd.node.health import HealthChecker
 from ftd.node.supervisor import TrainerSupervisor
+from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
 from ftd.processes import is_alive
-from runtime.wire.zygote_protocol import CheckDevice, DeviceCheckBegan, DeviceChecked
+from runtime.wire.zygote_protocol import DeviceCheckBegan, DeviceChecked
 from statemachine.agent.events import HealthCheckEnded
 from statemachine.events import Event
-from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, ReplicaPeer
+from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, PlantedFault, ReplicaPeer
 
 LIMIT_S = 60.0
 
@@ -56,10 +58,10 @@ def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> Non
         with tempfile.TemporaryDirectory(prefix="ftd-test-") as directory:
             supervisor = TrainerSupervisor(
                 devices=2,
-                directory=Path(directory),
+                host=LocalProcesses(),
+                processes=ZygoteTrainers(directory=Path(directory), environment=lambda device: {}),
                 feed=feed,
-                cause=lambda: "test",
-                environment=lambda device: {},
+                stamp=lambda: {"at": time.monotonic(), "cause": "test"},
                 on_side_report=lambda device, frame: None,
                 test_limit_s=limit_s,
             )
@@ -151,7 +153,7 @@ def test_a_check_that_ends_with_the_zygote_is_repeated() -> None:
 
 def test_links_are_tested_in_parallel_and_the_result_waits_for_them() -> None:
     async def body() -> None:
-        asked: list[CheckDevice] = []
+        tests: list[tuple[int, int, PlantedFault]] = []
         results: list[HealthReport] = []
         arrived = asyncio.Event()
 
@@ -160,15 +162,14 @@ def test_links_are_tested_in_parallel_and_the_result_waits_for_them() -> None:
             return tuple(LinkHealth(node=peer.node, latency_ms=1.0, mb_s=2.0) for peer in peers)
 
         checker = HealthChecker(
-            devices=1, spawn=asked.append, environment=lambda _: {}, limit_s=1.0, test_links=links,
-            on_checked=results.append,
+            devices=1, host=LocalProcesses(), test_device=lambda *test: tests.append(test), limit_s=1.0,
+            test_links=links, on_checked=results.append,
         )  # fmt: skip
         checker.start(5, [ReplicaPeer(node="b", address="b:1")])
-        (request,) = asked
         checker.on_began(DeviceCheckBegan(number=5, device=0, pid=1 << 30))
         checker.on_completed(DeviceChecked(number=4, result=DeviceHealth(device=0)))
         checker.on_completed(DeviceChecked(number=5, result=DeviceHealth(device=0, kind="k")))
-        assert request.number == 5 and not results
+        assert tests == [(5, 0, "")] and not results
         arrived.set()
         await asyncio.sleep(0.01)
         (report,) = results

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from ftd.driver import SystemClock
 from ftd.errors import ConfigurationError, WireError
 from ftd.local.mounts import mount_tmpfs
 from ftd.node.chaos import NodeFaultInjector
 from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import FaultyLink, LinkFaults
+from ftd.node.trainer_processes import LocalProcesses
 from ftd.transport.wire.public import Answer, encode_json
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
 from statemachine.messages.values import PlantedFault
@@ -97,7 +99,13 @@ def play(
     async def main() -> None:
         await body(
             NodeFaultInjector(
-                node="node-1", devices=devices, allowed=allowed, actions=actions, memory=actions
+                node="node-1",
+                devices=devices,
+                allowed=allowed,
+                actions=actions,
+                memory=actions,
+                processes=LocalProcesses(),
+                clock=SystemClock(),
             )
         )
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ class Scene:
         self.publisher = publisher.NodePublisher(
             load_daemon_config(config),
             7,
+            open_session=partial(MqttSession, load_daemon_config(config).broker),
             message_faults=MessageFaultInjector("n"),
             clock=loop.time,
             on_message=lambda *_: None,

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 
 from ftd.node import zygote
 from ftd.node.instructions import make_prepare_instruction
+from ftd.node.ports import TrainerProcess
 from ftd.node.rendezvous import RendezvousServer
-from ftd.node.supervisor import TrainerProcess, TrainerSupervisor
+from ftd.node.supervisor import TrainerSupervisor
+from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
 from ftd.processes import is_alive, read_tail
 from planner.values import LayerProfile, ModelProfile, Policy
 from runtime.wire import frames
@@ -49,20 +52,29 @@ def short_directory() -> Iterator[Path]:
         yield Path(name)
 
 
+def supervisor_of(
+    processes: ZygoteTrainers, devices: int, feed: Callable[[Event], None]
+) -> TrainerSupervisor:
+    return TrainerSupervisor(
+        devices=devices,
+        host=LocalProcesses(),
+        processes=processes,
+        feed=feed,
+        stamp=lambda: {"at": time.monotonic(), "cause": "test"},
+        on_side_report=lambda device, frame: None,
+    )
+
+
 class Trainers:
     """A supervisor and all events that it fed."""
 
     def __init__(self, directory: Path, devices: int) -> None:
         self.events: list[Event] = []
         self._news = asyncio.Event()
-        self.supervisor = TrainerSupervisor(
-            devices=devices,
-            directory=directory,
-            feed=self._feed,
-            cause=lambda: "test",
-            environment=lambda device: {"FTD_TEST_DEVICE": str(device)},
-            on_side_report=lambda device, frame: None,
+        self.processes = ZygoteTrainers(
+            directory=directory, environment=lambda device: {"FTD_TEST_DEVICE": str(device)}
         )
+        self.supervisor = supervisor_of(self.processes, devices, self._feed)
 
     def _feed(self, event: Event) -> None:
         self.events.append(event)
@@ -87,17 +99,11 @@ class Trainers:
 def events_of(frame: protocol.Report) -> list[Event]:
     """Return the events that a supervisor makes of a frame of device 1's trainer, process 99."""
     events: list[Event] = []
-    supervisor = TrainerSupervisor(
-        devices=2,
-        directory=Path(),
-        feed=events.append,
-        cause=lambda: "test",
-        environment=lambda device: {},
-        on_side_report=lambda device, frame: None,
-    )
+    processes = ZygoteTrainers(directory=Path(), environment=lambda device: {})
+    supervisor = supervisor_of(processes, 2, events.append)
     trainer = TrainerProcess(device=1, pid=99)
     trainer.exited.set()
-    supervisor._handle_report(trainer, frame)
+    supervisor.on_report(trainer, frame)
     return events
 
 
@@ -319,7 +325,7 @@ def test_an_unknown_process_on_the_socket_is_rejected() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerConnected)
-        path = trainers.supervisor.socket_path
+        path = trainers.processes.socket_path
         for greeting in (
             b"\xff\xff\xff\xff",
             b"\x00\x00\x00\x01\xc1",
@@ -343,13 +349,15 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
     program.write_text(
         "import asyncio, pathlib, sys\n"
         "from ftd.node.supervisor import TrainerSupervisor\n"
+        "from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers\n"
         "from statemachine.agent.events import TrainerConnected\n"
         "async def main(directory):\n"
         "    def feed(event):\n"
         "        if isinstance(event, TrainerConnected):\n"
         "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
-        "    supervisor = TrainerSupervisor(devices=1, directory=directory, feed=feed,\n"
-        "        cause=lambda: 'test', environment=lambda device: {}, on_side_report=print)\n"
+        "    processes = ZygoteTrainers(directory=directory, environment=lambda device: {})\n"
+        "    supervisor = TrainerSupervisor(devices=1, host=LocalProcesses(), processes=processes, feed=feed,\n"
+        "        stamp=lambda: {'at': 0.0, 'cause': 'test'}, on_side_report=print)\n"
         "    await supervisor.start()\n"
         "    supervisor.start_trainer(0)\n"
         "    await asyncio.sleep(1000)\n"

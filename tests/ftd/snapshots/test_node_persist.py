@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ftd.snapshots.persist import Persister, read_checkpoint
+from ftd.driver import SystemClock
+from ftd.snapshots.persist import CheckpointWriter, Persister, read_checkpoint
 from ftd.snapshots.restoring.restore import LayerRestoreError
 from ftd.snapshots.restoring.staging import StagingDirectory
 from ftd.snapshots.shards.arenas import NodeArenas
@@ -80,9 +81,8 @@ class Hosts:
 
     def persister(self, node: str, rate_bytes_s: float | None = None) -> Persister:
         return Persister(
-            node=node,
-            arenas=NodeArenas(self.root / node, devices=1),
-            token=TOKEN,
+            writing=CheckpointWriter(node=node, arenas=NodeArenas(self.root / node, devices=1), token=TOKEN),
+            clock=SystemClock(),
             rate_bytes_s=rate_bytes_s,
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},

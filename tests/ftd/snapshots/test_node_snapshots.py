@@ -9,12 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from ftd.config.daemon import DaemonConfig, parse_daemon_config
+from ftd.driver import SystemClock
 from ftd.snapshots.restoring.staging import LocatedLayer, StagingDirectory
 from ftd.snapshots.service import SnapshotService
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copy_sender import CopySender
 from ftd.snapshots.shards.protocol import AsyncRateLimiter, bearer_token
 from ftd.snapshots.shards.sources import SnapshotSource
+from ftd.snapshots.storage import LocalSnapshotStorage
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from statemachine.agent.events import (
     SnapshotCopiesChanged,
@@ -64,8 +66,8 @@ class Daemon:
         )
         self.snapshots = SnapshotService(
             self.config,
-            "sesame",
-            host="127.0.0.1",
+            LocalSnapshotStorage(self.config, "sesame", host="127.0.0.1"),
+            clock=SystemClock(),
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
             publish_event=lambda name, _reason, details: self.published.append((name, details)),

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer, RestoreStatistics
 from ftd.snapshots.restoring.staging import LayerStream
-from ftd.snapshots.scrub import Scrubber
+from ftd.snapshots.scrub import ArenaScrubbing, Scrubber
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from statemachine.messages.trainer import ShardWritten, WorldPipeline
@@ -125,12 +125,11 @@ async def repaired(
 
         scrubber = Scrubber(
             node=owner,
-            arenas=node.arenas,
-            token=TOKEN,
-            tls=None,
+            operations=ArenaScrubbing(
+                node=owner, arenas=node.arenas, token=TOKEN, tls=None, write_block=repair
+            ),
             rate_bytes_s=1e12,
             period_s=60.0,
-            write_block=repair,
             publish_event=lambda name, _reason, details: reports.append((name, details)),
             on_repaired=lambda step: reports.append(("repaired", {"step": step})),
             on_unrepairable=lambda step: reports.append(("unrepairable", {"step": step})),

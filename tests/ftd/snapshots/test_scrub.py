@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ftd.snapshots.repair_writer import RepairWriter
-from ftd.snapshots.scrub import Scrubber
+from ftd.snapshots.scrub import ArenaScrubbing, Scrubber
 from ftd.snapshots.shards.arenas import ArenaSnapshot
 from statemachine.messages.trainer import Instruction, RepairWrite
 from statemachine.messages.values import Restore, SnapshotGroup
@@ -47,12 +47,15 @@ class Host:
         self.writer = RepairWriter(node.arenas, node.copies, self)
         self.scrubber = Scrubber(
             node=node.name,
-            arenas=node.arenas,
-            token=TOKEN,
-            tls=None,
+            operations=ArenaScrubbing(
+                node=node.name,
+                arenas=node.arenas,
+                token=TOKEN,
+                tls=None,
+                write_block=self.writer.write_block,
+            ),
             rate_bytes_s=1e12,
             period_s=0.01,
-            write_block=self.writer.write_block,
             publish_event=lambda name, _reason, details: self.published.append((name, details)),
             on_repaired=self.repaired.append,
             on_unrepairable=self.unrepairable.append,

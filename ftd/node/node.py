@@ -1,0 +1,361 @@
+"""One node: it connects the agent machine to the broker, the trainers and the snapshots of its host.
+
+All decisions are made in ``statemachine.agent``. ``Node`` carries them out, on any event loop and with any
+``Ports``. The daemon (``ftd.node.daemon``) and the simulator both run it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, assert_never, cast
+
+import msgspec
+import structlog
+
+from ftd.config.daemon import DaemonConfig
+from ftd.driver import Driver
+from ftd.node.chaos import NodeFaultInjector
+from ftd.node.instructions import make_prepare_instruction, make_resume_instruction
+from ftd.node.message_router import NodeMessageRouter
+from ftd.node.ports import Ports
+from ftd.node.publisher import NodePublisher
+from ftd.node.supervisor import TrainerSupervisor
+from ftd.node.traces import TraceService
+from ftd.snapshots.service import SnapshotService
+from ftd.transport.wire.public import Answer, NodeStateMessage
+from ftd.transport.wire.topics import Topics
+from planner.values import Device
+from statemachine import effects
+from statemachine.agent.events import (
+    AgentStarted,
+    CommandArrived,
+    TerminationRequested,
+    TrainerConnected,
+    TrainerReported,
+)
+from statemachine.agent.machine import AgentMachine
+from statemachine.events import BrokerConnected, BrokerDisconnected, Event
+from statemachine.messages import trainer as protocol
+from statemachine.messages.cluster import ToNode
+from statemachine.messages.common import Quiesce, Resumed
+from statemachine.messages.trace import Traced
+from statemachine.messages.values import PlantedFault
+
+log = structlog.get_logger("ftd.node")
+
+DISCONNECT_TIMEOUT_S = 1.0
+"""Time that the last messages have to be acknowledged by the broker before the connection closes."""
+
+AgentEffect = (
+    effects.SendSignal
+    | effects.PublishNode
+    | effects.EmitEvent
+    | effects.StartTrainer
+    | effects.KillTrainer
+    | effects.PrepareTrainer
+    | effects.ResumeTrainer
+    | effects.InstructTrainer
+    | effects.SendSnapshotCopy
+    | effects.RetainSnapshotCopies
+    | effects.RemoveSnapshots
+    | effects.PersistLayers
+    | effects.StopPersisting
+    | effects.RunHealthCheck
+    | effects.StopHealthCheck
+    | effects.RenewIncarnation
+    | effects.ExitDaemon
+)
+
+
+class Node:
+    """One node process. ``run`` drives it; see the module."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        ports: Ports,
+        *,
+        watch: Callable[[Event | effects.Effect], None] | None = None,
+        cause_suffix: str = "",
+    ) -> None:
+        """Prepare the node; nothing is started yet.
+
+        :param watch: see ``Driver``.
+        :param cause_suffix: see ``Driver``; random by default.
+        :raises ConfigurationError: the configuration has no shared secret.
+        """
+        self._config, self._ports = config, ports
+        self._node = config.node
+        self._topics = Topics(cluster=config.cluster)
+        self._secret = config.require_secret()
+        self._incarnation = 0
+        self.machine = AgentMachine(config.node, config.timing)
+        self.driver = Driver(self.machine, self._perform, watch, clock=ports.clock, suffix=cause_suffix)
+        self.snapshots = SnapshotService(
+            config,
+            ports.snapshots,
+            clock=ports.clock,
+            feed=self.driver.feed,
+            stamp=self._stamp,
+            publish_event=self.publish_event,
+            trainers=self,
+        )
+        self.supervisor = TrainerSupervisor(
+            devices=config.devices,
+            host=ports.processes,
+            processes=ports.trainers,
+            feed=self._on_trainer,
+            stamp=self._stamp,
+            on_side_report=self._on_side_report,
+            test_limit_s=config.hardware.health.limit_s,
+            test_links=self.snapshots.check_links,
+        )
+        self.chaos = NodeFaultInjector(
+            node=config.node,
+            devices=config.devices,
+            allowed=config.chaos,
+            actions=self,
+            memory=self.snapshots,
+            processes=ports.processes,
+            clock=ports.clock,
+        )
+        self._traces = TraceService(
+            node=config.node, devices=config.devices, send=self.send, answer=self.send_answer
+        )
+        self._router = NodeMessageRouter(self._topics, self._node, self)
+        self._publisher: NodePublisher | None = None
+        self._exit: asyncio.Future[int] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the node has a connection to the broker."""
+        return self._publisher is not None and self._publisher.connected
+
+    async def start(self) -> None:
+        """Start to serve snapshots and to accept trainers.
+
+        :raises ConfigurationError: see ``SnapshotService.start``.
+        """
+        self._exit = asyncio.get_running_loop().create_future()
+        await self.snapshots.start()
+        await self.supervisor.start()
+
+    async def introduce(self) -> None:
+        """Begin the first incarnation, and report the snapshots that are in memory."""
+        self._begin_incarnation()
+        # Trainers start later: the machine, which starts them, does not run yet.
+        await self.snapshots.scan()
+
+    async def run(self) -> int:
+        """Serve until the node has left, and return the exit code. Call ``start`` and ``introduce`` first, and
+        ``close`` after it.
+
+        :raises FtdError: the node cannot continue.
+        """
+        assert self._exit is not None, "it was started"
+        driving = asyncio.ensure_future(self.driver.run())
+        ending: list[asyncio.Future[Any]] = [self._exit, driving]
+        try:
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            if not self._exit.done():
+                driving.result()  # Only an error ends the driver: raise it here.
+            return self._exit.result()
+        finally:
+            driving.cancel()
+            await asyncio.gather(driving, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Release everything: trainers, connection and snapshots."""
+        self.driver.stop_timers()
+        self._traces.close()
+        self.chaos.close()
+        await self.supervisor.close()
+        if self._publisher is not None:
+            await self._publisher.close(DISCONNECT_TIMEOUT_S)
+        await self.snapshots.close()
+
+    def exit(self, code: int) -> None:
+        """Let ``run`` return this exit code; the first call counts."""
+        if self._exit is not None and not self._exit.done():
+            self._exit.set_result(code)
+
+    def _begin_incarnation(self) -> None:
+        """Start a new incarnation: a new last will, a new connection with a new client id, and a reset of the
+        machine.
+        """
+        self._incarnation = max(self._incarnation + 1, int(self._ports.clock.wall_s() * 1e6))
+        facts = self._ports.facts()
+        log.info("incarnation_began", incarnation=self._incarnation, rendezvous_port=facts.rendezvous_port)
+        self.driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))
+        self._publisher = NodePublisher(
+            self._config,
+            self._incarnation,
+            open_session=self._ports.open_session,
+            message_faults=self.chaos.message_faults,
+            clock=self.driver.now,
+            on_message=self._router.on_message,
+            on_connected=lambda: self.driver.feed(BrokerConnected(**self._stamp())),
+            on_lost=lambda: self.driver.feed(BrokerDisconnected(**self._stamp())),
+            on_acknowledged=self._ports.observer.on_acknowledged,
+            on_event=self._ports.observer.on_event,
+        )
+
+    # --- events for the machine --------------------------------------------------------------------
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"at": self.driver.now(), "cause": self.driver.new_cause()}
+
+    def _on_trainer(self, event: Event) -> None:
+        match event:
+            case TrainerReported(report=protocol.TrainerHeartbeat()):
+                self._ports.observer.on_heartbeat(event.device, event.at)
+            case TrainerReported(report=Resumed(generation=generation)):
+                self.snapshots.stager.resumed(event.device, generation)
+            case TrainerConnected():
+                self.publish_event(
+                    "TrainerStarted",
+                    f"process {event.pid}",
+                    {"device": event.device, "pid": event.pid, "daemon_pid": self._ports.processes.own_pid},
+                )
+        self.driver.feed(event)
+
+    def _on_side_report(self, device: int, frame: protocol.DaemonReport) -> None:
+        match frame:
+            case Traced():
+                self._traces.on_traced(device, frame)
+            case protocol.StagingCorrupted():
+                self.snapshots.stager.handle_corrupt(device, frame)
+            case protocol.ModelDescribed():
+                self.snapshots.set_description(frame.job_id, frame.description)
+
+    # --- effects of the machine ----------------------------------------------------------------------
+
+    async def _perform(self, effect: effects.Effect) -> None:
+        wanted = cast(
+            AgentEffect, effect
+        )  # The driver handles timers, and all other effects are the coordinator's.
+        match wanted:
+            case effects.SendSignal():
+                self._present_publisher().send_signal(wanted.signal)
+            case effects.PublishNode():
+                self._present_publisher().publish_state(wanted)
+            case effects.EmitEvent():
+                self._present_publisher().publish_event(wanted)
+            case effects.StartTrainer():
+                self.supervisor.start_trainer(wanted.device)
+            case effects.KillTrainer():
+                self.supervisor.kill_trainer(wanted.device, wanted.grace_s)
+            case effects.PrepareTrainer():
+                self._prepare(wanted)
+            case effects.InstructTrainer():
+                if isinstance(wanted.instruction, Quiesce):
+                    self.snapshots.abandon()
+                self.supervisor.send(wanted.device, wanted.instruction)
+            case effects.ResumeTrainer():
+                self._resume(wanted)
+            case effects.SendSnapshotCopy():
+                self.snapshots.send_copy(wanted)
+            case effects.RetainSnapshotCopies():
+                order = wanted.order
+                self.snapshots.retain_copies(order.job_id, order.step, order.restore)
+            case effects.RemoveSnapshots():
+                self.snapshots.remove(wanted.job_id)
+            case effects.PersistLayers():
+                self.snapshots.persist(wanted.order)
+            case effects.StopPersisting():
+                self.snapshots.stop_persisting(wanted.attempt)
+            case effects.RunHealthCheck():
+                self.supervisor.health.start(wanted.number, wanted.peers)
+            case effects.StopHealthCheck():
+                self.supervisor.health.stop()
+            case effects.RenewIncarnation():
+                await self._present_publisher().close(DISCONNECT_TIMEOUT_S)
+                self._begin_incarnation()
+            case effects.ExitDaemon():
+                self.exit(wanted.code)
+            case _:
+                assert_never(wanted)
+
+    def _present_publisher(self) -> NodePublisher:
+        assert self._publisher is not None, "the machine is fed only after the first incarnation began"
+        return self._publisher
+
+    def _prepare(self, effect: effects.PrepareTrainer) -> None:
+        try:
+            arena, limit_bytes = self.snapshots.prepare(effect.job, effect.device)
+            # One device's trainer is enough, since every trainer has the whole model.
+            describe = bool(effect.job.checkpoint.url) and effect.device == 0
+            frame = make_prepare_instruction(
+                effect.job,
+                effect.profile,
+                arena,
+                limit_bytes,
+                describe=describe,
+                memory_limit_bytes=self._config.device_memory_bytes,
+            )
+        except (msgspec.ValidationError, ValueError) as error:
+            self.supervisor.fail_trainer(effect.device, "unprepared", f"the job is invalid: {error}")
+            return
+        self.supervisor.send(effect.device, frame)
+
+    def _resume(self, effect: effects.ResumeTrainer) -> None:
+        resume, device = effect.resume, Device(node=self._node, index=effect.device)
+
+        def send(staged: str) -> None:
+            self.supervisor.send(effect.device, make_resume_instruction(resume, device, self._secret, staged))
+
+        self.snapshots.stager.resume(resume, effect.device, send)
+
+    # --- received messages ---------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnation
+
+    def on_command(self, message: ToNode) -> None:
+        if self._publisher is not None and message.incarnation == self._incarnation:
+            self._publisher.observe_command(message.command)
+        self.driver.feed(CommandArrived(at=self.driver.now(), cause=message.cause, message=message))
+
+    def on_chaos(self, payload: bytes) -> None:
+        self.chaos.on_request(payload)
+
+    def on_trace(self, payload: bytes) -> None:
+        self._traces.on_request(payload)
+
+    def on_state(self, seen: NodeStateMessage | None) -> None:
+        self._present_publisher().observe_state(seen)
+
+    # --- actions of fault injection --------------------------------------------------------------------
+
+    def trainer_pids(self, device: int | None) -> list[int]:
+        return self.supervisor.pids(device)
+
+    def zygote_pid(self) -> int | None:
+        return self.supervisor.zygote_pid
+
+    def leave(self, reason: str) -> None:
+        self.driver.feed(TerminationRequested(**self._stamp(), reason=reason))
+
+    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
+        self.supervisor.health.plant(how, devices, for_s)
+
+    def disconnect(self, for_s: float) -> None:
+        self._present_publisher().interrupt(for_s)
+
+    def publish_event(
+        self, event: str, reason: str, details: dict[str, Any], *, over_mqtt: bool = True
+    ) -> None:
+        """Publish an event that the machine did not decide on."""
+        effect = effects.EmitEvent(
+            cause=self.driver.new_cause(), name=event, reason=reason, node=self._node, details=details
+        )
+        self._present_publisher().publish_event(effect, over_mqtt=over_mqtt)
+
+    def send(self, device: int, frame: protocol.Instruction) -> bool:
+        return self.supervisor.send(device, frame)
+
+    def send_answer(self, client: str, answer: Answer) -> None:
+        self._present_publisher().send_answer(client, answer)
+
+    async def flush(self, timeout_s: float) -> None:
+        await self._present_publisher().flush(timeout_s)

@@ -1,0 +1,193 @@
+"""The snapshot memory of a node's host: arenas in files, copies of other nodes' snapshots, and the server from
+which other nodes read both.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from ftd.config.daemon import DaemonConfig
+from ftd.errors import ConfigurationError, PeerError
+from ftd.snapshots.persist import CheckpointWriter
+from ftd.snapshots.ports import TrainerControl
+from ftd.snapshots.repair_writer import RepairWriter
+from ftd.snapshots.scrub import ArenaScrubbing
+from ftd.snapshots.shards.arenas import Corruption, NodeArenas
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.copies import CopyStore
+from ftd.snapshots.shards.copy_sender import CopySender
+from ftd.snapshots.shards.link_check import check_links
+from ftd.snapshots.shards.protocol import bearer_token
+from ftd.snapshots.shards.server import ShardServer
+from ftd.snapshots.shards.sources import SnapshotSource
+from ftd.snapshots.trainer_staging import LayerStaging
+from statemachine.effects import SendSnapshotCopy
+from statemachine.messages.trainer import Instruction
+from statemachine.messages.values import HeldSnapshot, LinkHealth, ReplicaPeer, Restore
+
+
+class LocalSnapshotStorage:
+    """The memory of this host (``ftd.snapshots.ports.SnapshotStorage``)."""
+
+    def __init__(self, config: DaemonConfig, secret: str, *, host: str) -> None:
+        """:param host: address to listen on."""
+        self._node, self._limit_bytes = config.node, config.snapshot_limit_bytes
+        self._configured_port = config.snapshot_port
+        self._token = bearer_token(secret)
+        tls = config.snapshot_tls
+        self._tls = tls.client_context() if tls is not None else None
+        self._arenas = arenas = NodeArenas(
+            config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
+        )
+        self._trainers: TrainerControl | None = None
+        self._on_copies_changed: Callable[[], None] = lambda: None
+        self._copies = CopyStore(arenas, node=config.node, changed=self._copies_changed)
+        self._server = ShardServer(
+            arenas,
+            self._token,
+            host=host,
+            port=config.snapshot_port,
+            rate_bytes_s=config.snapshot_rate_bytes_s,
+            copies=self._copies,
+            tls=tls.server_context() if tls is not None else None,
+        )
+        self._repair_writer = RepairWriter(arenas, self._copies, self)
+        self.staging = LayerStaging(node=self._node, arenas=arenas, token=self._token, tls=self._tls)
+        self.checkpoints = CheckpointWriter(node=self._node, arenas=arenas, token=self._token, tls=self._tls)
+        self.scrubbing = ArenaScrubbing(
+            node=self._node,
+            arenas=arenas,
+            token=self._token,
+            tls=self._tls,
+            write_block=self._repair_writer.write_block,
+        )
+        self._serving = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def root(self) -> Path:
+        return self._arenas.root
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def size_bytes(self) -> int:
+        return self._arenas.size_bytes
+
+    @property
+    def device_limit_bytes(self) -> int | None:
+        return self._arenas.limit_bytes
+
+    def connect(self, trainers: TrainerControl, on_copies_changed: Callable[[], None]) -> None:
+        self._trainers, self._on_copies_changed = trainers, on_copies_changed
+
+    def _copies_changed(self) -> None:
+        self._on_copies_changed()
+
+    def metrics(self) -> dict[str, int]:
+        return {
+            "sent_bytes": self._server.rate.acquired_bytes,
+            "unauthorised": self._server.unauthorized,
+            "snapshot_limit_bytes": self.size_bytes,
+        }
+
+    async def start(self) -> None:
+        self._arenas.open()
+        try:
+            await self._server.start()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen on port {self._configured_port}: {error.strerror}",
+                field="node.snapshot_port",
+                remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
+            ) from error
+        self._serving = True
+
+    async def close(self) -> None:
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._serving:
+            await self._server.close()
+        self._copies.end()
+        self._arenas.close()
+
+    def acquire(self) -> bool:
+        return self._arenas.acquire()
+
+    async def scan(self) -> tuple[tuple[HeldSnapshot, ...], list[Corruption]]:
+        held, problems = await asyncio.to_thread(self._arenas.scan)
+        return _held_snapshots(held), problems
+
+    def directory(self, job_id: str, device: int) -> Path:
+        return self._arenas.directory(job_id, device)
+
+    def remove_others(self, job_id: str) -> None:
+        self._arenas.remove_others(job_id)
+
+    async def remove(self, job_id: str) -> None:
+        await asyncio.to_thread(self._arenas.remove, job_id)
+
+    def has_data(self, snapshot: Restore | None, device: int | None) -> bool:
+        return bool(self._repair_writer.find_own_parts(snapshot, device))
+
+    def flip_bit(self, snapshot: Restore | None, device: int | None) -> None:
+        if stored := self._repair_writer.find_own_parts(snapshot, device):
+            self._repair_writer.flip_bit(stored)
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def begin_copies(self, job_id: str) -> None:
+        self._copies.begin(job_id, self._limit_bytes)
+
+    def end_copies(self) -> None:
+        self._copies.end()
+
+    def held_copies(self) -> tuple[HeldSnapshot, ...]:
+        return _held_snapshots(self._copies.held())
+
+    def release_copies(self, job_id: str, step: int) -> None:
+        """Release older copies, and remove the directories that are not used any more."""
+        for directory in self._copies.release_older(job_id, step):
+            self._run(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+
+    async def send_copy(self, order: SendSnapshotCopy) -> int:
+        held = [
+            one
+            for one in self._arenas.find(order.job_id, order.step)
+            if not one.owner and one.manifest.generation == order.generation
+        ]
+        if not held:
+            raise PeerError("the snapshot is not in this node's memory")
+        to = SnapshotSource(node=order.replica_peer.node, address=order.replica_peer.address)
+        async with ShardClient(self._token, tls=self._tls) as client:
+            sender = CopySender(client, self._arenas, owner=self._node, rate=self._server.rate)
+            return await sender.send(held, to)
+
+    async def check_links(self, peers: Sequence[ReplicaPeer]) -> tuple[LinkHealth, ...]:
+        return await check_links(peers, self._token, self._tls)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- trainers, for the writer of repaired bytes ------------------------------------------------
+
+    def trainer_pids(self, device: int | None) -> list[int]:
+        return [] if self._trainers is None else self._trainers.trainer_pids(device)
+
+    def send(self, device: int, frame: Instruction) -> bool:
+        return self._trainers is not None and self._trainers.send(device, frame)
+
+
+def _held_snapshots(held: list[tuple[str, int, int, str]]) -> tuple[HeldSnapshot, ...]:
+    return tuple(
+        HeldSnapshot(job_id=job, step=step, generation=generation, owner=owner)
+        for job, step, generation, owner in held
+    )
