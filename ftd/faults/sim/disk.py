@@ -92,8 +92,6 @@ class _Connection:
         """The content when the open transaction began."""
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
-        if statement.startswith("PRAGMA synchronous"):
-            self._forced = statement.endswith("FULL")
         writes = statement.startswith(_WRITES)
         if statement == "ROLLBACK" and self._database.in_transaction:
             self._disk.content = self._before
@@ -101,6 +99,9 @@ class _Connection:
             raise sqlite3.OperationalError("this process was killed")
         if writes and self._disk.world.now < self._disk.full_until:
             raise sqlite3.OperationalError("database or disk is full")
+        if statement.startswith("PRAGMA synchronous"):
+            self._forced = statement.endswith("FULL")
+            return self._database.cursor()  # The database is in memory, so there is nothing to set.
         done = self._database.execute(statement, values)
         if writes:
             self._note(statement, values)
