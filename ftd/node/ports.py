@@ -62,7 +62,7 @@ class TrainerProcess:
 
 
 class TrainerObserver(Protocol):
-    """What a node learns about its trainer processes; implemented by the supervisor."""
+    """The receiver of facts about a node's zygote and trainer processes; implemented by the supervisor."""
 
     def on_notice(self, notice: zygote_protocol.ZygoteNotice) -> None:
         """Take a notice of the zygote. The notices of one zygote keep their order."""

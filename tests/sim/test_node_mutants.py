@@ -7,6 +7,7 @@ import pytest
 from ftd.faults.sim import faults
 from ftd.faults.sim.simulation import SeedOverrides, Simulation
 from ftd.node import instructions
+from ftd.node.health import HealthChecker
 from ftd.node.message_router import NodeMessageRouter
 from ftd.node.node import Node
 from ftd.node.ports import TrainerProcess
@@ -104,6 +105,11 @@ def test_a_trainer_that_is_not_ended_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(TrainerSupervisor, "_end", end)
     found("", overrides=CUTS)
+
+
+def test_the_test_of_a_device_that_hangs_and_is_not_ended_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HealthChecker, "_overdue", lambda self, check, pid: None)
+    found("no progress after the healing", overrides=SeedOverrides(bad_devices=True))
 
 
 # --- messages ----------------------------------------------------------------------------------------
