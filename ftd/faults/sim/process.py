@@ -115,7 +115,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
     def _run(self, actions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         """Call these, then everything that follows from them at this moment."""
-        ready = self._ready
+        ready, outside = self._ready, events._get_running_loop()
         self._inside = True
         events._set_running_loop(self)
         try:
@@ -130,7 +130,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
                         self.call_exception_handler({"exception": error})
         finally:
             self._inside = False
-            events._set_running_loop(None)
+            events._set_running_loop(outside)
 
     # --- as an event loop ------------------------------------------------------------------------------
 

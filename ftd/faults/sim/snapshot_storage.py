@@ -125,7 +125,7 @@ class SimSnapshotStorage:
         if not host.arena.is_intact(key) or world.chance(host.step_timing.no_room_probability):
             raise PeerError("there is no room, or nothing to send")
         peer.arena.receive(SimSnapshotCopy(key=copy_of(key, host.name), layers=host.arena.layers(key)))
-        peer.on_copies_changed()
+        world.call_later(0.0, peer.on_copies_changed)
         await asyncio.sleep(world.between(0.0, 0.1))
         return 100
 
