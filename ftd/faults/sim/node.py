@@ -196,7 +196,7 @@ class SimNode(SimHost):
         """End a trainer process; the daemon notices a little later."""
         trainer = self.trainers.get(device)
         if trainer is not None and self.process is not None:
-            self.process.trainers.fail(trainer, cause, words or f"simulated in {trainer.pid}")
+            self.process.trainers.fail(trainer, cause, words or f"simulated in {_in_letters(trainer.pid)}")
 
     # --- what the simulator looks at ---------------------------------------------------------------
 
@@ -304,6 +304,11 @@ class _Observer:
 
     def on_heartbeat(self, device: int, at: float) -> None:
         return
+
+
+def _in_letters(number: int) -> str:
+    """Return a number in letters, since errors that differ in digits at most count as the same one."""
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 
 decoded = lru_cache(maxsize=64)(decode_to_nodes)
