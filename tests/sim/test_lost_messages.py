@@ -67,7 +67,7 @@ class Run:
         path.write_text(SCENARIO.format(job=EXAMPLES / "chaos-job.toml"))
         scenario = load_scenario(path)
         self.world = ScenarioSimulation(
-            scenario, make_scenario_setup(scenario, None, None, path.name), seed=3
+            scenario, make_scenario_setup(scenario, None, None, path.name), seed=4
         )
         self.seen: dict[str, int] = {}
         self.commits: list[float] = []
