@@ -37,12 +37,17 @@ class FaultyLink:
         """Inject no more faults. Delayed messages are still delivered."""
         self._faults = None
 
+    @property
+    def is_faulty(self) -> bool:
+        """Whether a message that is delivered now may be lost, repeated or late."""
+        return self._faults is not None or bool(self._queue)
+
     def deliver(self, deliver: Callable[[], None]) -> None:
         """Call ``deliver`` now, later, twice or never."""
-        faults = self._faults
-        if faults is None and not self._queue:
+        if not self.is_faulty:
             deliver()
             return
+        faults = self._faults
         if faults is None:
             lost, times, late_s = False, 1, 0.0
         else:

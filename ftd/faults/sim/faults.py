@@ -310,7 +310,7 @@ def change_interval(sim: Simulation) -> None:
 def lose_messages(sim: Simulation) -> None:
     """Lose, duplicate and delay some of the messages from and to a node."""
     node, world = some_node(sim), sim.world
-    if node is None or node.lossy_until > world.now:
+    if node is None or node.has_message_faults:
         return
     drop, for_s = world.between(0.02, 0.3), world.between(1.0, 8.0)
     sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
@@ -340,8 +340,6 @@ def request_fault(sim: Simulation, rng: Random) -> None:
         )
     )
     sim.log(f"request {fields} of {node.name}")
-    if fields["do"] == "lossy":
-        node.lossy_until = sim.world.now + for_s + 1.0
     node.request_fault(**fields)
     if fields["do"] in ("kill", "term"):
         sim.world.call_later(rng.uniform(1.0, 8.0), sim.start_if_down, node)

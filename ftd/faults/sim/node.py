@@ -61,8 +61,6 @@ class SimNode(SimHost):
         self.started_at = 0.0
         self.removed_at: float | None = None
         """Time at which the host was removed for good."""
-        self.lossy_until = 0.0
-        """Time until which its messages may be lost, repeated or late."""
         self.trainers: dict[int, SimTrainer] = {}
         self._check: RunHealthCheck | None = None
         """The newest health check, unless it was stopped."""
@@ -106,7 +104,6 @@ class SimNode(SimHost):
 
     def start(self) -> None:
         self.exited, self.started_at = False, self.world.now
-        self.lossy_until = 0.0
         self.trainers = {}
         self.resumes.clear()
         loop = self.loop = ProcessLoop(self.world)
@@ -178,8 +175,12 @@ class SimNode(SimHost):
         """Lose, repeat and delay some of the messages from and to this node."""
         process, seed = self.process, self.world.seed
         if process is not None:
-            self.lossy_until = self.world.now + for_s + faults.late_s
             self.loop.enter(lambda: process.chaos.message_faults.begin(faults, seed=seed, for_s=for_s))
+
+    @property
+    def has_message_faults(self) -> bool:
+        """Whether messages to this node may be lost, repeated or late."""
+        return self.process is not None and self.process.chaos.message_faults.incoming.is_faulty
 
     def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
         """Let the daemon plant a fault in its tests of these devices."""
@@ -233,9 +234,9 @@ class SimNode(SimHost):
         on_message = parameters["on_message"]
 
         def check(topic: str, payload: bytes, retained: bool) -> None:
-            before = self._taken()
+            before, faulty = self._taken(), self.has_message_faults
             on_message(topic, payload, retained)
-            if topic == COMMAND and not retained and self.world.now > self.lossy_until:
+            if topic == COMMAND and not retained and not faulty:
                 taken = self._taken() > before
                 self.oracle.check_addressed(self.name, self.incarnation, decoded(payload), taken=taken)
 
