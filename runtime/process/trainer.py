@@ -326,6 +326,7 @@ class Trainer:
                 generation=generation,
                 step=engine.committed_step,
                 digests=engine.compute_digests(),
+                kind=device_kind(engine.model.device),
                 evaluation=engine.evaluation,
             )
         )

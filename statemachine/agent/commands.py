@@ -203,6 +203,7 @@ def send_finished(a: Agent) -> None:
     if a.resume is None or a.job is None or not a.training:
         return
     digests: dict[int, str] = {}
+    kinds: set[str] = set()
     evaluation = None
     for device in a.ranked_devices(a.resume):
         own = a.trainers[device].finished
@@ -212,8 +213,17 @@ def send_finished(a: Agent) -> None:
             other = digests.setdefault(layer, digest)
             if other != digest:
                 digests[layer] = f"{other}|{digest}"
+        kinds.add(own.kind)
         evaluation = evaluation or own.evaluation
-    a.send(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests, evaluation=evaluation))
+    a.send(
+        Finished(
+            generation=a.resume.generation,
+            step=a.job.steps,
+            digests=digests,
+            kind=", ".join(sorted(kinds)),
+            evaluation=evaluation,
+        )
+    )
 
 
 def send_steps(a: Agent) -> None:

@@ -68,7 +68,6 @@ def take_digests(c: Cluster, node: str, report: ReplicaDigests) -> Divergence | 
     _follow_plan(c)
     reported = comparisons.reported.setdefault(report.step, {})
     reported[Device(node=node, index=report.device)] = report
-    comparisons.kinds[node] = report.kind
     if len(reported) < comparisons.devices:
         for step in sorted(comparisons.reported)[:-_KEPT]:
             del comparisons.reported[step]
@@ -92,7 +91,7 @@ def settle(c: Cluster) -> Divergence | None:
 def compare_finished(c: Cluster, finished: Mapping[str, Finished]) -> Divergence | None:
     """Compare the parameters after the last step, by the nodes' ``Finished``, and return what differs.
 
-    Nodes of which no digests were received are left out, since the kind of their devices is unknown.
+    A node whose own whole copies differ reports several digests.
     """
     if not comparing(c) or c.replicas.agreed_step >= c.current_job.steps:
         return c.replicas.diverged
@@ -101,10 +100,12 @@ def compare_finished(c: Cluster, finished: Mapping[str, Finished]) -> Divergence
     for layer, copies in _copies(c).items():
         for like, devices in copies:
             node = devices[0].node
-            complete = complete and node in c.replicas.kinds
-            digest, kind = finished[node].digests.get(layer), c.replicas.kinds.get(node)
-            if digest is not None and kind is not None:
-                found.append(_Copy(layer=layer, like=f"{like} {kind}", node=node, digest=digest))
+            digest, kind = finished[node].digests.get(layer), finished[node].kind
+            complete = complete and bool(kind)
+            if digest is not None and kind:
+                different = digest.split("|") if len(devices) == 1 else [digest]
+                like_these = f"{like} {kind}"
+                found += [_Copy(layer=layer, like=like_these, node=node, digest=one) for one in different]
     return _conclude(c, c.current_job.steps, found, complete=complete)
 
 

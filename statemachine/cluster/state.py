@@ -156,8 +156,6 @@ class ReplicaComparisons:
     """Number of devices that hold them, and report."""
     reported: dict[int, dict[Device, ReplicaDigests]] = field(default_factory=dict)
     """Digests by step, of steps after which no comparison is complete."""
-    kinds: dict[str, str] = field(default_factory=dict)
-    """Kind of the devices of each node that has reported."""
     agreed_step: int = 0
     """The newest step after which all copies were compared and agreed; 0: none."""
     copied: bool = False

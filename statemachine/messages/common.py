@@ -95,5 +95,7 @@ class Finished(Message, frozen=True, kw_only=True):
     step: int
     digests: dict[int, str] = field(default_factory=dict)
     """Hex digest of the parameters of each layer that is held here."""
+    kind: str = ""
+    """Kind of the devices, as in ``ReplicaDigests``; empty: unknown, so the digests are not compared."""
     evaluation: Evaluation | None = None
     """Evaluation of the state after the last step, if the group evaluated it."""

@@ -417,10 +417,19 @@ def test_the_heartbeat_carries_how_long_each_device_computes() -> None:
 
 def test_the_end_gathers_the_digests_of_all_devices() -> None:
     d = running(devices=2)
-    d.feed(TrainerReported, device=0, report=Finished(generation=1, step=10, digests={0: "aa", 1: "bb"}))
+    d.feed(
+        TrainerReported,
+        device=0,
+        report=Finished(generation=1, step=10, digests={0: "aa", 1: "bb"}, kind="gpu"),
+    )
     assert not d.signals()
-    d.feed(TrainerReported, device=1, report=Finished(generation=1, step=10, digests={1: "bX", 2: "cc"}))
-    assert d.signals() == [Finished(generation=1, step=10, digests={0: "aa", 1: "bb|bX", 2: "cc"})]
+    d.feed(
+        TrainerReported,
+        device=1,
+        report=Finished(generation=1, step=10, digests={1: "bX", 2: "cc"}, kind="cpu"),
+    )
+    digests = {0: "aa", 1: "bb|bX", 2: "cc"}
+    assert d.signals() == [Finished(generation=1, step=10, digests=digests, kind="cpu, gpu")]
 
 
 def test_the_last_evaluation_is_sent_and_repeated_with_the_digests() -> None:

@@ -33,8 +33,8 @@ def test_start_and_finish() -> None:
     s.wait(0.1)
     s.stepped("node-0", 1, 2)
     s.note("the end")
-    s.say("node-0", Finished(generation=1, step=2, digests={0: "aa", 1: "bb"}))
-    s.say("node-1", Finished(generation=1, step=2, digests={2: "cc", 3: "dd"}))
+    s.say("node-0", Finished(generation=1, step=2, digests={0: "aa", 1: "bb"}, kind="cpu"))
+    s.say("node-1", Finished(generation=1, step=2, digests={2: "cc", 3: "dd"}, kind="cpu"))
     s.compare("start_and_finish")
 
 

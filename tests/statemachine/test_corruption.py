@@ -330,16 +330,44 @@ def test_a_takeover_does_not_forget_what_differs() -> None:
     assert s.machine._c.snapshots.newest is not None
 
 
-def test_parameters_are_compared_after_the_last_step() -> None:
+def take_over(s: Replicas) -> None:
+    """Let another coordinator restore the journal, while all nodes train."""
+    s.machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "test")
+    s.feed(BrokerConnected)
+    for number, name in enumerate(s.names):
+        s.hello(name, 100 + number, job_id="job-1", prepared=True, generation=1, training=True)
+
+
+def finish(s: Replicas, *nodes: str, digest: str) -> None:
+    """Let all nodes finish, these with this digest of layer 2."""
+    for name in s.names:
+        digests = dict.fromkeys(s.layers[name], str(SOUND))
+        if name in nodes:
+            digests[2] = digest
+        s.say(name, Finished(generation=1, step=40, digests=digests, kind="cpu"))
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_parameters_are_compared_after_the_last_step(taken_over: bool) -> None:
     s = replicas()
     s.snapshot()
     s.stepped("node-0", 1, *range(7, 41))
-    for name in s.names:
-        digests = {layer: f"{SOUND + (name == 'node-1' and layer == 2)}" for layer in s.layers[name]}
-        s.say(name, Finished(generation=1, step=40, digests=digests))
+    if taken_over:
+        take_over(s)
+    finish(s, "node-1", digest="8")
     assert not s.events("JobFinished") and len(s.commands(Quiesce)) == 4
     s.stop(2, step=40)
     assert s.events("ReplicasDiverged")
+
+
+def test_a_node_whose_own_parameters_differ_after_the_last_step_is_at_fault() -> None:
+    s = replicas()
+    s.snapshot()
+    s.stepped("node-0", 1, *range(7, 41))
+    finish(s, "node-1", digest=f"8|{SOUND}")
+    s.stop(2, step=40)
+    (event,) = s.events("ReplicasDiverged")
+    assert event.details["minority"] == ["node-1"]
 
 
 @pytest.mark.parametrize("step", [3, 5])

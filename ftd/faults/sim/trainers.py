@@ -539,6 +539,7 @@ class SimTrainer:
                 generation=generation,
                 step=self.committed,
                 digests=digests,
+                kind="device",
                 evaluation=self.evaluation,
             )
         )
