@@ -38,8 +38,15 @@ def plan_for(planner: Planner, situation: Situation) -> Plan:
         try:
             answer = planner.plan(situation)
         except PlanningError as error:
-            answer = error
+            answer = _copy(error)
         _PLANS[key] = answer
     if isinstance(answer, PlanningError):
-        raise answer
+        raise _copy(answer)
     return answer
+
+
+def _copy(error: PlanningError) -> PlanningError:
+    """Return an equal error without traceback: the frames of one would keep the whole simulated world alive."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
