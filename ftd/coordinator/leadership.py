@@ -194,11 +194,14 @@ class Takeover:
     def begin(self, copy: JournalCopy | None, incarnation: int) -> InitialLead:
         """Return the state to lead with. The parameters are those of ``restore_newest``.
 
-        :raises JournalError: see ``restore_newest``.
+        :raises JournalError: see ``restore_newest``; or the copy cannot be written.
         """
         reset, self._reset = self._reset, False
         if reset:
             return InitialLead(machine=ClusterMachine(self._timing, self._hardware), effects=[])
+        if copy is not None:
+            # Events that it holds are published next. The broker could lose it before this host writes anything.
+            self.save_copy(copy)
         return restore_newest(self._timing, self._journal, copy, self._clock, incarnation, self._hardware)
 
     def _unreadable(self, schema: int, protocol: int, writer_version: str) -> str:

@@ -213,6 +213,18 @@ def test_ineligibility_outlives_the_process_and_ends_with_a_newer_journal(
     journal.close()
 
 
+def test_a_lead_does_not_begin_from_a_journal_that_only_the_broker_holds(tmp_path: Path) -> None:
+    """The broker may lose it while the disk has no room: the generation that it announces would be used twice."""
+    journal = Journal(tmp_path)
+    takeover = Takeover(Timing(), journal, SystemClock(), PROGRAM, reset=False)
+    takeover.begin(copy_of((1, 1), OLD, PROTOCOL), 0)
+    assert journal.position == (1, 1) and journal.load() is not None
+    journal._db.execute("PRAGMA query_only = ON")
+    with pytest.raises(JournalError, match="cannot be written"):
+        takeover.begin(copy_of((1, 2), OLD, PROTOCOL), 0)
+    journal.close()
+
+
 def test_a_journal_of_another_schema_is_an_error_that_names_both(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.save(msgspec.msgpack.encode({"schema": NEW}), forced=True)
