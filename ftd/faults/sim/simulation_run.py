@@ -12,7 +12,7 @@ from ftd.faults.sim import drawing, upgrade_faults
 from ftd.faults.sim.removed_nodes import RemovedNodesCheck
 from ftd.faults.sim.simulation import SeedOverrides, Simulation
 from ftd.faults.sim.world import InvariantViolation
-from statemachine.cluster.quarantine import HEALTH_CAUSES
+from statemachine.cluster.quarantine import HEALTH_CAUSES, WRONG_RESULTS
 from statemachine.messages.values import Job
 
 CHAOS_S = 16.0
@@ -152,12 +152,16 @@ class SimulationRun(Simulation):
             for trainer in list(node.trainers.values()):
                 if trainer.frozen or trainer.asleep:
                     node.fail_trainer(trainer.device, "exited")
-        # Nodes that were drained or asked to leave also return in the end, and those with repaired devices.
+        # Nodes that were drained or asked to leave also return in the end, and those that were set aside for wrong
+        # or slow results: a user has repaired their devices.
         self.world.call_later(25.0, self._restart_drained)
 
     def _restart_drained(self) -> None:
         for name, state in self.coordinator.machine.public_state()["nodes"].items():
-            if state["quarantine"] is not None and state["quarantine"]["cause"] in HEALTH_CAUSES:
+            if (
+                state["quarantine"] is not None
+                and state["quarantine"]["cause"] in HEALTH_CAUSES | WRONG_RESULTS
+            ):
                 self.coordinator.readmit(name)
             if state["draining"]:
                 self.nodes[name].crash()
