@@ -255,7 +255,8 @@ class Invariants(Oracle):
                 used = {device.split("/")[0] for stage in stages for device in stage["devices"]}
                 if self.leaving & used:
                     self.violated(f"{sorted(self.leaving & used)} were to leave, and the plan uses them")
-            case "NodeReadmitted" | "QuarantineSkipped":
+            case "NodeReadmitted" | "QuarantineSkipped" | "NodeRemoved":
+                # A quarantine ends with the removal of a node that was absent for long.
                 self.wrong_devices.pop(event.node or "", None)
             case "RecoveryCompleted":
                 self._check_protection_switch(event)
