@@ -6,7 +6,7 @@ from typing import Any
 from ftd.faults.sim.arena import is_unrecoverable
 from ftd.faults.sim.checkpoint_store import SimCheckpointStore
 from ftd.faults.sim.evaluations import EvaluationOracle
-from ftd.faults.sim.journals import is_job_over, named_nodes
+from ftd.faults.sim.journals import incarnations, is_job_over, named_nodes
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.oracle import VOTE_FIELDS, JournalView, Oracle
 from ftd.faults.sim.published_events import PublishedEvents
@@ -164,10 +164,11 @@ class Invariants(Oracle):
                 )
         if journal is None or journal["generation"] < command.generation:
             self.violated(f"generation {command.generation} was published before it was persisted")
+            return
         if isinstance(command, Resume):
-            self._check_resume(command)
+            self._check_resume(command, journal)
 
-    def _check_resume(self, resume: Resume) -> None:
+    def _check_resume(self, resume: Resume, journal: dict[str, Any]) -> None:
         if resume.generation < self.newest_resume:
             self.violated(f"generation {resume.generation} is resumed after {self.newest_resume}")
         if resume.generation == self.newest_resume:
@@ -181,8 +182,9 @@ class Invariants(Oracle):
                 f"a Resume at step {resume.step} after step {self.newest_published} was published as committed"
             )
         self.check_plan(resume.plan)
+        known = incarnations(journal)  # The coordinator may not have heard of a newer one yet.
         for name in resume.plan.nodes:
-            if self.wrong_devices.get(name) == self.nodes[name].incarnation:
+            if self.wrong_devices.get(name, 0) == known.get(name):
                 self.violated(f"the plan uses {name}, whose health check found a wrong product")
 
     def _is_lost_with_power(self, step: int) -> bool:

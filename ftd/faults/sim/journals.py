@@ -14,6 +14,12 @@ def decode_state(stored: bytes) -> dict[str, Any]:
     return state
 
 
+def incarnations(journal: dict[str, Any]) -> dict[str, int]:
+    """Return the incarnation of each node that a decoded journal lists."""
+    hosts = journal["hosts"]
+    return dict(zip(hosts["name"], hosts["incarnation"], strict=True))
+
+
 def is_job_over(journal: dict[str, Any]) -> bool:
     """Return whether the job of a decoded journal has ended, or there is none."""
     return journal["job"] is None or journal["phase"] in OVER

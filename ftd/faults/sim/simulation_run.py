@@ -18,7 +18,7 @@ from statemachine.messages.values import Job
 CHAOS_S = 16.0
 """Faults begin within this time; they last until they end by themselves or are healed."""
 HEAL_S = 24.0
-PATIENCE_S = 150.0
+PATIENCE_S = 165.0
 """Time after the healing within which the job must finish. If its state is lost, it fails ``lost_state_s``
 after the last node came back, and the next job takes as long again.
 """
