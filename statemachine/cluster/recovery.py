@@ -310,9 +310,12 @@ def take_all_reports(c: Cluster, state: Quiescing) -> None:
         reconfigure(c, f"{', '.join(strangers)} must not continue with stale state", "abort", record)
         return
     diverged = settle(c) if c.replicas.reported else c.replicas.diverged
-    if diverged is not None and not diverged.announced and announce_divergence(c, diverged):
-        reconfigure(c, describe(diverged), "abort", note_cause(c, "corruption", list(diverged.minority)))
-        return
+    if diverged is not None and not diverged.announced:
+        # It may have been found only now, in a group that was stopped for something else.
+        state.recovery = note_cause(c, "corruption", list(diverged.minority or diverged.nodes), "digests")
+        if announce_divergence(c, diverged):
+            reconfigure(c, describe(diverged), "abort", state.recovery)
+            return
     c.cancel_timer(QUIESCE)
     zero1 = c.current_job.policy.zero1
     decision = decide(reports, c.progress.known, c.resumption, state.mode, zero1=zero1)

@@ -11,7 +11,14 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.replicas import copies_of
 from statemachine.cluster.rules import owned_layers
 from statemachine.effects import ComputePlan
-from statemachine.events import BrokerConnected, NodeVanished, RestoreChecked, SubmitRequested, TemplatesReady
+from statemachine.events import (
+    BrokerConnected,
+    NodeVanished,
+    RestoreChecked,
+    SnapshotRequested,
+    SubmitRequested,
+    TemplatesReady,
+)
 from statemachine.messages.cluster import Resume, Stepped
 from statemachine.messages.common import Finished, Prepared, Quiesce, ReplicaDigests, SnapshotStarted
 from statemachine.messages.values import ClusterPhase, SnapshotPolicy
@@ -345,6 +352,18 @@ def finish(s: Replicas, *nodes: str, digest: str) -> None:
         if name in nodes:
             digests[2] = digest
         s.say(name, Finished(generation=1, step=40, digests=digests, kind="cpu"))
+
+
+def test_corruption_that_is_found_at_a_boundary_is_the_cause_of_the_recovery() -> None:
+    s = replicas()
+    s.snapshot()
+    s.feed(SnapshotRequested, request="r", protection="none")
+    assert {sent.command.mode for sent in s.commands(Quiesce)} == {"boundary"}
+    s.digests(5, "node-0", "node-1", "node-2", node_0=8)
+    s.stop(2)
+    assert s.events("ReplicasDiverged")
+    record = s.machine._c.recovery
+    assert record is not None and (record.cause, record.nodes) == ("corruption", ["node-0", "node-2"])
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
