@@ -23,6 +23,9 @@ PATIENCE_S = 165.0
 after the last node came back, and the next job takes as long again.
 """
 
+_READMIT_S = 5.0
+"""Time between two looks of a user at the nodes that are set aside."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedResult:
@@ -152,22 +155,27 @@ class SimulationRun(Simulation):
             for trainer in list(node.trainers.values()):
                 if trainer.frozen or trainer.asleep:
                     node.fail_trainer(trainer.device, "exited")
-        # Nodes that were drained or asked to leave also return in the end, and those that were set aside for wrong
-        # or slow results: a user has repaired their devices.
+        # Nodes that were drained or asked to leave also return in the end.
         self.world.call_later(25.0, self._restart_drained)
+        self.world.call_later(25.0, self._readmit_repaired)
 
     def _restart_drained(self) -> None:
         for name, state in self.coordinator.machine.public_state()["nodes"].items():
-            if (
-                state["quarantine"] is not None
-                and state["quarantine"]["cause"] in HEALTH_CAUSES | WRONG_RESULTS
-            ):
-                self.coordinator.readmit(name)
             if state["draining"]:
                 self.nodes[name].crash()
                 self.world.call_later(0.5, self.start_if_down, self.nodes[name])
         for node in self.nodes.values():
             self.world.call_later(1.0, self.start_if_down, node)
+
+    def _readmit_repaired(self) -> None:
+        """Readmit the nodes that were set aside for wrong or slow results, as a user does who has repaired their
+        devices.
+        """
+        for name, state in self.coordinator.machine.public_state()["nodes"].items():
+            aside = state["quarantine"]
+            if aside is not None and aside["cause"] in HEALTH_CAUSES | WRONG_RESULTS:
+                self.coordinator.readmit(name)
+        self.world.call_later(_READMIT_S, self._readmit_repaired)
 
     def run_to_end(self) -> None:
         """Run to the end.
