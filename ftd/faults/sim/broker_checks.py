@@ -14,14 +14,13 @@ from typing import Any
 
 from ftd.faults.sim.coordinator import SimCoordinator
 from ftd.faults.sim.invariants import Invariants
-from ftd.faults.sim.journals import decode_state
+from ftd.faults.sim.journals import decode_outbox, decode_state
 from ftd.faults.sim.network import COMMAND, EVENTS, JOURNAL, TOPICS, SimConnection, SimNetwork
 from ftd.faults.sim.node import SimNode, decoded
 from ftd.faults.sim.oracle import JournalView
 from ftd.transport.wire.codec import decode_from_node, decode_to_node
 from ftd.transport.wire.coordinator_messages import decode_copy
 from ftd.transport.wire.public import EventMessage, decode_json
-from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.effects import EmitEvent
 from statemachine.messages.values import NodeState
 
@@ -76,11 +75,10 @@ class BrokerChecks:
             if not payload:
                 return
             copy = decode_copy(payload)
-            self._payload, self._journal = payload, decode_state(copy.state)
             if copy.position > oracle.replicated:
                 oracle.replicated, oracle.replicated_by = copy.position, connection.host
             oracle.on_journal(note)
-            oracle.published_events.on_journaled(self._journal[OUTBOX])
+            oracle.published_events.on_journaled(decode_outbox(copy.state))
         elif topic == COMMAND:
             oracle.check_command(decoded(payload).command, self.journal)
         elif topic == EVENTS:

@@ -11,7 +11,7 @@ from ftd.errors import JournalError
 from ftd.faults.sim.checkpoints import SimCheckpoints
 from ftd.faults.sim.disk import SimDisk
 from ftd.faults.sim.invariants import Invariants
-from ftd.faults.sim.journals import decode_state
+from ftd.faults.sim.journals import decode_outbox
 from ftd.faults.sim.network import JOURNAL, TOPICS, SimNetwork
 from ftd.faults.sim.oracle import JournalView
 from ftd.faults.sim.planning import SimPlanning
@@ -21,7 +21,6 @@ from ftd.faults.sim.world import World
 from ftd.transport.wire.coordinator_messages import JournalCopy, decode_copy
 from ftd.transport.wire.public import EventMessage, decode_json
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader, Peer
@@ -131,7 +130,7 @@ class SimCoordinator:
     def decided_generations(self) -> set[int | None]:
         """Return the generations of the events in its journal's outbox."""
         stored_state = self.process.journal.load() if self.process is not None else None
-        outbox = decode_state(stored_state).get(OUTBOX, ()) if stored_state is not None else ()
+        outbox = decode_outbox(stored_state) if stored_state is not None else ()
         return {decode_json(event.encode(), EventMessage).generation for _, event in outbox}
 
     @property

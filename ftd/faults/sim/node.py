@@ -207,17 +207,19 @@ class SimNode(SimHost):
             return
         if self.world.tracing:
             self.world.note(self.name, f"  → {it}" if isinstance(it, Effect) else it)
-        if isinstance(it, CommandArrived):
+        if isinstance(it, Effect):
+            if isinstance(it, ResumeTrainer):
+                self.resumes[it.resume.generation] = it.resume
+            elif isinstance(it, RunHealthCheck):
+                self._check = it
+            elif isinstance(it, StopHealthCheck):
+                self._check = None
+            self.on_effect(it)
+        elif isinstance(it, CommandArrived):
             if isinstance(it.message.command, Fence):
                 self.oracle.on_fenced(self.name, it.message.incarnation)
         elif isinstance(it, HealthCheckEnded):
             self._checked(it.report)
-        elif isinstance(it, RunHealthCheck | StopHealthCheck):
-            self._check = it if isinstance(it, RunHealthCheck) else None
-        if isinstance(it, Effect):
-            if isinstance(it, ResumeTrainer):
-                self.resumes[it.resume.generation] = it.resume
-            self.on_effect(it)
 
     def _checked(self, report: HealthReport) -> None:
         """Report a wrong product to the oracle, if a check found it that the node has to pass before it takes
@@ -234,11 +236,13 @@ class SimNode(SimHost):
         on_message = parameters["on_message"]
 
         def check(topic: str, payload: bytes, retained: bool) -> None:
-            before, faulty = self._taken(), self.has_message_faults
+            if topic != COMMAND or retained or self.has_message_faults:
+                on_message(topic, payload, retained)
+                return
+            before = self._taken()
             on_message(topic, payload, retained)
-            if topic == COMMAND and not retained and not faulty:
-                taken = self._taken() > before
-                self.oracle.check_addressed(self.name, self.incarnation, decoded(payload), taken=taken)
+            taken = self._taken() > before
+            self.oracle.check_addressed(self.name, self.incarnation, decoded(payload), taken=taken)
 
         parameters["on_message"] = check
         return SimTransport(loop, self.network, self.name).session(**parameters)

@@ -37,6 +37,23 @@ class _Handle(asyncio.Handle):
         self._repr = self._source_traceback = None
 
 
+class _TimerHandle(_Handle, asyncio.TimerHandle):
+    """The same for a timer."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None,
+    ) -> None:
+        super().__init__(callback, args, loop, context)
+        self._when, self._scheduled = when, False
+
+
 class ProcessLoop(asyncio.BaseEventLoop):
     """The event loop described above. It is single-threaded and shares the world's queue with all others."""
 
@@ -157,7 +174,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = _TimerHandle(when, callback, args, self, context)
         self.world.call_later(max(0.0, when - self.world.now), self._due, handle)
         return handle
 

@@ -1,7 +1,6 @@
 """The sessions of a simulated process with the simulated broker."""
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -146,9 +145,10 @@ class SimSession:
             return
         if topic == JOURNAL:
             self._saw(payload)
-        # One bad message must not cost the connection; in production it is logged.
-        with contextlib.suppress(JournalError):
+        try:
             self._on_message(topic, payload, retained)
+        except JournalError:
+            return  # One bad message must not cost the connection; in production it is logged.
 
     def _acknowledge(self, connection: SimConnection, there: Callable[[], None]) -> None:
         if connection is self._connection:
