@@ -6,9 +6,7 @@ dangerous.
 """
 
 import secrets
-import time
-from datetime import UTC, datetime
-from functools import lru_cache
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,13 +29,8 @@ SCHEMA = 2
 
 def timestamp(*, ago_s: float = 0.0) -> str:
     """Return the time now, or ``ago_s`` seconds ago: ISO-8601 in UTC with milliseconds."""
-    seconds, milliseconds = divmod(int((time.time() - ago_s) * 1000), 1000)
-    return f"{_format_second(seconds)}.{milliseconds:03d}Z"
-
-
-@lru_cache(maxsize=16)
-def _format_second(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    at = datetime.now(UTC) - timedelta(seconds=ago_s)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
