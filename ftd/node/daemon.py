@@ -30,6 +30,7 @@ from ftd.processes import (
     trainer_environment,
 )
 from ftd.snapshots.storage import LocalSnapshotStorage
+from ftd.transport.http_server import listen
 from ftd.transport.mqtt.session import MqttSession
 from runtime.wire.store_protocol import secret_fingerprint
 from statemachine.effects import EmitEvent
@@ -90,7 +91,7 @@ class NodeDaemon:
         self._make_compile_cache()
         background: list[asyncio.Future[None]] = []
         try:
-            await self._listen()
+            await listen(self._rendezvous.start(), self._config.rendezvous_port, field="node.rendezvous_port")
             await self._metrics_server.start()
             await self._node.start()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -147,16 +148,6 @@ class NodeDaemon:
         except OSError as error:
             path = str(self._config.compile_cache_dir)
             log.warning("compile_cache_unusable", path=path, reason=error.strerror or str(error))
-
-    async def _listen(self) -> None:
-        try:
-            await self._rendezvous.start()
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen on port {self._config.rendezvous_port}: {error.strerror}",
-                field="node.rendezvous_port",
-                remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
-            ) from error
 
     def _facts(self) -> NodeFacts:
         config, snapshots = self._config, self._node.snapshots

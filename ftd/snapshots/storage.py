@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftd.config.daemon import DaemonConfig
-from ftd.errors import ConfigurationError, PeerError
+from ftd.errors import PeerError
 from ftd.snapshots.persist import CheckpointWriter
 from ftd.snapshots.ports import TrainerControl
 from ftd.snapshots.repair_writer import RepairWriter
@@ -23,6 +23,7 @@ from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
 from ftd.snapshots.shards.sources import SnapshotSource
 from ftd.snapshots.trainer_staging import LayerStaging
+from ftd.transport.http_server import listen
 from statemachine.effects import SendSnapshotCopy
 from statemachine.messages.trainer import Instruction
 from statemachine.messages.values import HeldSnapshot, LinkHealth, ReplicaPeer, Restore
@@ -97,14 +98,7 @@ class LocalSnapshotStorage:
 
     async def start(self) -> None:
         self._arenas.open()
-        try:
-            await self._server.start()
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen on port {self._configured_port}: {error.strerror}",
-                field="node.snapshot_port",
-                remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
-            ) from error
+        await listen(self._server.start(), self._configured_port, field="node.snapshot_port")
         self._serving = True
 
     async def close(self) -> None:

@@ -6,11 +6,12 @@ logged at a limited rate.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
+from ftd.errors import ConfigurationError
 from ftd.transport.rate_limited_log import RateLimitedLog, http_logger
 
 
@@ -117,3 +118,19 @@ class _RejectedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
+
+
+async def listen(start: Awaitable[None], port: int, *, field: str) -> None:
+    """Start a server.
+
+    :param field: key of the configuration that sets the port.
+    :raises ConfigurationError: the port cannot be used.
+    """
+    try:
+        await start
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on port {port}: {error.strerror}",
+            field=field,
+            remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
+        ) from error

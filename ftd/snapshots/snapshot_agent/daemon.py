@@ -25,6 +25,7 @@ from ftd.snapshots.shards.server import ShardServer
 from ftd.snapshots.snapshot_agent.agent import ARENA_NAMES, SnapshotAgent
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from ftd.snapshots.snapshot_agent.fetcher import SnapshotFetcher
+from ftd.transport.http_server import listen
 from runtime.wire.snapshot_agent_protocol import (
     SOCKET,
     FetchRequest,
@@ -79,7 +80,7 @@ class SnapshotAgentDaemon:
         )
         context = tls.client_context() if tls is not None else None
         async with PeerAgentClient(self._token, tls=context) as client, contextlib.AsyncExitStack() as stack:
-            await _listening(server.start(), self._config.snapshot_port)
+            await listen(server.start(), self._config.snapshot_port, field="node.snapshot_port")
             stack.push_async_callback(server.close)
             self._info = SnapshotAgentInfo(
                 node=self._config.node,
@@ -222,17 +223,6 @@ async def _read(request: web.Request, kind: type[T]) -> T:
         return msgspec.json.decode(await request.read(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"the snapshot agent received an invalid request: {error}") from None
-
-
-async def _listening(start: Awaitable[None], port: int) -> None:
-    try:
-        await start
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on port {port}: {error.strerror}",
-            field="node.snapshot_port",
-            remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
-        ) from error
 
 
 def _answers(path: str) -> bool:
