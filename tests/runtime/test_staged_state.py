@@ -16,23 +16,10 @@ from runtime.layers.state import StateError
 from storage.manifest import SnapshotManifest, SnapshotPart, record_digest, write_record
 from storage.staged import BorrowedSnapshot, PayloadChunk, StagedLayer, read_staged, write_staged
 from tests.helpers.late_device import LateEvent, LateRuntime
+from tests.helpers.late_mistakes import Buggy, Unawaited
 from tests.helpers.layer_states import Trainer
 
 BLOCK_BYTES = 512
-
-
-class Unawaited(LateEvent):
-    """An injected bug: the host does not wait for events."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Hasty(LateRuntime):
-    """A device whose user does not wait before it overwrites memory."""
-
-    def event(self) -> LateEvent:
-        return Unawaited(self)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +95,7 @@ def test_a_device_that_is_late_gets_the_exact_state(tmp_path: Path, hasty: bool)
     for layer in layers:
         header, payload = old.states.pack(layer)
         stage(tmp_path, layer, header, payload.numpy().tobytes(), layer)
-    runtime = Hasty() if hasty else LateRuntime(late=(1.0, 0.002))
+    runtime = Buggy(Unawaited) if hasty else LateRuntime(late=(1.0, 0.002))
     gate = LateEvent(runtime)
     with runtime.computing():
         new = Trainer(runtime=runtime)
