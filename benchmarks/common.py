@@ -127,19 +127,18 @@ class Result:
             mark = "[green]met[/]" if limit.met else "[red]MISSED[/]"
             sign = "≥" if limit.at_least else "≤"
             console.print(f"  {mark}  {limit.name}: {limit.measured:.4g} (limit {sign} {limit.limit:g})")
-        where = machine()
+        path = out or RESULTS / f"{self.name}.json"
+        where = self.save(path)["machine"]
         console.print(
             f"  on {where['cores']} cores, {where['cpu']}, load {where['load_before']:.1f}", style="dim"
         )
-        path = self.save(out)
         console.print(f"  written to {path}", style="dim", highlight=False)
         return 0 if all(limit.met for limit in self.limits) else 1
 
-    def save(self, out: Path | None = None) -> Path:
-        """Write the result as JSON and return the file."""
-        path = out or RESULTS / f"{self.name}.json"
+    def save(self, path: Path) -> dict[str, Any]:
+        """Write the result as JSON and return what was written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        document = {
+        document: dict[str, Any] = {
             "schema": 1,
             "benchmark": self.name,
             "what": self.what,
@@ -151,7 +150,7 @@ class Result:
             "notes": self.notes,
         }
         path.write_text(json.dumps(document, indent=2) + "\n")
-        return path
+        return document
 
 
 def command_line(what: str | None, out: str = "JSON file to write") -> argparse.ArgumentParser:

@@ -6,7 +6,6 @@ steps, so that they share the same conditions on the machine.
 
 import asyncio
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ from runtime.engine.engine import Engine
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import SoloCommunicator
 from runtime.groups.store import Rendezvous
-from runtime.snapshots.writer import SnapshotWriter
+from runtime.snapshots.writer import SnapshotWriter, usable_hash_threads
 from runtime.zero.parts import initial_holdings
 from statemachine.messages.trainer import ResumeRank, SnapshotReport, WorldData, WorldPipeline, WorldStage
 
@@ -85,7 +84,7 @@ def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport
         sharding=engine.sharding,
         monitor=engine.monitor,
         report=reports.append,
-        hash_threads=min(8, (os.cpu_count() or 1) // 2),
+        hash_threads=usable_hash_threads(devices=1),
     )
 
 

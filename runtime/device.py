@@ -271,20 +271,19 @@ class CudaRuntime(DeviceRuntime):
         driver.cudaHostUnregister(address)
 
 
-def create_cuda_context(number: int = 0) -> None:
-    """Create the context of a GPU, which takes a second, and many seconds while other processes do the same.
+def create_cuda_context() -> None:
+    """Create the context of this process's first GPU, which takes a second, and many seconds while other
+    processes do the same.
 
     torch does this while it holds the interpreter's lock, so that no other thread could send heartbeats
     meanwhile. An error is ignored: torch meets it again, and describes it.
-
-    :param number: number of the GPU among those that this process sees.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), number) == 0:
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
         # The process keeps this reference until it ends.
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 

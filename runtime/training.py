@@ -305,7 +305,7 @@ def torch_device(data: TrainingData) -> torch.device:
             '"gloo" and device "cpu"'
         )
     device = torch.device("cuda", 0)
-    create_cuda_context(0)
+    create_cuda_context()
     torch.cuda.set_device(device)
     return device
 

@@ -6,7 +6,6 @@ from wherever it was, keeps its state, reports, and waits for the next generatio
 """
 
 import gc
-import os
 import sys
 import time
 from dataclasses import replace
@@ -41,7 +40,7 @@ from runtime.layers.state import StateError
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.process.node_connection import Mailbox, NodeConnection
 from runtime.profiling.layer_profile import profile_model
-from runtime.snapshots.writer import SnapshotWriter
+from runtime.snapshots.writer import SnapshotWriter, usable_hash_threads
 from runtime.tracebacks import user_traceback
 from runtime.training import torch_device
 from statemachine.messages.common import (
@@ -67,9 +66,6 @@ from statemachine.messages.trainer import (
 )
 from statemachine.messages.values import BuildStage
 from storage.description import encode_description
-
-_HASH_THREADS = 8
-"""Maximum number of threads that hash a snapshot; all trainers of a node together use at most half of its cores."""
 
 
 class _DifferentModelError(RuntimeError):
@@ -183,7 +179,7 @@ class Trainer:
             sharding=engine.sharding,
             monitor=self._monitor,
             report=self._link.send,
-            hash_threads=min(_HASH_THREADS, (os.cpu_count() or 1) // (2 * prepare.devices_per_node)),
+            hash_threads=usable_hash_threads(prepare.devices_per_node),
         )
         self._mailbox.on_keep_snapshot, self._mailbox.on_repair_write = (
             engine.snapshots.retain,

@@ -8,6 +8,7 @@ reported as ``SnapshotFailed``, and older ones stay.
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -37,6 +38,7 @@ from storage.pages import collapse_pages
 
 _SLOTS = 2
 """Slots that are reserved: for the last snapshot and the next. The third is rarely needed."""
+_MOST_HASH_THREADS = 8
 _POLL_S = 0.002
 """Interval at which the copier checks whether it may still wait for bubbles."""
 _SLACK_BYTES = 1024 * 1024
@@ -446,6 +448,15 @@ class SnapshotWriter:
         self._arena.release(m.step for m in self._arena.snapshots if m.job_id != self._job_id)
         for problem in self._arena.problems:
             print(f"snapshots: {problem}", file=sys.stderr, flush=True)
+
+
+def usable_hash_threads(devices: int) -> int:
+    """Return how many threads a trainer may hash with, so that those of a node together use at most half of its
+    cores.
+
+    :param devices: number of devices of the node.
+    """
+    return min(_MOST_HASH_THREADS, (os.cpu_count() or 1) // (2 * devices))
 
 
 def _reason_of(error: Exception) -> str:
