@@ -33,6 +33,10 @@ _BROKER_PERIOD_S = 0.2
 HOST = "127.0.0.1"
 LOGGED_S = 90.0
 """Longest time that a coordinator may take to complete its logs."""
+_MIN_SPEED = 0.25
+"""The value of ``health.min_speed``: the nodes share the host's cores, so more of a speed is due to chance than on
+hosts of their own.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +307,7 @@ class LocalCluster:
         path.write_text(
             f'cluster = "{self.options.cluster}"\nsecret = "{self._secret}"\n'
             f'[broker]\nurl = "{self._broker_url}"\n{_credentials(self.broker)}'
-            f"{quarantine}[timing]\n{timing}{tables}"
+            f"{quarantine}[health]\nmin_speed = {_MIN_SPEED}\n[timing]\n{timing}{tables}"
         )
         path.chmod(0o600)
         return path

@@ -30,9 +30,13 @@ _LARGEST: dict[torch.dtype, int] = {
 }
 """Largest absolute value of a factor by dtype: ``_DEPTH`` times its square is exact in the dtype."""
 _SEED = 20_261
-_REPEATS = 3
+_REPEATS = 8
 """Measurements of which the best counts: one that was disturbed says nothing about the device."""
-_SLOWED = 4
+_CPU_PAUSE_S = 0.01
+"""Pause between two measurements of a CPU, which take less than a millisecond: another process on the core, or
+another guest of the host, disturbs all that follow each other at once.
+"""
+_SLOWED = 8
 """Times that the work is done if a slow device is to be simulated."""
 
 
@@ -170,6 +174,7 @@ def _best_s(device: torch.device, work: Callable[[], None]) -> float:
             torch.cuda.synchronize(device)
             taken.append(time.perf_counter() - started)
         else:
+            time.sleep(_CPU_PAUSE_S)
             started = time.thread_time()
             work()
             taken.append(time.thread_time() - started)
