@@ -9,12 +9,13 @@ does: scaled residual projections, orthogonal matrices, copies of other paramete
 
 Small tensors are computed as usual. An operation that needs the values of large tensors gets them, made for
 that moment. Code that accesses memory without an operation of torch (``numpy``) gets the real tensor from
-then on.
+then on. A state of the generator that the factory's code reads has a meaning only while the factory runs.
 """
 
 import ctypes
 import mmap
 import random
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.generator_skip import FEWEST_VALUES, draws_of, marked, skip
 
 _MAP_NORESERVE = 0x4000
 """Value in Linux's <sys/mman.h>; this version of Python does not define it."""
@@ -63,17 +66,17 @@ _OVERWRITES = frozenset(
     )
 )
 """Operations whose result does not depend on the previous content of their first argument."""
-_FIXED_DRAWS = frozenset(
-    (
-        _aten.normal_.default,
-        _aten.uniform_.default,
-        _aten.rand.default,
-        _aten.rand.generator,
-        _aten.randn.default,
-        _aten.randn.generator,
-    )
-)
-"""Random operations that draw the same number of values whatever their arguments hold."""
+_FIXED_DRAWS = {
+    _aten.normal_.default: "normal_",
+    _aten.uniform_.default: "uniform_",
+    _aten.rand.default: "uniform_",
+    _aten.rand.generator: "uniform_",
+    _aten.randn.default: "normal_",
+    _aten.randn.generator: "normal_",
+}
+"""Random operations that draw the same number of values whatever their arguments hold, with the method of tensors
+that draws alike.
+"""
 _RESHAPING = ("set_", "resize_", "resize_as_")
 _READERS = frozenset(
     (
@@ -104,6 +107,60 @@ class StorageView:
         return empty.set_(memory, self.offset, self.size, self.stride)
 
 
+class _RandomStream:
+    """The words that a generator yields after the state ``base``."""
+
+    def __init__(self, base: Tensor) -> None:
+        self._states = {0: base}
+
+    def state_at(self, words: int) -> Tensor:
+        """Return the state of the generator after a number of words."""
+        if words not in self._states:
+            near = max(known for known in self._states if known < words)
+            self._states[words] = skip(self._states[near], words - near)
+        return self._states[words]
+
+    def add(self, words: int, state: Tensor) -> None:
+        """Add a state that is known, since the operation before it was executed."""
+        self._states.setdefault(words, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Position of a generator when a recorded operation draws from it."""
+
+    stream: _RandomStream
+    words: int
+    drawn: int | None
+    """Number of words that the operation draws; ``None``: it is not known."""
+
+
+class _Generators:
+    """Generators whose values are skipped. Such a generator is in a state that stands for a position in a stream,
+    so it is recognised when it is read and set again, and differs from any that the factory's code sets by itself.
+    """
+
+    def __init__(self) -> None:
+        self._skipped: dict[bytes, tuple[_RandomStream, int]] = {}
+
+    def position(self, generator: torch.Generator) -> tuple[_RandomStream, int]:
+        """Return the stream of a generator, and the number of words that count as drawn from it."""
+        state = generator.get_state()
+        return self._skipped.get(state.numpy().tobytes()) or (_RandomStream(state), 0)
+
+    def skip_to(self, generator: torch.Generator, stream: _RandomStream, words: int) -> None:
+        """Let further operations draw from the stream as if so many words had been drawn."""
+        state = marked(stream.state_at(0), secrets.randbits(32))
+        self._skipped[state.numpy().tobytes()] = stream, words
+        generator.set_state(state)
+
+    def settle(self, generator: torch.Generator) -> None:
+        """Give a generator the state that it would have if everything had been drawn."""
+        stream, words = self.position(generator)
+        if words:
+            generator.set_state(stream.state_at(words))
+
+
 @dataclass(frozen=True, slots=True)
 class _Operation:
     """A recorded call, with a ``StorageView`` in place of each tensor without memory."""
@@ -111,8 +168,8 @@ class _Operation:
     function: Any
     arguments: Any
     """(positional, by keyword)"""
-    random_state: Tensor | None
-    """State of the generator before the call."""
+    position: "_Position | None"
+    """Position of the generator before the call."""
     results: tuple[StorageView, ...]
     """Views to which the returned tensors are written; empty for an in-place operation."""
     writes: frozenset[int]
@@ -133,6 +190,7 @@ class Recording:
         """Storages by address, held so that no other storage gets the address."""
         self._sizes: dict[int, int] = {}
         self._scratch: torch.UntypedStorage | None = None
+        self._ended = False
 
     def view_of(self, tensor: Tensor) -> StorageView | None:
         """Return the view of a tensor without memory; ``None`` for any other tensor."""
@@ -217,6 +275,7 @@ class Recording:
         """End recording, and release the addresses and the scratch memory."""
         self._storages.clear()
         self._scratch = None
+        self._ended = True
 
     def _contents(self, storages: set[int], memory: "_Memory") -> None:
         """Execute the operations on which the content of the storages depends."""
@@ -229,28 +288,30 @@ class Recording:
         with torch.no_grad():
             for operation in reversed(chosen):
                 arguments, named = _filled(operation.arguments, memory)
-                with _drawing_from(operation.random_state, named.get("generator")):
+                with self._drawing_from(operation.position, named.get("generator")):
                     returned = operation.function(*arguments, **named)
                 results = [t for t in tree.tree_leaves(returned) if isinstance(t, Tensor)]
                 for place, result in zip(operation.results, results, strict=False):
                     place.within(memory[place.storage]).copy_(result)
 
-
-@contextmanager
-def _drawing_from(state: Tensor | None, generator: torch.Generator | None) -> Iterator[None]:
-    """Return a context in which the generator, or torch's own, continues from ``state``; its state is restored
-    afterwards.
-    """
-    if state is None:
-        yield
-        return
-    used = generator or torch.default_generator
-    before = used.get_state()
-    used.set_state(state)
-    try:
-        yield
-    finally:
-        used.set_state(before)
+    @contextmanager
+    def _drawing_from(self, position: _Position | None, generator: torch.Generator | None) -> Iterator[None]:
+        """Return a context in which the generator, or torch's own, continues from a position; its state is
+        restored afterwards.
+        """
+        if position is None:
+            yield
+            return
+        used = generator or torch.default_generator
+        before = used.get_state()
+        used.set_state(position.stream.state_at(position.words))
+        try:
+            yield
+            # While recording, this operation may have been recorded again instead of executed.
+            if position.drawn is not None and self._ended:
+                position.stream.add(position.words + position.drawn, used.get_state())
+        finally:
+            used.set_state(before)
 
 
 class _Memory(dict[int, torch.UntypedStorage]):
@@ -275,7 +336,8 @@ class ModelRecorder:
 
     def __init__(self, recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES) -> None:
         streams = None if exact else random.Random(int(torch.randint(2**62, ())))
-        self._operations = _Operations(recording, streams, large_bytes)
+        self._generators = _Generators()
+        self._operations = _Operations(recording, self._generators, streams, large_bytes)
         self._access = _Access(recording)
 
     def __enter__(self) -> None:
@@ -285,6 +347,7 @@ class ModelRecorder:
     def __exit__(self, *error: Any) -> None:
         self._access.__exit__(*error)  # type: ignore[no-untyped-call]
         self._operations.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._generators.settle(torch.default_generator)
 
 
 class Weights(Protocol):
@@ -458,9 +521,16 @@ class _Access(TorchFunctionMode):
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that records operations on large tensors."""
 
-    def __init__(self, recording: Recording, streams: random.Random | None, large_bytes: int) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        generators: _Generators,
+        streams: random.Random | None,
+        large_bytes: int,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
+        self._generators = generators
         self._streams = streams
         self._large_bytes = large_bytes
 
@@ -471,12 +541,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         placed = tree.tree_map_only(Tensor, lambda t: self._recording.view_of(t) or t, given)
         some = any(_is_place(leaf) for leaf in tree.tree_leaves(placed, is_leaf=_is_place))
         if (not some and function not in _FACTORIES) or function.is_view or function in _VIEWS:
-            return function(*given[0], **given[1])
+            return self._execute(function, given)
         written = _written(function, *given)
         if function._schema.name.partition("::")[2] in _RESHAPING:
             for tensor in _tensors(given):
                 self._recording.materialise(tensor)
-            return function(*given[0], **given[1])
+            return self._execute(function, given)
         if written:
             return self._in_place(function, given, placed, written)
         return self._functional(function, given, placed)
@@ -485,8 +555,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = [self._recording.view_of(tensor) for tensor in written]
         if not all(places):
             # A small tensor is computed from large ones.
-            args, kwargs = self._recording.values_of(placed)
-            function(*args, **kwargs)
+            self._execute(function, self._recording.values_of(placed))
             return _returned(function, given, written)
         writes = frozenset(place.storage for place in places if place is not None)
         whole = (
@@ -494,27 +563,33 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and written[0].numel() * written[0].element_size() == written[0].untyped_storage().nbytes()
         )
         reads = _storages(placed if not whole else (placed[0][1:], placed[1]))
-        self._add(function, placed, (), writes, reads)
+        self._add(function, placed, (), writes, reads, drawn_into=written[0])
         return _returned(function, given, written)
 
     def _functional(self, function: Any, given: Any, placed: Any) -> Any:
         away = torch.device(given[1].get("device") or "cpu")
         if away.type != "cpu" and function in _FACTORIES:
-            return function(*given[0], **given[1])
+            return self._execute(function, given)
         try:
             like = _on_meta(function, given) if away.type == "cpu" else None
         except Exception:
             like = None  # The shape of the result depends on values.
         results = [] if like is None else _tensors(like)
         if not results or sum(t.numel() * t.element_size() for t in results) < self._large_bytes:
-            args, kwargs = self._recording.values_of(placed)
-            return function(*args, **kwargs)
+            return self._execute(function, self._recording.values_of(placed))
         made = {id(t): _unwritten(t) for t in results}
         places = tuple(self._recording.track(made[id(t)]) for t in results)
         if function not in _EMPTY:
             writes = frozenset(place.storage for place in places)
-            self._add(function, placed, places, writes, _storages(placed))
+            self._add(function, placed, places, writes, _storages(placed), drawn_into=results[0])
         return tree.tree_map_only(Tensor, lambda t: made[id(t)], like)
+
+    def _execute(self, function: Any, arguments: Any) -> Any:
+        """Execute an operation that is not recorded, or whose effect is known only when it has been executed."""
+        args, kwargs = arguments
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            self._generators.settle(kwargs.get("generator") or torch.default_generator)
+        return function(*args, **kwargs)
 
     def _add(
         self,
@@ -523,20 +598,39 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results: tuple[StorageView, ...],
         writes: frozenset[int],
         reads: frozenset[int],
+        *,
+        drawn_into: Tensor,
     ) -> None:
         # Small tensors may change afterwards, so they are copied.
         kept = tree.tree_map_only(Tensor, lambda t: t.detach().clone(), placed)
-        state = None
+        position = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             generator = placed[1].get("generator") or torch.default_generator
-            state = generator.get_state()
+            stream, words = self._generators.position(generator)
+            drawn = None
             if self._streams is not None:
                 generator.manual_seed(self._streams.getrandbits(63))
             else:
-                fixed = function in _FIXED_DRAWS
-                args, kwargs = self._recording.scratch(kept) if fixed else self._recording.values_of(kept)
-                function(*args, **kwargs)
-        self._recording.add(_Operation(function, kept, state, results, writes, reads))
+                drawn = _words_drawn(function, drawn_into)
+                if drawn is not None:
+                    self._generators.skip_to(generator, stream, words + drawn)
+                else:
+                    fixed = function in _FIXED_DRAWS
+                    self._execute(
+                        function, self._recording.scratch(kept) if fixed else self._recording.values_of(kept)
+                    )
+            position = _Position(stream, words, drawn)
+        self._recording.add(_Operation(function, kept, position, results, writes, reads))
+
+
+def _words_drawn(function: Any, into: Tensor) -> int | None:
+    """Return how many words an operation draws that writes to a tensor, or ``None`` if only drawing
+    shows it.
+    """
+    kind = _FIXED_DRAWS.get(function)
+    if kind is None or not into.is_contiguous() or into.numel() < FEWEST_VALUES:
+        return None
+    return draws_of(kind, into.dtype, into.numel())
 
 
 def _reserved(size_bytes: int) -> Tensor:

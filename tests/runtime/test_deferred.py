@@ -51,6 +51,50 @@ class Unusual(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / len(list(module.parameters())) ** 0.5)
 
 
+class Draws(nn.Module):
+    """A module whose initial values depend on where in the generator's stream each of them is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(8)
+        self.first = self._drawn(64, 64)
+        self.odd = self._drawn(61, 67)
+        self.small = nn.Parameter(torch.randn(5))
+        self.own = nn.Parameter(torch.randn(64, 64, generator=self.generator))
+        self.wide = self._drawn(64, 65, dtype=torch.float64)
+        self.low = self._drawn(64, 65, dtype=torch.bfloat16)
+        self.own_small = nn.Parameter(torch.rand(3, generator=self.generator))
+        self.turned = self._drawn(64, 64)
+        with torch.no_grad():
+            self.turned.t()[3:50].normal_()
+            self.turned[7, 2:9].uniform_()
+            self.turned[8:11].normal_(std=0.0)
+        self.shuffled = nn.Parameter(torch.randperm(4096).float())
+        self.dropped = nn.Parameter(nn.functional.dropout(torch.ones(64, 64)))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.aside = self._drawn(64, 64)
+        self.back = self._drawn(64, 64)
+        torch.manual_seed(6)
+        self.seeded = self._drawn(64, 64)
+        torch.manual_seed(6)
+        self.seeded_alike = self._drawn(64, 64)
+        state = torch.get_rng_state()
+        self.before = self._drawn(64, 64)
+        torch.set_rng_state(state)
+        self.repeated = self._drawn(64, 64)
+        self.generator.set_state(torch.default_generator.get_state())
+        self.copied_state = nn.Parameter(torch.randn(64, 64, generator=self.generator))
+        self.copied_small = nn.Parameter(torch.randn(2, generator=self.generator))
+        self.read = self._drawn(64, 64)
+        self.read.detach().numpy()
+        self.last = self._drawn(64, 64)
+
+    @staticmethod
+    def _drawn(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+        return nn.Parameter(torch.empty(rows, columns, dtype=dtype).normal_())
+
+
 def at_once(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(seed)
     return make(), torch.get_rng_state()
@@ -93,6 +137,11 @@ def generators_kept() -> Any:
 @pytest.mark.parametrize("large_bytes", [0, 4096])
 def test_values_are_those_of_a_module_that_is_built_at_once(large_bytes: int) -> None:
     assert check_equal(Unusual, large_bytes) > 8
+
+
+@pytest.mark.parametrize("large_bytes", (1, 1 << 12, 1 << 14))
+def test_every_value_comes_from_its_place_in_the_stream(large_bytes: int) -> None:
+    assert check_equal(Draws, large_bytes) >= 8
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "modernbert", "mamba2", "resnet", "t5"])
