@@ -14,8 +14,10 @@ then on. A state of the generator that the factory's code reads has a meaning on
 
 import ctypes
 import mmap
+import os
 import random
 import secrets
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +32,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.generator_skip import FEWEST_VALUES, draws_of, marked, skip
 
-_MAP_NORESERVE = 0x4000
-"""Value in Linux's <sys/mman.h>; this version of Python does not define it."""
-_NOISE = 65537
-"""Number of noise values; a prime, so that the rows of a matrix differ."""
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+"""Values in Linux's <sys/mman.h>; this version of Python does not define them."""
+_NOISE_BYTES = 1 << 24
+"""Size of the noise that tensors map, a multiple of the size of a page."""
 LARGE_BYTES = 1 << 16
 """Size in bytes from which a tensor gets no memory."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _aten = torch.ops.aten
 _EMPTY = frozenset((_aten.empty.memory_format, _aten.empty_strided.default))
 _FACTORIES = _EMPTY | frozenset(
@@ -433,30 +444,37 @@ class DeferredModule:
         self._recording, self._weights = Recording(), None
         self._values.clear()
 
-    def fill_placeholders(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place with values that are quickly made, for measurements whose results are
+    def make_placeholders(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return tensors like those given, with values that are quickly made, for runs whose results are
         discarded.
 
         Matrices get noise, so that what depends on them differs from row to row; vectors get ones. Buffers,
         small tensors and integers get their initial values.
         """
-        exact = {}
+        made: dict[str, Tensor] = {}
+        exact: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             kept = not isinstance(self._values[name], StorageView) or not isinstance(tensor, nn.Parameter)
             if kept or not tensor.is_floating_point():
-                exact[name] = tensor
+                exact[name] = made[name] = torch.empty_like(tensor.detach(), device=device)
             elif tensor.dim() < 2:
-                tensor.detach().fill_(1)
+                made[name] = torch.ones_like(tensor.detach(), device=device)
             else:
-                _fill_with_noise(tensor.detach())
+                made[name] = _noise(tensor.dtype).make(name, tensor.detach(), device)
         self.fill(exact)
+        return made
 
     def materialise(self) -> nn.Module:
         """Return the module with memory and initial values for all tensors, for processes that need the whole
         model.
         """
-        self._swap(self.root.modules(), torch.device("cpu"), self.fill)
+        self._swap(self.root.modules(), torch.device("cpu"), self._make)
         return self.root
+
+    def _make(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        made = {name: torch.empty_like(tensor.detach(), device=device) for name, tensor in tensors.items()}
+        self.fill(made)
+        return made
 
     @contextmanager
     def materialised(
@@ -464,9 +482,9 @@ class DeferredModule:
     ) -> Iterator[None]:
         """Return a context in which the modules' own tensors on the meta device are replaced by real ones.
 
-        :param exact: whether they have their initial values; otherwise ``fill_placeholders`` fills them.
+        :param exact: whether they have their initial values; otherwise those of ``make_placeholders``.
         """
-        away = self._swap(modules, device, self.fill if exact else self.fill_placeholders)
+        away = self._swap(modules, device, self._make if exact else self.make_placeholders)
         try:
             yield
         finally:
@@ -477,27 +495,26 @@ class DeferredModule:
         self,
         modules: Iterable[nn.Module],
         device: torch.device,
-        fill: Callable[[Mapping[str, Tensor]], None],
+        make: Callable[[Mapping[str, Tensor], torch.device], Mapping[str, Tensor]],
     ) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Replace tensors on the meta device by real ones; return where they were, and the old tensors."""
         names = {id(m): name for name, m in self.root.named_modules()}
         away: list[tuple[dict[str, Any], str, Tensor]] = []
-        fresh: dict[int, Tensor] = {}
-        wanted: dict[str, Tensor] = {}
+        wanted: dict[int, tuple[str, Tensor]] = {}
         for module in modules:
             for table in _tables(module):
                 for key, old in table.items():
-                    if old is None or not old.is_meta:
-                        continue
-                    if id(old) not in fresh:
-                        made = torch.empty_like(old, device=device)
-                        if isinstance(old, nn.Parameter):
-                            made = nn.Parameter(made, requires_grad=old.requires_grad)
-                        fresh[id(old)] = made
+                    if old is not None and old.is_meta:
                         name = names[id(module)]
-                        wanted[f"{name}.{key}" if name else key] = made
-                    away.append((table, key, old))
-        fill(wanted)
+                        wanted.setdefault(id(old), (f"{name}.{key}" if name else key, old))
+                        away.append((table, key, old))
+        made = make(dict(wanted.values()), device)
+        fresh = {
+            identity: nn.Parameter(made[name], requires_grad=old.requires_grad)
+            if isinstance(old, nn.Parameter)
+            else made[name]
+            for identity, (name, old) in wanted.items()
+        }
         for table, key, old in away:
             table[key] = fresh[id(old)]
         return away
@@ -658,20 +675,48 @@ def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def _fill_with_noise(tensor: Tensor) -> None:
-    noise = _noise().to(tensor)
-    if not tensor.is_contiguous():
-        tensor.copy_(noise.repeat(-(-tensor.numel() // _NOISE))[: tensor.numel()].view(tensor.shape))
-        return
-    flat = tensor.view(-1)
-    whole = flat.numel() // _NOISE * _NOISE
-    flat[:whole].view(-1, _NOISE).copy_(noise)
-    flat[whole:].copy_(noise[: flat.numel() - whole])
+class _Noise:
+    """Noise of a dtype in a file in memory, which tensors in host memory map copy-on-write. So they need no time to
+    be filled, and no memory of their own before they are written to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._values = torch.empty(_NOISE_BYTES // dtype.itemsize)
+        self._values.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        self._values = self._values.to(dtype)
+        self._file = os.memfd_create("noise")
+        os.write(self._file, self._values.view(torch.uint8).numpy().tobytes())
+
+    def make(self, name: str, like: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor of noise with the shape and strides of ``like``, the same each time for a name."""
+        first = zlib.crc32(name.encode()) % (_NOISE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        elements = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
+        if device.type == "cpu":
+            memory = self._mapped(elements * like.dtype.itemsize, first).view(like.dtype)
+        else:
+            memory = torch.empty(elements, dtype=like.dtype, device=device)
+            values = self._values.to(device).roll(-first // like.dtype.itemsize)
+            for start in range(0, elements, len(values)):
+                memory[start : start + len(values)] = values[: elements - start]
+        return memory.as_strided(like.shape, like.stride())
+
+    def _mapped(self, size_bytes: int, start: int) -> Tensor:
+        """Return bytes, to which the file is mapped from ``start`` on, and then from its beginning again."""
+        memory = _reserved(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        done = 0
+        while done < len(memory):
+            size = min(len(memory) - done, _NOISE_BYTES - start)
+            access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+            address = memory.data_ptr() + done
+            if _LIBC.mmap(address, size, access, kind, self._file, start) != address:
+                raise OSError(ctypes.get_errno(), "mmap failed")
+            done, start = done + size, 0
+        return memory[:size_bytes]
 
 
 @cache
-def _noise() -> Tensor:
-    return torch.empty(_NOISE).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+def _noise(dtype: torch.dtype) -> _Noise:
+    return _Noise(dtype)
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

@@ -427,32 +427,40 @@ class Model:
         for layer in sorted(set(layers) - self._held):
             if self._initial is None:
                 raise RuntimeError(f"layer {layer} was dropped, and nothing can make it again")
-            self._initial.fill(self._materialise_new(layer))
+            fresh = self._without_memory(layer)
+            self.materialise(layer)
+            self._initial.fill({tensor.name: tensor.value for tensor in fresh})
 
     @contextmanager
-    def temporarily_provided(self, layer: int) -> Iterator[None]:
+    def temporarily_provided(self, layer: int, *, own_memory: bool = False) -> Iterator[None]:
         """Hold ``layer`` within this context, for runs whose results are discarded; memory allocated for it is
         freed afterwards.
 
         A layer that was not held gets values that resemble its initial ones
-        (``DeferredModule.fill_placeholders``).
+        (``DeferredModule.make_placeholders``).
+
+        :param own_memory: no two tensors share memory, as is usual; a layer whose time is measured needs that.
         """
         if layer in self._held:
             yield
             return
         assert self._initial is not None
-        tensors = self._materialise_new(layer)
-        (self._initial.fill if self._exact else self._initial.fill_placeholders)(tensors)
+        if self._exact:
+            self.provide([layer])
+        else:
+            fresh = self._without_memory(layer)
+            made = self._initial.make_placeholders({t.name: t.value for t in fresh}, self.device)
+            for tensor in fresh:
+                value = made.pop(tensor.name)
+                tensor.replace(value.clone() if own_memory else value)
+            self.materialise(layer)
         try:
             yield
         finally:
             self.drop([layer])
 
-    def _materialise_new(self, layer: int) -> dict[str, Tensor]:
-        """Hold ``layer`` and return the tensors that are to be filled."""
-        fresh = [tensor for tensor in self.tensors_of(layer) if tensor.value.is_meta]
-        self.materialise(layer)
-        return {tensor.name: tensor.value for tensor in fresh}
+    def _without_memory(self, layer: int) -> list[ModelTensor]:
+        return [tensor for tensor in self.tensors_of(layer) if tensor.value.is_meta]
 
     def release_initial_values(self) -> None:
         """Release the source of the initial values, because training has begun."""

@@ -172,7 +172,7 @@ def profile_model(
     counts = sorted({*fullest.values()} - {rows})
     with model.preserve_buffers(), model.override_recompute("none"):
         for layer in range(model.layer_count):
-            with model.temporarily_provided(layer):
+            with model.temporarily_provided(layer, own_memory=True):
                 given = _LayerInput(model=model, layer=layer, x=activation, batch=batch, rows=rows)
                 signature = _layer_signature(given)
                 equal = times_by_signature.setdefault(signature, {})
@@ -531,6 +531,10 @@ def _state_bytes(
     """Return the bytes of state that a step creates for the parameters in ``stepped``."""
     named = _zeros_like(like, stepped, device)
     optimizer = training.optimizer(named)
+    if device.type == "meta":
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                group["fused"] = False  # Only the fused kernel needs memory, and its state is the same.
     for name, parameter in named:
         if name in stepped:
             parameter.grad = torch.zeros_like(parameter)

@@ -278,8 +278,10 @@ def test_a_layer_without_gradients_costs_nothing_backwards() -> None:
     assert profile.layers[0].backward_ms < profile.layers[1].backward_ms
 
 
-def test_an_optimizer_that_needs_memory_is_measured_one_parameter_at_a_time() -> None:
-    """One group has momentum and another has none; a fused optimizer has two moments and a step."""
+def test_the_state_of_optimizers_with_fused_kernels_is_measured() -> None:
+    """One group has momentum and another has none; Adam has two moments and a step. Adagrad computes with values
+    before its kernel does, so it makes real steps of one parameter at a time.
+    """
 
     def momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         biases = [p for name, p in named if name.endswith("bias")]
@@ -291,14 +293,18 @@ def test_an_optimizer_that_needs_memory_is_measured_one_parameter_at_a_time() ->
     def fused(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for _, p in named], fused=True)
 
+    def with_values(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad([p for _, p in named], fused=True)
+
     data = data_for("unused.py:build", precision="float64")
     found = {}
-    for optimizer in (momentum, fused):
+    for optimizer in (momentum, fused, with_values):
         training = training_of([nn.Linear(6, 6).double(), nn.Linear(6, 1).double()], optimizer=optimizer)
         layers = profile_model(Model(training, data), data).profile.layers
         found[optimizer] = [layer.optimizer_bytes for layer in layers]
     assert found[momentum] == [8 * 36, 8 * 6]
     assert found[fused] == [16 * (36 + 6) + 2 * 4, 16 * (6 + 1) + 2 * 4]
+    assert found[with_values] == [8 * (36 + 6) + 2 * 4, 8 * (6 + 1) + 2 * 4]
 
 
 def test_the_times_are_the_medians_of_the_measurements() -> None:
