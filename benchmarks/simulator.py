@@ -32,7 +32,7 @@ def measure(seeds: int) -> Result:
     result.notes = [line for line in done.stdout.splitlines()[-5:] if line.strip()]
     result.limits = [
         Limit(name="exit code", measured=done.returncode, limit=0),
-        Limit(name="seeds in 60 s", measured=seeds / seconds * 60, limit=1000, at_least=True),
+        Limit(name="seeds in 60 s", measured=seeds / seconds * 60, limit=400, at_least=True),
     ]
     return result
 
