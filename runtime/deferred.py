@@ -34,7 +34,7 @@ from runtime.generator_skip import FEWEST_VALUES, draws_of, marked, skip
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 """Values in Linux's <sys/mman.h>; this version of Python does not define them."""
-_NOISE_BYTES = 1 << 24
+_NOISE_BYTES = 1 << 22
 """Size of the noise that tensors map, a multiple of the size of a page."""
 LARGE_BYTES = 1 << 16
 """Size in bytes from which a tensor gets no memory."""
@@ -675,17 +675,16 @@ def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-class _Noise:
+class Noise:
     """Noise of a dtype in a file in memory, which tensors in host memory map copy-on-write. So they need no time to
     be filled, and no memory of their own before they are written to.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._values = torch.empty(_NOISE_BYTES // dtype.itemsize)
-        self._values.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-        self._values = self._values.to(dtype)
+        values = torch.empty(_NOISE_BYTES // dtype.itemsize)
+        values.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
         self._file = os.memfd_create("noise")
-        os.write(self._file, self._values.view(torch.uint8).numpy().tobytes())
+        os.write(self._file, values.to(dtype).view(torch.uint8).numpy().tobytes())
 
     def make(self, name: str, like: Tensor, device: torch.device) -> Tensor:
         """Return a tensor of noise with the shape and strides of ``like``, the same each time for a name."""
@@ -695,7 +694,7 @@ class _Noise:
             memory = self._mapped(elements * like.dtype.itemsize, first).view(like.dtype)
         else:
             memory = torch.empty(elements, dtype=like.dtype, device=device)
-            values = self._values.to(device).roll(-first // like.dtype.itemsize)
+            values = self._mapped(_NOISE_BYTES, first).view(like.dtype).to(device)
             for start in range(0, elements, len(values)):
                 memory[start : start + len(values)] = values[: elements - start]
         return memory.as_strided(like.shape, like.stride())
@@ -715,8 +714,8 @@ class _Noise:
 
 
 @cache
-def _noise(dtype: torch.dtype) -> _Noise:
-    return _Noise(dtype)
+def _noise(dtype: torch.dtype) -> Noise:
+    return Noise(dtype)
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

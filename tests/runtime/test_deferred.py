@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.deferred import DeferredModule, ModelRecorder, Recording, UntrackedWriteError
+from runtime.deferred import DeferredModule, ModelRecorder, Noise, Recording, UntrackedWriteError
 from tests.helpers.architectures import ARCHITECTURES, lora
 from tests.helpers.harness import ROOT
 
@@ -271,3 +271,16 @@ def test_memory_is_that_of_the_largest_tensors() -> None:
         [sys.executable, "-c", MEMORY], cwd=ROOT, check=True, capture_output=True, text=True
     )
     assert float(found.stdout) < 8 * 16
+
+
+def test_noise_fills_tensors_of_any_size_and_is_the_same_each_time() -> None:
+    like = torch.empty(1500, 1001, device="meta").t()  # Larger than the noise, and not row-major.
+    noise = Noise(torch.float32)
+    one, other = (noise.make("one", like, torch.device("cpu")) for _ in range(2))
+    assert one.shape == like.shape and one.stride() == like.stride()
+    assert torch.equal(one, other) and 0.019 < float(one.std()) < 0.021
+    assert not torch.equal(one, noise.make("another", like, torch.device("cpu")))
+    before = other.clone()
+    one.zero_()
+    assert torch.equal(other, before), "a tensor that is written to has memory of its own"
+    assert torch.equal(noise.make("one", like, torch.device("cpu")), before)
