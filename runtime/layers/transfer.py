@@ -216,10 +216,8 @@ class StateExchange(Generic[Item]):
             self._advance(source, receiving, awaited)
         while True:
             self._post_sends()
-            outstanding = [
-                *awaited.values(),
-                *(s.pending for s in self._sending if not s.pending.is_complete()),
-            ]
+            # Sends that have completed since make room for further ones, so they end the wait, too.
+            outstanding = [*awaited.values(), *(sending.pending for sending in self._sending)]
             if not outstanding:
                 return
             self._monitor.wait_any(self._communicator, outstanding)
@@ -244,10 +242,12 @@ class StateExchange(Generic[Item]):
 
     def _post_sends(self) -> None:
         """Retire completed sends, and start as many new ones as the window allows."""
-        for sending in self._sending:
+        under_way_before, self._sending = self._sending, []
+        for sending in under_way_before:
             if sending.pending.is_complete():
                 self._communicator.wait(sending.pending)
-        self._sending = [s for s in self._sending if not s.pending.is_complete()]
+            else:
+                self._sending.append(sending)
         under_way = sum(s.size_bytes for s in self._sending)
         while self._next is not None:
             message, target = self._next

@@ -62,6 +62,34 @@ def test_layers_arrive_whole_and_bytes_are_counted(pair: list[GlooCommunicator])
         assert target.states.digest(layer) == source.states.digest(layer)
 
 
+def test_everything_is_sent_if_a_whole_window_was_sent_while_the_source_did_something_else(
+    pair: list[GlooCommunicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.layers.transfer.CHUNK_BYTES", 512)
+    monkeypatch.setattr("runtime.layers.transfer.WINDOW_BYTES", 1024)
+    post_sends = StateExchange._post_sends
+
+    def post_and_dawdle(self: StateExchange[TransferData]) -> None:
+        post_sends(self)
+        for sending in self._sending:
+            self._communicator.wait(sending.pending)
+
+    monkeypatch.setattr(StateExchange, "_post_sends", post_and_dawdle)
+    source, target = engine_at(0), engine_at(3)
+    runs = [
+        threading.Thread(target=exchange(engine, communicator, to_rank_1(0, 1)).run)
+        for engine, communicator in zip((source, target), pair, strict=True)
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(20)
+    complete = set(target.complete_layers)
+    for communicator in pair:
+        communicator.abort()
+    assert complete == {0, 1}
+
+
 def test_a_layer_that_was_half_received_is_not_held(pair: list[GlooCommunicator]) -> None:
     source, target = engine_at(0), engine_at(3)
     receiving = exchange(target, pair[1], to_rank_1(0, 1))
