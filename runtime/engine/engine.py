@@ -270,25 +270,24 @@ class Engine:
         self._reset(resume.step, resume.vote, layers)
         give_back_memory()
         stage = stage_of(resume.world, resume.rank)
-        sharded = self.sharding if is_sharded(stage) else None
-        if sharded is not None:
-            sharded.begin_restoring(layers)
+        share = None
+        if self.sharding is not None and is_sharded(stage):
+            share = self.sharding.restore_share(stage, resume.rank)
         reuse = self.sharding is None
         try:
-            with StagedStateLoader(directory, self.states, self.monitor.tick, reuse=reuse) as staged:
+            with StagedStateLoader(
+                directory, self.states, self.monitor.tick, reuse=reuse, share=share
+            ) as staged:
                 for layer in sorted(layers):
                     self.monitor.tick()
                     staged.load_layer(layer)
-                    if sharded is not None:
-                        staged.finish()
-                        sharded.set_restored_part(layer, stage, resume.rank)
                 staged.verify()
         except (StateError, StagingCorruptedError):
             self._reset(resume.step, resume.vote)
             raise
         if self._hook is not None:
             self._hook.called_step = resume.step
-        if sharded is not None:
+        if share is not None:
             return
         self.complete_layers |= layers
         if self.sharding is not None:
@@ -817,6 +816,7 @@ class Engine:
         if self.sharding is not None:
             self.sharding.clear()
         self.model.drop(layers - refilled_layers if self.sharding is None else layers)
+        self.optimization.release_dropped()
         self.complete_layers = set()
         self.committed_step, self.vote, self.evaluation = step, vote, None
 

@@ -2,7 +2,8 @@
 
 Several threads read the layers where they lie. They verify each block of the borrowed memory and copy it
 while it is in the cache, and meanwhile the next layer is prepared. Bytes for a device go through one of two
-buffers of pinned memory, so that the link carries one layer while threads read the next. A layer counts as
+buffers of pinned memory, so that the link carries one layer while threads read the next. A device that holds
+a part of each layer reads the blocks that its part is in, and has memory for nothing else. A layer counts as
 loaded only after ``verify`` has found all of its bytes intact and the borrowed memory unchanged.
 """
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceEvent, DeviceRuntime
-from runtime.layers.state import LayerStates, ReusedMemory
+from runtime.layers.state import LayerStates, PayloadTarget, ReusedMemory
 from storage.errors import CorruptDataError
-from storage.layerstate import TensorEntry, padded_size
+from storage.layerstate import LayerHeader, padded_size
 from storage.manifest import BLOCK_BYTES, SnapshotPart
 from storage.pages import Bytes, map_file
 from storage.staged import BorrowedSnapshot, PayloadChunk, read_staged
@@ -124,13 +125,22 @@ class StagedStateLoader:
     :param tick: called now and then by the thread that calls ``load_layer``.
     :param reuse: fill the optimizer's existing tensors of layers that are held, instead of allocating new
         ones.
+    :param share: returns the tensors of a part of a layer, ascending by the offset of their bytes; other bytes
+        are not read. By default, layers are loaded whole.
     """
 
     def __init__(
-        self, directory: Path, states: LayerStates, tick: Callable[[], None], *, reuse: bool = False
+        self,
+        directory: Path,
+        states: LayerStates,
+        tick: Callable[[], None],
+        *,
+        reuse: bool = False,
+        share: Callable[[LayerHeader], Sequence[PayloadTarget]] | None = None,
     ) -> None:
         self._directory = directory
         self._states = states
+        self._share = share
         self._tick = tick
         self._files: dict[str, Bytes] = {}
         self._borrowed: set[BorrowedSnapshot] = set()
@@ -164,7 +174,11 @@ class StagedStateLoader:
             sources = [(chunk, self._file(chunk)) for chunk in staged.chunks]
         except (OSError, CorruptDataError) as error:
             raise StagingCorruptedError(f"layer {layer}: {error}") from error
-        places = self._states.allocate(layer, staged.header, staged.size_bytes, self._reused)
+        given = layer, staged.header, staged.size_bytes
+        if self._share is None:
+            places: Sequence[PayloadTarget] = self._states.allocate(*given, self._reused)
+        else:
+            places = self._share(self._states.accept(*given))
         buffer, before = self._buffers
         targets, others = self._targets(places, buffer)
         tasks = [
@@ -219,25 +233,27 @@ class StagedStateLoader:
         return memory
 
     def _targets(
-        self, places: Sequence[tuple[TensorEntry, Tensor]], buffer: _StagingBuffer
+        self, places: Sequence[PayloadTarget], buffer: _StagingBuffer
     ) -> tuple[list[_Target], list[tuple[Bytes, Tensor]]]:
         """Return the memory for the payload's bytes, ascending, and the tensors to be copied from the buffer."""
         own = [_memory(tensor, self._states.runtime) for _, tensor in places]
-        sizes = [padded_size(entry.size_bytes) for entry, _ in places]
-        buffer.begin(sum(size for size, memory in zip(sizes, own, strict=True) if memory is None))
+        sizes = [tensor.numel() * tensor.element_size() for _, tensor in places]
+        buffer.begin(
+            sum(padded_size(size) for size, memory in zip(sizes, own, strict=True) if memory is None)
+        )
         targets: list[_Target] = []
         others: list[tuple[Bytes, Tensor]] = []
         end = 0
-        for (entry, tensor), size, memory in zip(places, sizes, own, strict=True):
-            if not entry.size_bytes:
+        for (start, tensor), size, memory in zip(places, sizes, own, strict=True):
+            if not size:
                 continue
             if memory is not None:
-                targets.append(_Target(entry.offset, memory))
+                targets.append(_Target(start, memory))
                 continue
-            staging = buffer.memory[end : end + entry.size_bytes]
+            staging = buffer.memory[end : end + size]
             others.append((staging, tensor))
-            targets.append(_Target(entry.offset, staging))
-            end += size
+            targets.append(_Target(start, staging))
+            end += padded_size(size)
         return targets, others
 
 

@@ -7,7 +7,7 @@ buffers, the optimizer's state of each parameter, group options and the schedule
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -24,6 +24,8 @@ from storage.layerstate import (
     DTYPE_BYTES,
     HEADER_FORMAT,
     LayerHeader,
+    PartEntry,
+    PartHeader,
     TensorEntry,
     decode_header,
     padded_size,
@@ -36,7 +38,10 @@ class StateError(ValueError):
     """State sent by a peer that does not belong to this layer of this model."""
 
 
+Entry = TensorEntry | PartEntry
 _States = dict[str, ParameterState]
+PayloadTarget = tuple[int, Tensor]
+"""The offset of a tensor's bytes in a payload, and the tensor."""
 ReusedMemory = dict[int, tuple[str, str]]
 """Parameter and state key for which memory was reused, by its address."""
 
@@ -94,22 +99,22 @@ class LayerStates:
         header, tensors = self.describe(layer)
         payload = torch.empty(header.size_bytes, dtype=torch.uint8)
         for entry, tensor in zip(header.entries, tensors, strict=True):
-            _view(payload, entry).copy_(tensor)
+            _view(payload, entry.offset, tensor).copy_(tensor)
             padding = entry.offset + entry.size_bytes
             payload[padding : padding + -padding % ALIGNMENT_BYTES].zero_()
         return msgspec.msgpack.encode(header), payload
 
-    def reader(self, layer: int) -> "LayerStateReader":
+    def reader(self, layer: int) -> "PayloadReader":
         """Return a reader of what ``pack`` would return. The layer must not change while it is read."""
-        return LayerStateReader(*self.describe(layer))
+        return PayloadReader(*self.describe(layer))
 
-    def writer(self, layer: int, header: bytes, payload_bytes: int) -> "LayerStateWriter":
+    def writer(self, layer: int, header: bytes, payload_bytes: int) -> "PayloadWriter":
         """Hold ``layer`` and return a writer that fills it.
 
         :raises StateError: the header does not fit this model or the payload; nothing was changed.
         """
         targets, states = self._allocate(layer, header, payload_bytes, None)
-        return LayerStateWriter(targets, lambda: self._take(states))
+        return PayloadWriter(targets, lambda: self._take(states))
 
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
         """Hold ``layer`` with the state in ``payload``.
@@ -119,13 +124,13 @@ class LayerStates:
         if payload.dtype != torch.uint8 or payload.dim() != 1:
             raise StateError(f"layer {layer}: payload of {payload.dim()} dimensions of {payload.dtype}")
         with torch.no_grad():
-            for entry, tensor in self.allocate(layer, header, payload.numel()):
-                tensor.copy_(_view(payload, entry))
+            for start, tensor in self.allocate(layer, header, payload.numel()):
+                tensor.copy_(_view(payload, start, tensor))
 
     def allocate(
         self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None = None
-    ) -> list[tuple[TensorEntry, Tensor]]:
-        """Hold ``layer`` with uninitialised tensors, and return the tensor of each entry.
+    ) -> list[PayloadTarget]:
+        """Hold ``layer`` with uninitialised tensors, and return them, ascending by the offset of their bytes.
 
         :param reused: if given, existing optimizer tensors that fit are filled again, because fresh memory
             is slow. They are recorded in it, so that no memory serves two tensors.
@@ -133,16 +138,13 @@ class LayerStates:
         """
         targets, states = self._allocate(layer, header, payload_bytes, reused)
         self._take(states)
-        return targets
+        return [(entry.offset, tensor) for entry, tensor in targets]
 
-    def _take(self, states: "_States") -> None:
-        for name, state in states.items():
-            self._optimization.set_parameter_state(name, state)
+    def accept(self, layer: int, header: bytes, payload_bytes: int) -> LayerHeader:
+        """Return the header of a layer that is about to be filled, and continue from its schedule.
 
-    def _allocate(
-        self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None
-    ) -> tuple[list[tuple[TensorEntry, Tensor]], "_States"]:
-        """Hold the layer; return the tensor of each entry, and the optimizer's state that is still to be set."""
+        :raises StateError: the header does not fit this model or the payload; nothing was changed.
+        """
         try:
             decoded = decode_header(header, layer, payload_bytes)
         except CorruptDataError as error:
@@ -152,6 +154,17 @@ class LayerStates:
             self._optimization.set_schedule(decoded.schedule)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"layer {layer}: {error}") from error
+        return decoded
+
+    def _take(self, states: "_States") -> None:
+        for name, state in states.items():
+            self._optimization.set_parameter_state(name, state)
+
+    def _allocate(
+        self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None
+    ) -> tuple[list[tuple[TensorEntry, Tensor]], "_States"]:
+        """Hold the layer; return the tensor of each entry, and the optimizer's state that is still to be set."""
+        decoded = self.accept(layer, header, payload_bytes)
         self._model.materialise(layer)
         values = {tensor.name: tensor.value.detach() for tensor in self._model.tensors_of(layer)}
         states: _States = {
@@ -260,13 +273,14 @@ class LayerStates:
             raise StateError(f"layer {layer}: optimizer state for {', '.join(strange)}")
 
 
-class LayerStateReader:
-    """A reader of the bytes of a layer's payload from its tensors."""
+class PayloadReader:
+    """A reader of the bytes of a payload from the tensors of its entries, which must not change meanwhile."""
 
-    def __init__(self, header: LayerHeader, tensors: list[Tensor]) -> None:
+    def __init__(self, header: LayerHeader | PartHeader, tensors: list[Tensor]) -> None:
         self.header = msgspec.msgpack.encode(header)
         self.size_bytes = header.size_bytes
-        self._tensors = list(zip(header.entries, tensors, strict=True))
+        entries: tuple[Entry, ...] = header.entries
+        self._tensors = list(zip(entries, tensors, strict=True))
 
     def read(self, start: int, end: int) -> Tensor:
         """Return a copy of bytes [start, end) on the device that most of them are on."""
@@ -283,17 +297,17 @@ class LayerStateReader:
     def read_into(self, payload: Tensor) -> None:
         """Copy all bytes to ``payload``."""
         for entry, tensor in self._tensors:
-            _view(payload, entry).copy_(tensor)
+            _view(payload, entry.offset, tensor).copy_(tensor)
 
 
-class LayerStateWriter:
-    """A writer of the bytes of a layer's payload into its tensors.
+class PayloadWriter:
+    """A writer of the bytes of a payload into the tensors of its entries.
 
-    :param take: sets the optimizer's state, called when all bytes have arrived. Until then, the state that
+    :param take: takes the optimizer's state, called when all bytes have arrived. Until then, the state that
         the optimizer may have for a parameter shared by several layers stays intact.
     """
 
-    def __init__(self, targets: list[tuple[TensorEntry, Tensor]], take: Callable[[], None]) -> None:
+    def __init__(self, targets: Iterable[tuple[Entry, Tensor]], take: Callable[[], None]) -> None:
         self._tensors = [(entry, tensor) for entry, tensor in targets if entry.size_bytes]
         self._take = take
         self._staging: dict[int, Tensor] = {}
@@ -313,10 +327,10 @@ class LayerStateWriter:
                         tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
 
     def finish(self) -> None:
-        """Set the optimizer's state after all bytes have been written."""
+        """Take the optimizer's state after all bytes have been written."""
         self._take()
 
-    def _bytes(self, entry: TensorEntry, tensor: Tensor) -> Tensor:
+    def _bytes(self, entry: Entry, tensor: Tensor) -> Tensor:
         if tensor.is_contiguous():
             return tensor.reshape(-1).view(torch.uint8)
         if entry.offset not in self._staging:
@@ -343,7 +357,6 @@ def _check_entry(layer: int, entry: TensorEntry, shared: ModelTensor) -> None:
         )
 
 
-def _view(payload: Tensor, entry: TensorEntry) -> Tensor:
-    """Return the entry's bytes of the payload as a view with its dtype and shape."""
-    part = payload[entry.offset : entry.offset + entry.size_bytes]
-    return part.view(DTYPES[entry.dtype]).view(entry.shape)
+def _view(payload: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the payload's bytes from ``start`` on as a view with the dtype and shape of ``like``."""
+    return payload[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)

@@ -8,7 +8,7 @@ cannot deadlock.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from runtime.groups.communicator import Communicator, PendingOperation
-from runtime.layers.parked import ParkedLayers, ParkedPayload
-from runtime.layers.state import LayerStates, LayerStateWriter
+from runtime.layers.parked import ParkedLayers
+from runtime.layers.state import LayerStates, PayloadWriter
 from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages.trainer import TransferData
 
@@ -120,7 +120,7 @@ class LayerEndpoint:
 class _CompletedLayer:
     """A layer that counts as complete once all of it has arrived."""
 
-    writer: LayerStateWriter
+    writer: PayloadWriter
     layer: int
     complete: set[int]
 
@@ -130,45 +130,6 @@ class _CompletedLayer:
     def finish(self) -> None:
         self.writer.finish()
         self.complete.add(self.layer)
-
-
-class PayloadPacker(Protocol[Item_contra]):
-    """Conversion between items and payloads that are handled as a whole."""
-
-    def pack(self, item: Item_contra) -> tuple[bytes, Tensor]:
-        """Return the header, and a copy of the payload in host memory."""
-
-    def unpack(self, item: Item_contra, header: bytes, payload: Tensor) -> None:
-        """Take an item from its header and payload.
-
-        :raises StateError: they belong to something else.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadEndpoint(Generic[Item]):
-    """Transfers of payloads that are packed and unpacked as a whole."""
-
-    packer: PayloadPacker[Item]
-
-    def open_send(self, item: Item) -> OutgoingPayload:
-        return ParkedPayload(*self.packer.pack(item))
-
-    def open_receive(self, item: Item, header: bytes, size_bytes: int) -> IncomingPayload:
-        payload = torch.empty(size_bytes, dtype=torch.uint8)
-        return _WholePayload(payload, lambda: self.packer.unpack(item, header, payload))
-
-
-@dataclass(frozen=True, slots=True)
-class _WholePayload:
-    payload: Tensor
-    unpack: Callable[[], None]
-
-    def write(self, start: int, chunk: Tensor) -> None:
-        self.payload[start : start + chunk.numel()].copy_(chunk)
-
-    def finish(self) -> None:
-        self.unpack()
 
 
 @dataclass(slots=True)

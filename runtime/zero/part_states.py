@@ -6,6 +6,7 @@ they are until the first commit under a new plan. New parts are put together fro
 ranges. A part that did not change is the same object, not a copy.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,20 @@ from runtime.device import flat_bytes
 from runtime.layers.host_memory import copy_to_host_memory
 from runtime.layers.model import Model
 from runtime.layers.optimizer import ParameterState, Scalar
-from runtime.layers.state import DTYPES, StateError
+from runtime.layers.state import DTYPES, PayloadReader, PayloadTarget, PayloadWriter, StateError
 from runtime.precision import dtype_name
 from runtime.zero.cells import Fractions
 from runtime.zero.parts import ParameterLayout, ParameterSlice, ParameterVector, PartTransfer
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
-from storage.layerstate import ALIGNMENT_BYTES, PART_FORMAT, PartEntry, PartHeader, padded_size
+from runtime.zero.shards import ShardMemory
+from storage.layerstate import (
+    ALIGNMENT_BYTES,
+    PART_FORMAT,
+    LayerHeader,
+    PartEntry,
+    PartHeader,
+    padded_size,
+)
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """State that torch's optimizers keep once for a whole parameter; everything else has the parameter's shape,
@@ -148,30 +157,58 @@ class PartStates:
                     ]
         self.held = kept
 
-    def discard_received(self) -> None:
-        self._received = {}
-
-    def hold_part(self, layer: int, start: int, end: int, of: int) -> None:
-        """Hold a part of a layer that was just created or restored whole, with the optimizer's state of all of
-        it.
-        """
-        slices = []
-        for vector in self._shape.vectors_of_layer(layer, tied=True):
-            for one in vector.slices(*vector.part_range(start, end, of)):
-                state = _flattened(self._optimization.whole_states.get(one.name, {}))
-                numel = vector.parameter_range(one.name)[1] - vector.parameter_range(one.name)[0]
-                whole = SliceState(slice=ParameterSlice(name=one.name, start=0, end=numel), state=state)
-                own: ParameterState = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in _narrowed(whole, one).items()
-                }
-                value = self._optimization.parameter_slice(one).clone()
-                slices.append(SliceState(slice=one, state=own, value=value))
-        part = PartState(layer=layer, start=start, end=end, of=of, replica=False, slices=slices)
-        self.held = [*self.held, part]
-        for vector in self._shape.vectors_of_layer(layer, tied=True):
+    def discard_received(self, vectors: Iterable[ParameterVector]) -> None:
+        """Release the optimizer's state that was received for these vectors."""
+        for vector in vectors:
             for name in vector.names:
-                self._optimization.whole_states.pop(name, None)
+                self._received.pop(name, None)
+
+    def hold_share(
+        self, header: LayerHeader, vectors: Iterable[ParameterVector], share: Fractions, memory: ShardMemory
+    ) -> list[PayloadTarget]:
+        """Hold a rank's share of ``vectors`` with uninitialised values and optimizer state.
+
+        :param header: header of the whole layer that they are kept with.
+        :param memory: memory of the share's values.
+        :returns: the tensors to fill, and those that all devices of the stage have whole, ascending by the offset
+            of their bytes in the layer's payload.
+        :raises StateError: the optimizer's state cannot be divided.
+        """
+        layer, device = header.layer, self._model.device
+        whole = {t.name: t.value.detach() for t in self._model.tensors_of(layer) if not t.trainable}
+        slices: dict[str, SliceState] = {}
+        numels: dict[str, int] = {}
+        for vector in vectors:
+            for one in vector.slices(*vector.part_range(*share)):
+                state: ParameterState = dict(header.scalars.get(one.name, {}))
+                slices[one.name] = SliceState(slice=one, state=state, value=memory.value_of(one))
+                numels[one.name] = self._optimization.whole_slice(one.name).end
+        targets: list[PayloadTarget] = []
+        for entry in header.entries:
+            dtype, held = DTYPES[entry.dtype], slices.get(entry.name)
+            first = 0
+            if held is None:
+                if entry.name not in whole:
+                    continue  # Other devices have the elements, or the vector is kept with an earlier layer.
+                tensor = whole[entry.name]
+            elif entry.role == "parameter":
+                assert held.value is not None
+                tensor, first = held.value, held.slice.start
+            elif not entry.shape and entry.key in _NUMBERS:
+                on_device = self._optimization.keeps_scalars_on_device(entry.name)
+                tensor = torch.empty((), dtype=dtype, device=device if on_device else "cpu")
+                held.state[entry.key] = tensor
+            else:
+                if math.prod(entry.shape) != numels[entry.name]:
+                    raise StateError(f"{entry.key} of {entry.name} has shape {entry.shape}: it cannot be cut")
+                first = held.slice.start
+                tensor = torch.empty(held.slice.end - first, dtype=dtype, device=device)
+                held.state[entry.key] = tensor
+            targets.append((entry.offset + first * dtype.itemsize, tensor))
+        start, end, of = share
+        part = PartState(layer=layer, start=start, end=end, of=of, replica=False, slices=[*slices.values()])
+        self.held = [*self.held, part]
+        return targets
 
     def copy_held_values(self, vectors: Iterable[ParameterVector], complete: Collection[int]) -> None:
         """Copy held values to the elements of ``vectors`` that this rank computes with."""
@@ -256,19 +293,16 @@ class PartStates:
 
     # --- as bytes --------------------------------------------------------------------------------
 
-    def pack(self, transfer: PartTransfer) -> tuple[bytes, Tensor]:
-        """Return the header and the payload, a copy on the device.
+    def open_send(self, item: PartTransfer) -> PayloadReader:
+        """Return a reader of the elements, which must not change while they are read.
 
         :raises StateError: the state is not held here.
         """
-        header, tensors = self._describe(transfer)
-        payload = torch.zeros(header.size_bytes, dtype=torch.uint8, device=self._model.device)
-        for entry, tensor in zip(header.entries, tensors, strict=True):
-            _view(payload, entry).copy_(tensor.reshape(-1))
-        return msgspec.msgpack.encode(header), payload
+        return PayloadReader(*self._describe(item))
 
-    def unpack(self, transfer: PartTransfer, header: bytes, payload: Tensor) -> None:
-        """Write parameters and buffers into the model, and add optimizer state to what has been received.
+    def open_receive(self, item: PartTransfer, header: bytes, size_bytes: int) -> PayloadWriter:
+        """Return a writer of parameters and buffers into the model, and of optimizer state into host memory, where
+        it stays until ``discard_received``.
 
         :raises StateError: it is not what the transfer announced, or does not fit this model; nothing was
             changed.
@@ -277,23 +311,31 @@ class PartStates:
             decoded = self._decoder.decode(header)
         except msgspec.DecodeError as error:
             raise StateError(f"malformed header: {error}") from error
-        self._check(transfer, decoded, payload)
-        if transfer.content == "rest":
-            self._take_rest(transfer.layer, decoded, payload)
-            return
-        views: dict[str, dict[str, Tensor | Scalar]] = {}
+        self._check(item, decoded, size_bytes)
+        if item.content == "rest":
+            values = {tensor.name: tensor.value.detach() for tensor in self._model.tensors_of(item.layer)}
+            tensors = [values[entry.name] for entry in decoded.entries]
+            return PayloadWriter(
+                zip(decoded.entries, tensors, strict=True), lambda: self._continue_from(decoded)
+            )
+        slices = self._slices_of(item)
+        if item.content == "parameters":
+            tensors = [self._optimization.value_of(one) for one in slices]
+            return PayloadWriter(zip(decoded.entries, tensors, strict=True), lambda: None)
+        states: dict[str, ParameterState] = {
+            one.name: dict(decoded.scalars.get(one.name, {})) for one in slices
+        }
+        tensors = []
         for entry in decoded.entries:
-            view = _view(payload, entry)
-            views.setdefault(entry.name, {})[entry.key] = view.view(()) if entry.count is None else view
-        for one in self._slices_of(transfer):
-            if transfer.content == "parameters":
-                value = views[one.name][""]
-                assert isinstance(value, Tensor)
-                self._optimization.value_of(one).copy_(value)
-            else:
-                state: ParameterState = dict(views.get(one.name, {}))
-                state |= decoded.scalars.get(one.name, {})
-                self._received.setdefault(one.name, []).append(SliceState(slice=one, state=state))
+            shape = () if entry.count is None else (entry.count,)
+            tensors.append(torch.empty(shape, dtype=DTYPES[entry.dtype]))
+            states[entry.name][entry.key] = tensors[-1]
+
+        def take() -> None:
+            for one in slices:
+                self._received.setdefault(one.name, []).append(SliceState(slice=one, state=states[one.name]))
+
+        return PayloadWriter(zip(decoded.entries, tensors, strict=True), take)
 
     # --- helpers -------------------------------------------------------------------------------------
 
@@ -397,27 +439,21 @@ class PartStates:
             done = part.end
         return joined
 
-    def _take_rest(self, layer: int, header: PartHeader, payload: Tensor) -> None:
+    def _continue_from(self, header: PartHeader) -> None:
+        """Continue from the schedule that came with the rest of a layer."""
         if header.schedule is None:
-            raise StateError(f"layer {layer} was received without its schedule")
+            raise StateError(f"layer {header.layer} was received without its schedule")
         try:
             self._optimization.set_schedule(header.schedule)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(f"layer {layer}: {error}") from error
-        values = {tensor.name: tensor.value for tensor in self._model.tensors_of(layer)}
-        with torch.no_grad():
-            for entry in header.entries:
-                target = values[entry.name]
-                target.copy_(_view(payload, entry).view(target.shape))
+            raise StateError(f"layer {header.layer}: {error}") from error
 
-    def _check(self, transfer: PartTransfer, header: PartHeader, payload: Tensor) -> None:
+    def _check(self, transfer: PartTransfer, header: PartHeader, size_bytes: int) -> None:
         place = f"layer {transfer.layer}, {transfer.content} of elements {transfer.start}–{transfer.end}"
         if (header.format, header.layer) != (PART_FORMAT, transfer.layer):
             raise StateError(f"{place}: received format {header.format} of layer {header.layer}")
-        if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.size_bytes:
-            raise StateError(
-                f"{place}: a payload of {payload.numel()} bytes, {header.size_bytes} in the header"
-            )
+        if size_bytes != header.size_bytes:
+            raise StateError(f"{place}: a payload of {size_bytes} bytes, {header.size_bytes} in the header")
         end = 0
         for entry in header.entries:
             _check_entry(place, entry, end)
@@ -488,7 +524,3 @@ def _narrowed(source: SliceState, one: ParameterSlice) -> ParameterState:
         else:
             found[key] = value.detach() if isinstance(value, Tensor) else value
     return found
-
-
-def _view(payload: Tensor, entry: PartEntry) -> Tensor:
-    return payload[entry.offset : entry.offset + entry.size_bytes].view(DTYPES[entry.dtype])

@@ -139,8 +139,8 @@ class ShardedOptimization(Optimization):
 
     def value_of(self, one: ParameterSlice) -> Tensor:
         """Return the memory of the slice that this rank computes with, in the parameter or its shard."""
-        if self.shards is not None and self.shards.contains(one.name):
-            return self.shards.value_of(one)
+        if self.shards is not None and self.shards.memory.contains(one.name):
+            return self.shards.memory.value_of(one)
         return self.parameter_slice(one)
 
     def parameter_slice(self, one: ParameterSlice) -> Tensor:
@@ -157,15 +157,15 @@ class ShardedOptimization(Optimization):
 
     def in_shards(self, name: str) -> bool:
         """Return whether this rank computes with a shard of the parameter."""
-        return self.shards is not None and self.shards.contains(name)
+        return self.shards is not None and self.shards.memory.contains(name)
 
     def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
         """Return the intersection of a slice with the elements that this rank has under the current plan."""
-        return self.shards.own_slice(one) if self.shards is not None else one
+        return self.shards.memory.own_slice(one) if self.shards is not None else one
 
     def gradient_of(self, one: ParameterSlice) -> Tensor:
         """Return the slice of the gradient; zeros if there is none."""
-        if self.shards is not None and self.shards.contains(one.name):
+        if self.shards is not None and self.shards.memory.contains(one.name):
             return self.shards.gradient_of(one)
         parameter = self._objects[one.name]
         if parameter.grad is None:

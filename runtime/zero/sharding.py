@@ -19,9 +19,9 @@ from runtime.errors import TrainingError
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
 from runtime.layers.optimizer import state_tensors
-from runtime.layers.state import StateError
+from runtime.layers.state import PayloadTarget, StateError
 from runtime.layers.tensor_plan import TensorPlan
-from runtime.layers.transfer import PayloadEndpoint, StateExchange
+from runtime.layers.transfer import StateExchange
 from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel, replica_ranks, stage_of
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.cells import Fractions, owned_parts, replica_assignments, replica_parts, share_of
@@ -37,10 +37,11 @@ from runtime.zero.parts import (
 )
 from runtime.zero.replica import CHECK_STEPS, ReplicaUpdater
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
-from runtime.zero.shards import StageShards
+from runtime.zero.shards import ShardMemory, StageShards
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages.trainer import ResumeRank, WorldData, WorldStage
 from storage.buckets import Bucket
+from storage.layerstate import LayerHeader
 
 _DIGEST_BYTES = 16
 _TOLERANCE = 1e-3
@@ -95,6 +96,8 @@ class ShardedState:
         self._aor = False
         self.first_digests: dict[int, str] = {}
         """Digests of the layers that this rank had whole before the first step."""
+        self._memory: ShardMemory | None = None
+        """Shards of the newest generation, or those just restored, if this rank's stage shards."""
         self._parked: set[int] = set()
         """Layers whose whole parameters are in host memory."""
 
@@ -110,9 +113,10 @@ class ShardedState:
         self.leave()
         self._end_replica()
         self.states.held, self._own, self._parked = [], [], set()
+        self.states.discard_received(self.shape.vectors)
         # The optimizer would keep the memory of the parts alive.
         self._optimization.set_slices(())
-        self._optimization.shards = None
+        self._optimization.shards = self._memory = None
         self._model.shard((), None)
 
     def make_room(self, parked: Collection[int], dropped: Collection[int], stage: WorldStage) -> None:
@@ -132,8 +136,8 @@ class ShardedState:
             self._optimization.set_slices(())
             self.states.drop(dropped)
             self.states.park(parked)
-            if self._optimization.shards is not None:
-                self._optimization.shards.release({*parked, *dropped})
+            if self._memory is not None:
+                self._memory.release({*parked, *dropped})
             self._model.park(set(parked) & self._model.held_layers, own, whole)
             self._parked |= (set(parked) & self._model.held_layers).difference(whole)
         self._optimization.refresh_parameters()
@@ -142,19 +146,22 @@ class ShardedState:
         """Hold these layers, which were just filled whole, state included, and nothing else."""
         self.states.hold_whole(layers)
 
-    def begin_restoring(self, layers: Collection[int]) -> None:
-        """Release all parts; ``set_restored_part`` follows for each of ``layers``."""
-        self._optimization.shards = None
-        self._model.shard(layers, None)
-        self.states.held = []
+    def restore_share(self, stage: WorldStage, rank: int) -> Callable[[LayerHeader], list[PayloadTarget]]:
+        """Allocate the shards of ``stage``, this rank's next one, after ``clear``.
 
-    def set_restored_part(self, layer: int, stage: WorldStage, rank: int) -> None:
-        """Keep this rank's share of a layer that was just filled whole, state included, and free the rest."""
-        self._optimization.refresh_parameters()
-        with torch.no_grad():
-            self.states.hold_part(layer, *share_of(stage, rank))
-        self._model.drop([layer])
-        self._optimization.refresh_parameters()
+        :returns: a function that holds this rank's share of a layer with uninitialised memory, and returns the
+            tensors to fill, ascending by the offset of their bytes in the layer's payload.
+        """
+        own, share = range(stage.first_layer, stage.end_layer), share_of(stage, rank)
+        memory = self._memory = self._shard_memory(stage, rank)
+        self._model.shard(own, None)
+        self._model.materialise_untrained(own)
+
+        def hold(header: LayerHeader) -> list[PayloadTarget]:
+            vectors = self._vectors_of(header.layer, own, tied=True)
+            return self.states.hold_share(header, vectors, share, memory)
+
+        return hold
 
     def enter(
         self,
@@ -177,6 +184,7 @@ class ShardedState:
         stage = stage_of(world, rank)
         aor = self._zero1 and "aor" in resume.protection.split("+")
         self._end_replica()
+        self.states.discard_received(self.shape.vectors)
         self.states.complete = complete
         own = list(range(stage.first_layer, stage.end_layer))
         self._allocate(stage, own, communicator)
@@ -185,18 +193,22 @@ class ShardedState:
             held = initial_holdings(world) if resume.restore else world.held_parts
             transfers = plan_transfers(self.shape, world, held, zero1=self._zero1, replicas=aor)
             received_bytes = self._exchange(transfers, communicator)
-            self._own = [
-                self.states.make_part(layer, self._vectors_of(layer, own), part)
-                for layer in own
-                for part in owned_parts(world, rank, layer, zero1=self._zero1)
-            ]
-            replicas = [
-                self.states.make_part(layer, self.shape.vectors_of_layer(layer), part, replica=True)
-                for layer in own
-                if aor
-                for part in replica_parts(world, rank, layer)
-            ]
-        self.states.discard_received()
+            parts: list[PartState] = []
+            replicas: list[PartState] = []
+            for layer in own:
+                vectors = self._vectors_of(layer, own)
+                parts += [
+                    self.states.make_part(layer, vectors, part)
+                    for part in owned_parts(world, rank, layer, zero1=self._zero1)
+                ]
+                if aor:
+                    replicas += [
+                        self.states.make_part(layer, vectors, part, replica=True)
+                        for part in replica_parts(world, rank, layer)
+                    ]
+                # Parts of the next layers then find room for what is put together from several ranges.
+                self.states.discard_received(vectors)
+        self._own = parts
         known = {part.to_state_part() for part in self.states.held}
         self.states.held += [part for part in (*self._own, *replicas) if part.to_state_part() not in known]
         if not is_sharded(stage):
@@ -217,19 +229,27 @@ class ShardedState:
     def _allocate(self, stage: WorldStage, own: list[int], communicator: Communicator) -> None:
         """Allocate memory for the parameters that this rank computes with."""
         shards: StageShards | None = None
-        before = self._optimization.shards
-        members = replica_ranks(stage, communicator.rank)
-        given = self._model, self.shape, own, members, communicator, self._monitor
-        if is_tensor_parallel(stage):
-            shards = StageTensorParts(*given, plan=self._plan_on(stage.parts), before=before)
-        elif is_sharded(stage):
-            shards = StageShards(*given, same_rows=self._model.couples_rows, before=before)
+        rank = communicator.rank
+        memory = self._memory = self._shard_memory(stage, rank) if is_sharded(stage) else None
+        if memory is not None:
+            members = replica_ranks(stage, rank)
+            given = self._model, self.shape, own, memory, members, communicator, self._monitor
+            if is_tensor_parallel(stage):
+                shards = StageTensorParts(*given, plan=self._plan_on(stage.parts))
+            else:
+                shards = StageShards(*given, same_rows=self._model.couples_rows)
         self._optimization.shards = shards
         self._model.shard(own if shards is not None else (), shards)
         if shards is None:
             for layer in own:
                 self._model.materialise(layer)
         self._optimization.refresh_parameters()
+
+    def _shard_memory(self, stage: WorldStage, rank: int) -> ShardMemory:
+        """Return the memory of this rank's shards of the stage; ranges that are there keep theirs."""
+        layers = range(stage.first_layer, stage.end_layer)
+        index, _, count = share_of(stage, rank)
+        return ShardMemory(self.shape, layers, index, count, self._model.device, self._memory)
 
     def _plan_on(self, devices: int) -> TensorPlan:
         """Return the tensor-parallel plan for replicas of ``devices`` devices.
@@ -438,7 +458,7 @@ class ShardedState:
                 self.states.make_part(layer, self.shape.vectors_of_layer(layer), fractions, replica=True)
                 for layer, fractions in differing
             ]
-        self.states.discard_received()
+        self.states.discard_received(self.shape.vectors)
         if not differing:
             return ()
         self._end_replica()
@@ -504,7 +524,7 @@ class ShardedState:
     def _exchange(self, transfers: Sequence[PartTransfer], communicator: Communicator) -> int:
         exchange = StateExchange(
             transfers,
-            endpoint=PayloadEndpoint(self.states),
+            endpoint=self.states,
             communicator=communicator,
             monitor=self._monitor,
             device=self._model.device,

@@ -17,7 +17,7 @@ run in windows.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,14 +80,91 @@ class _Gather(torch.autograd.Function):
         return None, None, None
 
 
+class ShardMemory:
+    """The memory of one device's range of each vector that its stage computes with.
+
+    :param layers: the stage's layers.
+    :param index: position of the device among the ``count`` devices that divide the vectors.
+    :param before: memory of the previous generation, or restored; ranges that did not change keep their memory
+        and values.
+    """
+
+    def __init__(
+        self,
+        shape: ParameterLayout,
+        layers: Collection[int],
+        index: int,
+        count: int,
+        device: torch.device,
+        before: "ShardMemory | None" = None,
+    ) -> None:
+        self._shape = shape
+        self._device = device
+        self.vectors = tuple(
+            number for number, vector in enumerate(shape.vectors) if not set(layers).isdisjoint(vector.layers)
+        )
+        """Numbers of the vectors that the stage computes with, ascending."""
+        self.ranges = {
+            number: member_range(shape.vectors[number].numel, index, count) for number in self.vectors
+        }
+        """This device's elements of each vector."""
+        self.values: dict[int, Tensor] = {
+            number: before.values[number]
+            if before is not None and before.ranges.get(number) == self.ranges[number]
+            else self.new_range(number)
+            for number in self.vectors
+        }
+        """This device's range of each vector's parameters."""
+        self._vector_numbers = {
+            name: number for number in self.vectors for name in shape.vectors[number].names
+        }
+
+    def new_range(self, number: int) -> Tensor:
+        """Return uninitialised memory for this device's range of a vector."""
+        start, end = self.ranges[number]
+        dtype = getattr(torch, self._shape.vectors[number].dtype)
+        return torch.empty(end - start, dtype=dtype, device=self._device)
+
+    def release(self, layers: Collection[int]) -> None:
+        """Release the values of these layers, after the generation has ended."""
+        for number in self.vectors:
+            if not set(layers).isdisjoint(self._shape.vectors[number].layers):
+                self.values.pop(number, None)
+                self.ranges.pop(number, None)
+
+    def value_of(self, one: ParameterSlice) -> Tensor:
+        """Return the memory of these elements, which must be this device's."""
+        return self.slice_of(self.values, one)
+
+    def slice_of(self, flats: Mapping[int, Tensor], one: ParameterSlice) -> Tensor:
+        """Return these elements of tensors that have this device's range of each vector."""
+        number = self._vector_numbers[one.name]
+        begin = self._shape.vectors[number].parameter_range(one.name)[0] - self.ranges[number][0]
+        if not 0 <= begin + one.start <= begin + one.end <= flats[number].numel():
+            raise RuntimeError(f"elements {one.start}–{one.end} of {one.name} are not in this shard")
+        return flats[number][begin + one.start : begin + one.end]
+
+    def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
+        """Return the intersection of the slice with this device's elements, or ``None`` if it is empty."""
+        number = self._vector_numbers.get(one.name)
+        if number is None:
+            return None
+        place = self._shape.vectors[number].parameter_range(one.name)[0]
+        first, last = (bound - place for bound in self.ranges[number])
+        start, end = max(one.start, first), min(one.end, last)
+        return ParameterSlice(name=one.name, start=start, end=end) if start < end else None
+
+    def contains(self, name: str) -> bool:
+        """Return whether this device has a shard of the parameter's vector."""
+        return name in self._vector_numbers
+
+
 class StageShards:
     """The shards of one device in one generation; only the main thread calls it.
 
-    :param layers: the stage's layers.
+    :param memory: this device's shards of ``layers``, the stage's layers.
     :param members: the stage's ranks, which include ``communicator.rank``.
     :param same_rows: all devices compute the same rows, so each has the stage's whole gradients.
-    :param before: shards of the previous generation; ranges that did not change keep their memory and
-        values.
     :param ungathered: numbers of vectors that no layer gathers to run.
     """
 
@@ -96,12 +173,12 @@ class StageShards:
         model: Model,
         shape: ParameterLayout,
         layers: Sequence[int],
+        memory: ShardMemory,
         members: Members,
         communicator: Communicator,
         monitor: ProgressMonitor,
         *,
         same_rows: bool = False,
-        before: "StageShards | None" = None,
         ungathered: Collection[int] = (),
     ) -> None:
         self._shape = shape
@@ -109,30 +186,12 @@ class StageShards:
         self._communicator = communicator
         self._monitor = monitor
         self._same_rows = same_rows
-        self._device = model.device
-        index = members.index(communicator.rank)
-        self.vectors = tuple(
-            number for number, vector in enumerate(shape.vectors) if not set(layers).isdisjoint(vector.layers)
-        )
-        """Numbers of the vectors that the stage computes with, ascending."""
-        self.ranges = {
-            number: member_range(shape.vectors[number].numel, index, len(members)) for number in self.vectors
-        }
-        """This rank's elements of each vector."""
-        self.values: dict[int, Tensor] = {
-            number: before.values[number]
-            if before is not None and before.ranges.get(number) == self.ranges[number]
-            else self._empty(number)
-            for number in self.vectors
-        }
-        """This rank's range of each vector's parameters."""
+        self.memory = memory
+        self.vectors, self.ranges, self.values = memory.vectors, memory.ranges, memory.values
         self.gradients = {number: torch.zeros_like(value) for number, value in self.values.items()}
         """Sums over the microbatches of the step, and over the devices of the stage as far as they have been
         reduced.
         """
-        self._vector_numbers = {
-            name: number for number in self.vectors for name in shape.vectors[number].names
-        }
         tensors = {t.name: t for layer in layers for t in model.tensors_of(layer) if t.trainable}
         self._tensors = {
             number: [tensors[name] for name in shape.vectors[number].names] for number in self.vectors
@@ -176,11 +235,6 @@ class StageShards:
         """Whether the next backward pass is the step's last."""
         self._failure: CommunicationError | None = None
 
-    def _empty(self, number: int) -> Tensor:
-        start, end = self.ranges[number]
-        dtype = getattr(torch, self._shape.vectors[number].dtype)
-        return torch.empty(end - start, dtype=dtype, device=self._device)
-
     def begin_step(self) -> None:
         """Prepare for the first backward pass of a step."""
         self.armed = False
@@ -190,47 +244,13 @@ class StageShards:
         """Record that an update has changed ``values``."""
 
     def end(self) -> None:
-        """Release everything but ``values``: the generation has ended."""
+        """Release everything but ``memory``: the generation has ended."""
         self.gradients = {}
         self.on_complete = None
 
-    def release(self, layers: Collection[int]) -> None:
-        """Release the values of these layers, after ``end``."""
-        for number in self.vectors:
-            if not set(layers).isdisjoint(self._shape.vectors[number].layers):
-                self.values.pop(number, None)
-                self.ranges.pop(number, None)
-
-    # --- elements --------------------------------------------------------------------------------
-
-    def value_of(self, one: ParameterSlice) -> Tensor:
-        """Return the memory of these elements, which must be this rank's."""
-        return self._of(self.values, one)
-
     def gradient_of(self, one: ParameterSlice) -> Tensor:
         """Return the memory of the gradients of these elements, which must be this rank's."""
-        return self._of(self.gradients, one)
-
-    def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
-        """Return the intersection of the slice with this rank's elements, or ``None`` if it is empty."""
-        number = self._vector_numbers.get(one.name)
-        if number is None:
-            return None
-        place = self._shape.vectors[number].parameter_range(one.name)[0]
-        first, last = (bound - place for bound in self.ranges[number])
-        start, end = max(one.start, first), min(one.end, last)
-        return ParameterSlice(name=one.name, start=start, end=end) if start < end else None
-
-    def contains(self, name: str) -> bool:
-        """Return whether this rank has a shard of the parameter's vector."""
-        return name in self._vector_numbers
-
-    def _of(self, flats: dict[int, Tensor], one: ParameterSlice) -> Tensor:
-        number = self._vector_numbers[one.name]
-        begin = self._shape.vectors[number].parameter_range(one.name)[0] - self.ranges[number][0]
-        if not 0 <= begin + one.start <= begin + one.end <= flats[number].numel():
-            raise RuntimeError(f"elements {one.start}–{one.end} of {one.name} are not in this shard")
-        return flats[number][begin + one.start : begin + one.end]
+        return self.memory.slice_of(self.gradients, one)
 
     # --- running layers ----------------------------------------------------------------------------
 
@@ -368,7 +388,7 @@ class StageShards:
         return self._same_rows
 
     def _begin_reducing(self, number: int, gradient: Tensor) -> None:
-        whole, reduced = gradient.contiguous(), self._empty(number)
+        whole, reduced = gradient.contiguous(), self.memory.new_range(number)
         pending = self._communicator.reduce_scatter(reduced, whole, self._members)
         self._reductions.append(_Reduction(number, pending, reduced, whole))
         while len(self._reductions) > _UNDER_WAY:

@@ -31,7 +31,7 @@ from runtime.layers.model import Model
 from runtime.layers.tensor_plan import SplitLinear, TensorPlan
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.parts import ParameterLayout
-from runtime.zero.shards import StageShards, put_parameter
+from runtime.zero.shards import ShardMemory, StageShards, put_parameter
 
 Change = Callable[[Tensor], Tensor]
 
@@ -69,23 +69,23 @@ class StageTensorParts(StageShards):
         model: Model,
         shape: ParameterLayout,
         layers: Sequence[int],
+        memory: ShardMemory,
         members: Members,
         communicator: Communicator,
         monitor: ProgressMonitor,
         *,
         plan: TensorPlan,
-        before: StageShards | None = None,
     ) -> None:
         numbers = {name: number for number, vector in enumerate(shape.vectors) for name in vector.names}
         super().__init__(
             model,
             shape,
             layers,
+            memory,
             members,
             communicator,
             monitor,
             same_rows=True,
-            before=before,
             ungathered={numbers[name] for name in plan.split_parameters},
         )
         self._index = members.index(communicator.rank)

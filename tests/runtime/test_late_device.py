@@ -21,6 +21,7 @@ from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover
 from statemachine.messages import trainer as p
 from storage.arena import Slot
+from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.late_device import GARBAGE, LateEvent, LateRuntime
@@ -260,6 +261,30 @@ def test_parts_and_shards_equal_those_of_a_cpu(
         return [fleet.losses[step] for step in range(1, 5)], digests
 
     training = msgspec.structs.replace(job(tmp_path), **changes)
+    assert run(LateFleet(training, tmp_path, LateRuntime)) == run(Fleet(training, 3))
+
+
+@pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
+def test_restored_shards_equal_those_of_a_cpu(tmp_path: Path, zero1: bool) -> None:
+    training = msgspec.structs.replace(job(tmp_path), zero1=zero1, within_node="shard")
+    with Fleet(job(tmp_path), 1) as fleet:
+        fleet.enter(fleet.engines, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),))
+        fleet.steps(2)
+        for layer in range(4):
+            header, payload = fleet.engines[0].states.pack(layer)
+            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+
+    def run(fleet: Fleet) -> tuple[list[float], list[dict[int, str]]]:
+        with fleet:
+            fleet.nodes, fleet.protection = (), "none"
+            fleet.restore, fleet.restore_step = str(tmp_path), 2
+            fleet.enter(fleet.engines, SHARDED)
+            fleet.steps(2)
+            digests = fleet.each(lambda rank, engine: engine.compute_digests())
+            if isinstance(fleet, LateFleet):
+                fleet.close_snapshots()
+        return [fleet.losses[step] for step in (3, 4)], digests
+
     assert run(LateFleet(training, tmp_path, LateRuntime)) == run(Fleet(training, 3))
 
 
