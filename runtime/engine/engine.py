@@ -269,14 +269,10 @@ class Engine:
         layers = self.stage_layers(resume)
         self._reset(resume.step, resume.vote, layers)
         give_back_memory()
-        stage = stage_of(resume.world, resume.rank)
-        share = None
-        if self.sharding is not None and is_sharded(stage):
-            share = self.sharding.restore_share(stage, resume.rank)
-        reuse = self.sharding is None
+        share = None if self.sharding is None else self.sharding.restore(resume.world, resume.rank)
         try:
             with StagedStateLoader(
-                directory, self.states, self.monitor.tick, reuse=reuse, share=share
+                directory, self.states, self.monitor.tick, reuse=share is None, share=share
             ) as staged:
                 for layer in sorted(layers):
                     self.monitor.tick()
@@ -287,11 +283,8 @@ class Engine:
             raise
         if self._hook is not None:
             self._hook.called_step = resume.step
-        if share is not None:
-            return
-        self.complete_layers |= layers
-        if self.sharding is not None:
-            self.sharding.set_restored(sorted(layers))
+        if not is_sharded(stage_of(resume.world, resume.rank)):
+            self.complete_layers |= layers
 
     def enter(self, resume: ResumeRank, communicator: Communicator) -> EntryStats:
         """Form the groups, get the state that is missing, and prepare for training from ``resume.step``.

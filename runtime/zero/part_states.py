@@ -7,7 +7,7 @@ ranges. A part that did not change is the same object, not a copy.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +32,7 @@ from storage.layerstate import (
     LayerHeader,
     PartEntry,
     PartHeader,
+    TensorEntry,
     padded_size,
 )
 
@@ -79,8 +80,7 @@ class PartStates:
     # --- held parts ----------------------------------------------------------------------------------
 
     def hold_whole(self, layers: Iterable[int]) -> None:
-        """Hold all of these layers, which were created or restored whole, with the optimizer's state of all
-        elements.
+        """Hold all of these layers, which were created whole, with the optimizer's state of all elements.
 
         Parameters shared with earlier layers belong to the first of those that are present.
         """
@@ -163,52 +163,65 @@ class PartStates:
             for name in vector.names:
                 self._received.pop(name, None)
 
-    def hold_share(
-        self, header: LayerHeader, vectors: Iterable[ParameterVector], share: Fractions, memory: ShardMemory
+    def hold_restored(
+        self,
+        header: LayerHeader,
+        values: Mapping[str, tuple[ParameterSlice, Tensor]],
+        vectors: Collection[ParameterVector],
+        parts: Iterable[Fractions],
+        shards: ShardMemory | None,
     ) -> list[PayloadTarget]:
-        """Hold a rank's share of ``vectors`` with uninitialised values and optimizer state.
+        """Hold parts of a layer whose values and optimizer state are about to be restored.
 
-        :param header: header of the whole layer that they are kept with.
-        :param memory: memory of the share's values.
-        :returns: the tensors to fill, and those that all devices of the stage have whole, ascending by the offset
-            of their bytes in the layer's payload.
+        :param header: header of the whole layer.
+        :param values: the elements that this rank has of each parameter, with their memory.
+        :param vectors: vectors of which it keeps optimizer state with the layer.
+        :param shards: memory of the values if the stage shards.
+        :returns: the tensors to fill, untrained ones included, ascending by the offset of their bytes in the layer's
+            payload.
         :raises StateError: the optimizer's state cannot be divided.
         """
-        layer, device = header.layer, self._model.device
-        whole = {t.name: t.value.detach() for t in self._model.tensors_of(layer) if not t.trainable}
-        slices: dict[str, SliceState] = {}
-        numels: dict[str, int] = {}
-        for vector in vectors:
-            for one in vector.slices(*vector.part_range(*share)):
-                state: ParameterState = dict(header.scalars.get(one.name, {}))
-                slices[one.name] = SliceState(slice=one, state=state, value=memory.value_of(one))
-                numels[one.name] = self._optimization.whole_slice(one.name).end
+        layer = header.layer
+        untrained = {t.name: t.value.detach() for t in self._model.tensors_of(layer) if not t.trainable}
+        kept: dict[str, list[SliceState]] = {}
+        for start, end, of in parts:
+            slices = [
+                SliceState(
+                    slice=one,
+                    state=dict(header.scalars.get(one.name, {})),
+                    value=None if shards is None else shards.value_of(one),
+                )
+                for vector in vectors
+                for one in vector.slices(*vector.part_range(start, end, of))
+            ]
+            for own in slices:
+                kept.setdefault(own.slice.name, []).append(own)
+            part = PartState(layer=layer, start=start, end=end, of=of, replica=False, slices=slices)
+            self.held = [*self.held, part]
         targets: list[PayloadTarget] = []
         for entry in header.entries:
-            dtype, held = DTYPES[entry.dtype], slices.get(entry.name)
-            first = 0
-            if held is None:
-                if entry.name not in whole:
-                    continue  # Other devices have the elements, or the vector is kept with an earlier layer.
-                tensor = whole[entry.name]
-            elif entry.role == "parameter":
-                assert held.value is not None
-                tensor, first = held.value, held.slice.start
-            elif not entry.shape and entry.key in _NUMBERS:
-                on_device = self._optimization.keeps_scalars_on_device(entry.name)
-                tensor = torch.empty((), dtype=dtype, device=device if on_device else "cpu")
-                held.state[entry.key] = tensor
-            else:
-                if math.prod(entry.shape) != numels[entry.name]:
-                    raise StateError(f"{entry.key} of {entry.name} has shape {entry.shape}: it cannot be cut")
-                first = held.slice.start
-                tensor = torch.empty(held.slice.end - first, dtype=dtype, device=device)
-                held.state[entry.key] = tensor
-            targets.append((entry.offset + first * dtype.itemsize, tensor))
-        start, end, of = share
-        part = PartState(layer=layer, start=start, end=end, of=of, replica=False, slices=[*slices.values()])
-        self.held = [*self.held, part]
+            if entry.name in untrained:
+                targets.append((entry.offset, untrained[entry.name]))
+            elif entry.role == "optimizer":
+                targets += [self._restored_target(entry, own) for own in kept.get(entry.name, ())]
+            elif entry.name in values:
+                one, value = values[entry.name]
+                targets.append((entry.offset + one.start * value.element_size(), value))
         return targets
+
+    def _restored_target(self, entry: TensorEntry, own: SliceState) -> PayloadTarget:
+        """Add uninitialised optimizer state to a slice that is restored; return it with the offset of its bytes."""
+        dtype, start, count = DTYPES[entry.dtype], own.slice.start, own.slice.end - own.slice.start
+        if not entry.shape and entry.key in _NUMBERS:
+            on_device = self._optimization.keeps_scalars_on_device(entry.name)
+            tensor = torch.empty((), dtype=dtype, device=self._model.device if on_device else "cpu")
+            start = 0
+        elif math.prod(entry.shape) == self._optimization.whole_slice(entry.name).end:
+            tensor = torch.empty(count, dtype=dtype, device=self._model.device)
+        else:
+            raise StateError(f"{entry.key} of {entry.name} has shape {entry.shape}: it cannot be cut")
+        own.state[entry.key] = tensor
+        return entry.offset + start * dtype.itemsize, tensor
 
     def copy_held_values(self, vectors: Iterable[ParameterVector], complete: Collection[int]) -> None:
         """Copy held values to the elements of ``vectors`` that this rank computes with."""

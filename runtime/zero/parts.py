@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from runtime.layers.world import is_sharded, owners_of_layer, stages_of_layer
-from runtime.zero.cells import Cell, owned_parts, replica_parts, share_of
+from runtime.zero.cells import Cell, owned_parts, replica_parts
 from statemachine.messages.trainer import PartData, WorldData
 from storage.buckets import Bucket, ParameterSize
 from storage.layerstate import DTYPE_BYTES
@@ -138,25 +138,26 @@ class ParameterLayout:
         return tuple(v for v in self.vectors if v.layer == layer or (tied and layer in v.layers))
 
 
-def initial_holdings(world: WorldData) -> tuple[PartData, ...]:
-    """Return the holdings in a world where every owner has just been given all of its share of its layers."""
-    held = []
-    for layer in owners_of_layer(world):
-        for stage in stages_of_layer(world, layer):
-            for rank in stage.ranks:
-                start, end, of = share_of(stage, rank)
-                held.append(
-                    PartData(
-                        rank=rank,
-                        layer=layer,
-                        start=start,
-                        end=end,
-                        of=of,
-                        replica=False,
-                        whole=not is_sharded(stage),
-                    )
-                )
-    return tuple(held)
+def initial_holdings(world: WorldData, *, zero1: bool = False) -> tuple[PartData, ...]:
+    """Return the holdings in a world where every owner has just been given all of its share of its layers.
+
+    :param zero1: of the optimizer's state, it was given its part alone.
+    """
+    return tuple(
+        PartData(
+            rank=rank,
+            layer=layer,
+            start=start,
+            end=end,
+            of=of,
+            replica=False,
+            whole=not is_sharded(stage),
+        )
+        for layer in owners_of_layer(world)
+        for stage in stages_of_layer(world, layer)
+        for rank in stage.ranks
+        for start, end, of in owned_parts(world, rank, layer, zero1=zero1)
+    )
 
 
 # --- gathering -----------------------------------------------------------------------------------
@@ -234,13 +235,20 @@ class _Holdings:
 
 
 def plan_transfers(
-    shape: ParameterLayout, world: WorldData, held: Sequence[PartData], *, zero1: bool, replicas: bool
+    shape: ParameterLayout,
+    world: WorldData,
+    held: Sequence[PartData],
+    *,
+    zero1: bool,
+    replicas: bool,
+    restored: bool = False,
 ) -> tuple[PartTransfer, ...]:
     """Return the transfers that must happen before ``world`` can train.
 
     :param held: the parts held by the ranks of ``world``.
     :param zero1: owners divide the optimizer's state; otherwise each has that of all its parameters.
     :param replicas: whether AOR is on.
+    :param restored: every rank has just restored all parameters that it computes with.
     :raises PartsError: no rank holds a part that is needed.
     """
     layers = _layers_of_ranks(world)
@@ -252,6 +260,8 @@ def plan_transfers(
         of: tuple[tuple[MoveContent, _Holdings], ...] = (("parameters", values), ("optimizer", states))
         for what, holdings in of:
             for rank, own in layers.items():
+                if restored and what == "parameters":
+                    continue
                 needed = _needed(vector, world, rank, own, what, zero1, replicas)
                 for start, end in _cut(_without(needed, holdings.of(rank)), holdings.bounds):
                     candidates = holdings.holders(start, end)

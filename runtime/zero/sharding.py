@@ -142,24 +142,33 @@ class ShardedState:
             self._parked |= (set(parked) & self._model.held_layers).difference(whole)
         self._optimization.refresh_parameters()
 
-    def set_restored(self, layers: Iterable[int]) -> None:
-        """Hold these layers, which were just filled whole, state included, and nothing else."""
-        self.states.hold_whole(layers)
+    def restore(self, world: WorldData, rank: int) -> Callable[[LayerHeader], list[PayloadTarget]]:
+        """Allocate the parameters of this rank's stage in ``world``, whole or its share of them, after ``clear``.
 
-    def restore_share(self, stage: WorldStage, rank: int) -> Callable[[LayerHeader], list[PayloadTarget]]:
-        """Allocate the shards of ``stage``, this rank's next one, after ``clear``.
-
-        :returns: a function that holds this rank's share of a layer with uninitialised memory, and returns the
+        :returns: a function that holds this rank's parts of a layer with uninitialised memory, and returns the
             tensors to fill, ascending by the offset of their bytes in the layer's payload.
         """
+        stage = stage_of(world, rank)
         own, share = range(stage.first_layer, stage.end_layer), share_of(stage, rank)
-        memory = self._memory = self._shard_memory(stage, rank)
-        self._model.shard(own, None)
-        self._model.materialise_untrained(own)
+        if is_sharded(stage):
+            self._memory = self._shard_memory(stage, rank)
+            self._model.shard(own, None)
+            self._model.materialise_untrained(own)
+        else:
+            for layer in own:
+                self._model.materialise(layer)
+        self._optimization.refresh_parameters()
 
         def hold(header: LayerHeader) -> list[PayloadTarget]:
-            vectors = self._vectors_of(header.layer, own, tied=True)
-            return self.states.hold_share(header, vectors, share, memory)
+            layer, shards = header.layer, self._memory
+            value_of = self._optimization.parameter_slice if shards is None else shards.value_of
+            values = {
+                one.name: (one, value_of(one))
+                for vector in self._vectors_of(layer, own, tied=True)
+                for one in vector.slices(*vector.part_range(*share))
+            }
+            parts = owned_parts(world, rank, layer, zero1=self._zero1)
+            return self.states.hold_restored(header, values, self._vectors_of(layer, own), parts, shards)
 
         return hold
 
@@ -190,8 +199,11 @@ class ShardedState:
         self._allocate(stage, own, communicator)
         with torch.no_grad():
             self._fill(own, complete, digest if resume.step == 0 else None)
-            held = initial_holdings(world) if resume.restore else world.held_parts
-            transfers = plan_transfers(self.shape, world, held, zero1=self._zero1, replicas=aor)
+            restored = bool(resume.restore)
+            held = initial_holdings(world, zero1=self._zero1) if restored else world.held_parts
+            transfers = plan_transfers(
+                self.shape, world, held, zero1=self._zero1, replicas=aor, restored=restored
+            )
             received_bytes = self._exchange(transfers, communicator)
             parts: list[PartState] = []
             replicas: list[PartState] = []

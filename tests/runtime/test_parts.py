@@ -312,6 +312,10 @@ def test_a_rank_that_restored_its_layers_needs_no_transfer() -> None:
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2)), transfers=(), hosts=("h",) * 4)
     assert plan_transfers(shape, world, initial_holdings(world), zero1=True, replicas=True) == ()
+    parts = initial_holdings(world, zero1=True)
+    assert plan_transfers(shape, world, parts, zero1=True, replicas=False, restored=True) == ()
+    replicated = plan_transfers(shape, world, parts, zero1=True, replicas=True, restored=True)
+    assert {move.content for move in replicated} == {"optimizer"}
 
 
 def test_primaries_come_before_replicas() -> None:

@@ -60,6 +60,7 @@ def job(tmp_path: Path) -> p.TrainingData:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.layers.transfer.CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr("runtime.layers.transfer.WINDOW_BYTES", 4 * CHUNK_BYTES)
+    monkeypatch.setattr("runtime.zero.gather.CHUNK_BYTES", CHUNK_BYTES)
 
 
 def stages(*devices: int) -> tuple[p.WorldPipeline, ...]:
@@ -78,7 +79,7 @@ class MeasuredFleet(Fleet):
     def __init__(self, job: p.TrainingData, count: int) -> None:
         self.peaks: dict[int, int] = {}
         """Peaks by rank of the last ``enter``."""
-        super().__init__(job, count)
+        super().__init__(job, count, protection="none")
 
     def _enter(self, rank: int, *given: Any) -> None:
         with AllocatedBytes() as allocated:
@@ -119,15 +120,18 @@ def expect_saved(fleet: Fleet, saved: dict[tuple[str, str], Tensor]) -> None:
         for part in engine.sharding.states.held:
             for one in part.slices:
                 own = slice(one.slice.start, one.slice.end)
-                assert one.value is not None and torch.equal(one.value, saved[one.slice.name, ""][own])
+                value = engine.sharding.value_of(one.slice)
+                assert torch.equal(value, saved[one.slice.name, ""].view(-1)[own])
                 for key in ("exp_avg", "exp_avg_sq"):
-                    assert torch.equal(one.state[key], saved[one.slice.name, key][own])
+                    state = one.state[key]
+                    assert isinstance(state, Tensor)
+                    assert torch.equal(state, saved[one.slice.name, key].view(-1)[own])
                 assert one.state["step"] == SAVED_STEP
 
 
-def restore(fleet: MeasuredFleet, directory: Path, devices: int) -> None:
+def restore(fleet: MeasuredFleet, directory: Path, *devices: int) -> None:
     fleet.restore, fleet.restore_step = str(directory), SAVED_STEP
-    assert fleet.enter(fleet.engines, stages(devices)) == SAVED_STEP
+    assert fleet.enter(fleet.engines, stages(*devices)) == SAVED_STEP
     fleet.restore = ""
 
 
@@ -150,10 +154,24 @@ def test_a_rollback_takes_the_memory_of_the_share(
         fleet.expect_reference()
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_rollback_takes_the_memory_of_the_optimizer_s_parts_under_zero1(
+    job: p.TrainingData, tmp_path: Path, devices: int
+) -> None:
+    saved = save(job, 1, tmp_path)
+    with MeasuredFleet(msgspec.structs.replace(job, zero1=True), 2 * devices) as fleet:
+        restore(fleet, tmp_path, devices, devices)
+        share = (PARAMETER_BYTES + MOMENT_BYTES / 2 + GRADIENT_BYTES) / devices
+        assert all(peak <= share + SLACK_BYTES for peak in fleet.peaks.values()), (fleet.peaks, share)
+        expect_saved(fleet, saved)
+        fleet.steps(1)
+        fleet.expect_reference()
+
+
 def test_a_device_that_makes_room_for_a_whole_layer_is_noticed(
     job: p.TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ShardedState.restore_share
+    original = ShardedState.restore
 
     def whole_first(self: ShardedState, *given: Any) -> Callable[[LayerHeader], list[PayloadTarget]]:
         hold = original(self, *given)
@@ -166,7 +184,7 @@ def test_a_device_that_makes_room_for_a_whole_layer_is_noticed(
 
         return hold_whole_first
 
-    monkeypatch.setattr(ShardedState, "restore_share", whole_first)
+    monkeypatch.setattr(ShardedState, "restore", whole_first)
     save(job, 1, tmp_path)
     with MeasuredFleet(job, 2) as fleet:
         restore(fleet, tmp_path, 2)
