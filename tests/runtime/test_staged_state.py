@@ -216,3 +216,34 @@ def test_a_tensor_whose_bytes_are_not_in_order_is_filled_too(
     packed, _ = new.states.pack(2)
     assert packed == header
     assert np.array_equal(new.states.pack(2)[1].numpy(), payload.numpy())
+
+
+def test_a_share_is_read_without_the_rest_of_its_layer(tmp_path: Path) -> None:
+    """A device that has elements of a layer verifies the blocks that contain them, and reads no others."""
+    source, target = Trainer(), Trainer()
+    header, payload = source.states.pack(1)
+    data = payload.numpy().tobytes()
+    part = SnapshotPart.from_bytes("group-0/shard", 0, data)
+    slot = tmp_path / "slot"
+    slot.write_bytes(data)
+    whole = PayloadChunk(size_bytes=len(data), path=str(slot), offset=0, part=part.slice_blocks(0, len(data)))
+    write_staged(tmp_path, 1, StagedLayer(header=header, chunks=(whole,)))
+    first, last = 3 * BLOCK_BYTES + 8, 4 * BLOCK_BYTES + 24
+    share = torch.empty(last - first, dtype=torch.uint8)
+
+    def read() -> bool:
+        share.zero_()
+        with StagedStateLoader(
+            tmp_path, target.states, lambda: None, share=lambda _: [(first, share)]
+        ) as staged:
+            staged.load_layer(1)
+            staged.verify()
+        return share.numpy().tobytes() == data[first:last]
+
+    assert len(data) > 6 * BLOCK_BYTES and read()
+    for position in (0, first - 9 - BLOCK_BYTES, 5 * BLOCK_BYTES, len(data) - 1):
+        flip(whole, position)
+    assert read()
+    flip(whole, 5 * BLOCK_BYTES - 1)
+    with pytest.raises(StagingCorruptedError, match="layer 1: its digest does not match"):
+        read()
