@@ -13,7 +13,7 @@ from tests.helpers.plain_loop import PlainStep
 from tests.helpers.runtime_support import data_for
 from tests.helpers.zero import Pipelines
 
-STEPS = 20
+STEPS = 8
 
 
 Layout = Callable[[int], Pipelines]

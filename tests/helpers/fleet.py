@@ -52,6 +52,7 @@ class Fleet:
         """Node of each rank for the next ``enter``; if empty, no snapshots are taken."""
         self.skipped_batches: tuple[int, ...] = ()
         """Batches that the sample order leaves out from the next ``enter`` on."""
+        self._verified = False
         self._communicators: dict[Engine, Communicator] = {}
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
@@ -62,8 +63,12 @@ class Fleet:
         return {step: vote.loss for step, vote in self.votes.items()}
 
     def join(self, count: int) -> list[Engine]:
+        """Start engines. Only the first one of all compares the model's parts with the whole, as in a job."""
+        new = []
         with torch.random.fork_rng(devices=[]):
-            new = [Engine(self.job, CPU, ProgressMonitor()) for _ in range(count)]
+            for _ in range(count):
+                new.append(Engine(self.job, CPU, ProgressMonitor(), verified=self._verified))
+                self._verified = True
         self.engines += new
         return new
 

@@ -157,7 +157,7 @@ def test_recomputation_does_not_change_a_bit(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "bert", "t5", "mixtral"])
 def test_microbatches_of_different_lengths(architecture: str) -> None:
     """Each microbatch is padded to its own longest sample, so the shapes of activations differ."""
-    steps = 10
+    steps = 6
     arguments = {"variable": True}
     job = job_of(architecture, steps=steps, arguments=arguments)
     expected = plain_loop(lambda: build(architecture, **arguments), job, steps)
@@ -199,7 +199,7 @@ def test_layers_with_a_loss_that_is_a_sum_and_a_weight(rows: slice) -> None:
 @pytest.mark.usefixtures("wholly_float64")
 @pytest.mark.parametrize("architecture", ["llama", "t5", "bert"])
 def test_sharded_optimizer_state(architecture: str) -> None:
-    steps = 8
+    steps = 6
     job = job_of(architecture, steps=steps, zero1=True)
     expected = plain_loop(lambda: build(architecture), job, steps)
     check(train(job, three_and_two, three_and_one, leaves=1, steps=steps), expected)
@@ -282,7 +282,7 @@ def test_adapters_alone_are_trained(architecture: str) -> None:
 )
 @pytest.mark.parametrize("architecture", ["llama", "bert", "t5"])
 def test_lower_precisions(architecture: str, precision: str, relative: float) -> None:
-    steps = 8
+    steps = 6
     job = job_of(architecture, steps=steps, precision=precision)
     expected = plain_loop(lambda: build(architecture), job, steps)
     found = train(job, three_and_two, three_and_one, leaves=1, steps=steps)
