@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, resolve_cluster
+from ftd.cli.options import ClusterOptions, with_cluster_options
 
 
 def register(app: typer.Typer) -> None:
     app.command("bridge")(bridge)
 
 
+@with_cluster_options
 def bridge(
     webhook: Annotated[
         str, typer.Option(help="http(s) URL that receives alerts by POST, as Alertmanager's JSON.")
@@ -39,9 +40,8 @@ def bridge(
     finish_s: Annotated[
         float, typer.Option(min=0, help="At the end, deliver waiting alerts for at most this many seconds.")
     ] = 5.0,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
 ) -> None:
     """Post events to a webhook until SIGTERM.
 
@@ -69,7 +69,7 @@ def bridge(
             f"{webhook!r} is not a valid URL", field="--webhook", remedy="write http(s)://host/path"
         )
     filters = [parse_filter(text) for text in only or []]
-    address = resolve_cluster(broker, cluster, config)
+    address = where.resolve()
     options = WebhookOptions(
         url=webhook,
         dead_letters=dead_letters,

@@ -9,14 +9,13 @@ import typer
 from ftd.cli import soak
 from ftd.cli.chaos_run import run
 from ftd.cli.options import (
-    BrokerOption,
-    ClusterOption,
-    ConfigOption,
+    ClusterOptions,
     JsonOption,
     print_cluster,
     print_json,
-    resolve_cluster,
     run_async,
+    set_parameters,
+    with_cluster_options,
 )
 from ftd.transport.address import ClusterAddress
 
@@ -280,30 +279,17 @@ def fill_disk(
     return {"process": "node", "for_s": for_s, "size_mib": size_mib}
 
 
-def _common_options(
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> tuple[ClusterAddress, bool]:
-    """Return the values of the options that all commands have."""
-    return resolve_cluster(broker, cluster, config), as_json
-
-
 def _fault_command(build_fields: Callable[..., FaultFields]) -> Callable[..., None]:
-    """Return the command of a fault: with its own options, then those of ``_common_options``."""
-    own, common = inspect.signature(build_fields).parameters, inspect.signature(_common_options).parameters
+    """Return the command of a fault: with its own options, then those that all commands have."""
 
-    def command(**given: Any) -> None:
-        address, as_json = _common_options(**{name: given.pop(name) for name in common})
+    def command(*, where: ClusterOptions, as_json: JsonOption = False, **given: Any) -> None:
         do: Any = build_fields.__name__.rstrip("_")
-        _inject(address, do, given["node"], build_fields(**given), as_json=as_json)
+        _inject(where.resolve(), do, given["node"], build_fields(**given), as_json=as_json)
 
-    parameters = [*own.values(), *common.values()]
+    own, common = (inspect.signature(each).parameters for each in (build_fields, command))
     command.__doc__ = build_fields.__doc__
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    set_parameters(command, [*own.values(), common["where"], common["as_json"]])
+    return with_cluster_options(command)
 
 
 def _inject(

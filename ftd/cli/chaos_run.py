@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftd.cli.options import (
-    BrokerOption,
-    ClusterOption,
-    ConfigOption,
+    ClusterOptions,
     print_cluster,
-    resolve_cluster,
     run_async,
+    with_cluster_options,
 )
 from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from ftd.faults.chaos.values import Scenario
 
 
+@with_cluster_options
 def run(
     scenarios: Annotated[
         list[Path], typer.Argument(help="Scenarios to play, in this order.", metavar="SCENARIO.toml...")
@@ -38,9 +37,8 @@ def run(
     logs: Annotated[
         Path | None, typer.Option(help="With --local: write the logs of all processes here.", metavar="DIR")
     ] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
 ) -> None:
     """Play fault scenarios and check what they expect.
 
@@ -69,7 +67,7 @@ def run(
     if local:
         work = play_locally(loaded, logs, typer.echo, report_result)
     else:
-        work = _play_remotely(resolve_cluster(broker, cluster, config), loaded, report_result)
+        work = _play_remotely(where.resolve(), loaded, report_result)
     all_played = run_async(work)
     if junit is not None:
         write(junit, render_junit(all_played), "--junit")

@@ -1,26 +1,28 @@
 """Commands for a running cluster: submit, status, events, story, drain, stop."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ftd.cli.options import (
-    BrokerOption,
-    ClusterOption,
-    ConfigOption,
+    ClusterOptions,
     JsonOption,
     print_cluster,
     print_json,
     print_rich,
-    resolve_cluster,
     run_async,
+    with_cluster_options,
 )
 from ftd.errors import ConfigurationError, FtdError, RequestRejected, UnreachableError
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
     from ftd.transport.wire.public import Answer
+
+
+NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,15 +35,15 @@ def register(app: typer.Typer) -> None:
     app.command("stop")(stop)
 
 
+@with_cluster_options
 def submit(
     job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
     steps: Annotated[int | None, typer.Option(help="Train this many steps instead of the file's.")] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the job ends; exit code 1 unless it finished.")
     ] = False,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job to a cluster and print the job's id.
@@ -56,8 +58,9 @@ def submit(
     from ftd.transport.wire.public import SubmitRequest
 
     data = load_job_data(job, steps=steps)
-    address = resolve_cluster(broker, cluster, config)
-    job_id = send_request(address, SubmitRequest, job=data)
+    address = where.resolve()
+    print_cluster(address)
+    job_id = ask(address, SubmitRequest, job=data).detail
     if as_json:
         print_json({"job": job_id, "cluster": address.cluster})
     else:
@@ -68,12 +71,8 @@ def submit(
         raise typer.Exit(0 if outcome["finished"] else 1)
 
 
-def status(
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_cluster_options
+def status(*, where: ClusterOptions, as_json: JsonOption = False) -> None:
     """Show phase, job, nodes and pipelines of the cluster.
 
     The exit code is 3 if its coordinator is unreachable.
@@ -82,7 +81,7 @@ def status(
     """
     from ftd.transport.client import ClusterClient
 
-    address = resolve_cluster(broker, cluster, config)
+    address = where.resolve()
 
     async def ask() -> dict[str, Any]:
         async with ClusterClient(address) as client:
@@ -101,14 +100,14 @@ def status(
         )
 
 
+@with_cluster_options
 def events(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Continue with new events as they happen.")
     ] = False,
     last: Annotated[int, typer.Option(min=0, max=1000, help="Number of past events to print.")] = 50,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Print events: joins, failures, plans, recoveries.
@@ -118,10 +117,11 @@ def events(
 
     Example: ftd events --follow
     """
-    address = resolve_cluster(broker, cluster, config)
+    address = where.resolve()
     run_async(_events(address, follow=follow, last=last, as_json=as_json))
 
 
+@with_cluster_options
 def story(
     of: Annotated[
         str,
@@ -137,9 +137,8 @@ def story(
             metavar="NODE|GENERATION",
         ),
     ] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Explain what happened to a node or in a recovery.
@@ -171,7 +170,7 @@ def story(
             remedy="name one node or generation, or the .json file of a report before it",
         )
     else:
-        past = run_async(_past(resolve_cluster(broker, cluster, config)))
+        past = run_async(_past(where.resolve()))
     found = chapters(past, of)
     if not found and of.isdigit():
         _print_recovery(past, int(of), as_json=as_json)
@@ -204,8 +203,9 @@ def _print_recovery(past: list[dict[str, Any]], generation: int, *, as_json: boo
         typer.echo("\n".join(sentences))
 
 
+@with_cluster_options
 def drain(
-    node: Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")],
+    node: NodeArgument,
     when_possible: Annotated[
         bool,
         typer.Option(
@@ -215,9 +215,8 @@ def drain(
     cancel: Annotated[
         bool, typer.Option("--cancel", help="Cancel the drain of the node, so that it stays.")
     ] = False,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Take a node out of training; no step is lost.
@@ -231,26 +230,15 @@ def drain(
 
     if when_possible and cancel:
         raise ConfigurationError("--when-possible and --cancel exclude each other", remedy="use one of both")
-    address = resolve_cluster(broker, cluster, config)
-    print_cluster(address)
-    report = {"node": node, "cluster": address.cluster}
-    try:
-        answer = ask(address, DrainRequest, node=node, when_possible=when_possible, cancel=cancel)
-    except RequestRejected as error:
-        if as_json:
-            print_json({**report, "outcome": "refused", "detail": str(error)})
-        raise
-    if as_json:
-        print_json({**report, "outcome": answer.outcome, "detail": answer.detail})
-    else:
-        typer.echo(answer.detail)
+    asked = {"node": node, "when_possible": when_possible, "cancel": cancel}
+    change_cluster(where, DrainRequest, asked, as_json=as_json, shown={"node": node}, with_outcome=True)
 
 
+@with_cluster_options
 def readmit(
-    node: Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")],
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    node: NodeArgument,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Let a node that was set aside take part in training again.
@@ -261,19 +249,14 @@ def readmit(
     """
     from ftd.transport.wire.public import ReadmitRequest
 
-    address = resolve_cluster(broker, cluster, config)
-    detail = send_request(address, ReadmitRequest, node=node)
-    if as_json:
-        print_json({"node": node, "detail": detail, "cluster": address.cluster})
-    else:
-        typer.echo(detail)
+    change_cluster(where, ReadmitRequest, {"node": node}, as_json=as_json, shown={"node": node})
 
 
+@with_cluster_options
 def stop(
     job: Annotated[str, typer.Argument(help="Id or name of the job.", metavar="JOB")],
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Stop a job: its trainers end, the nodes stay.
@@ -282,22 +265,40 @@ def stop(
     """
     from ftd.transport.wire.public import StopRequest
 
-    address = resolve_cluster(broker, cluster, config)
-    detail = send_request(address, StopRequest, job=job)
-    if as_json:
-        print_json({"job": job, "detail": detail, "cluster": address.cluster})
-    else:
-        typer.echo(detail)
+    change_cluster(where, StopRequest, {"job": job}, as_json=as_json, shown={"job": job})
 
 
-def send_request(address: ClusterAddress, kind: Any, **fields: Any) -> str:
-    """Print the cluster, send it one request that changes it, and return the detail of the answer.
+def change_cluster(
+    where: ClusterOptions,
+    kind: Any,
+    asked: Mapping[str, Any],
+    *,
+    as_json: bool,
+    shown: Mapping[str, str],
+    with_outcome: bool = False,
+) -> None:
+    """Print the cluster, send it one request that changes it, and print the answer.
 
+    :param asked: fields of the request.
+    :param shown: fields of the JSON besides the cluster and the answer's detail.
+    :param with_outcome: the JSON has the outcome, and is also printed if the request is rejected.
     :raises RequestRejected: the cluster rejects the request.
     :raises UnreachableError: the cluster does not answer.
     """
+    address = where.resolve()
     print_cluster(address)
-    return ask(address, kind, **fields).detail
+    document = {**shown, "cluster": address.cluster}
+    try:
+        answer = ask(address, kind, **asked)
+    except RequestRejected as error:
+        if as_json and with_outcome:
+            print_json({**document, "outcome": "refused", "detail": str(error)})
+        raise
+    if as_json:
+        outcome = {"outcome": answer.outcome} if with_outcome else {}
+        print_json({**document, **outcome, "detail": answer.detail})
+    else:
+        typer.echo(answer.detail)
 
 
 def ask(address: ClusterAddress, kind: Any, **fields: Any) -> "Answer":

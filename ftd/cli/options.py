@@ -3,7 +3,8 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,25 +20,6 @@ T = TypeVar("T")
 
 MAX_DEVICES_PER_NODE = 128
 
-BrokerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--broker",
-        help="URL of the broker, mqtt://host:port.",
-        show_default="$FTD_BROKER, or the ftd local on this host",
-    ),
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        help="Name of the cluster.",
-        show_default="$FTD_CLUSTER, the only ftd local on this host, or ftd",
-    ),
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="Read broker and cluster from this ftd.toml.")
-]
 ProfileOption = Annotated[
     Path | None,
     typer.Option(
@@ -75,6 +57,52 @@ CheckpointingOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text.")]
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Options that name a cluster, as given; ``with_cluster_options`` adds them to a command."""
+
+    broker: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of the broker, mqtt://host:port.",
+            show_default="$FTD_BROKER, or the ftd local on this host",
+        ),
+    ]
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the cluster.", show_default="$FTD_CLUSTER, the only ftd local on this host, or ftd"
+        ),
+    ]
+    config: Annotated[Path | None, typer.Option(help="Read broker and cluster from this ftd.toml.")]
+
+    def resolve(self) -> ClusterAddress:
+        """Return the cluster that the options name.
+
+        :raises ConfigurationError: nothing says which cluster is meant.
+        """
+        return find_cluster(self.broker, self.cluster, self.config)
+
+
+def with_cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's keyword parameter ``where``, a ``ClusterOptions``, by the options themselves."""
+    own = inspect.signature(command).parameters
+    position = list(own).index("where")
+    options = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=each.type)
+        for each in fields(ClusterOptions)
+    ]
+
+    @functools.wraps(command)
+    def with_where(**given: Any) -> None:
+        where = ClusterOptions(**{each.name: given.pop(each.name) for each in options})
+        command(**given, where=where)
+
+    parameters = list(own.values())
+    parameters[position : position + 1] = options
+    return set_parameters(with_where, parameters)
+
+
 def with_table_options(table: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds an option for each field of a table of the job file to a command.
 
@@ -91,12 +119,19 @@ def with_table_options(table: type[msgspec.Struct]) -> Callable[[Callable[..., N
             not_given = {key.name for key in keys if values[key.name] is None}
             command(**{name: value for name, value in values.items() if name not in not_given})
 
-        parameters = [*own, *keys]
-        vars(with_given)["__signature__"] = inspect.Signature(parameters)
-        with_given.__annotations__ = {each.name: each.annotation for each in parameters}
-        return with_given
+        return set_parameters(with_given, [*own, *keys])
 
     return decorated
+
+
+def set_parameters(
+    command: Callable[..., None], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """Give a command these parameters in the eyes of typer, and return it."""
+    signature = inspect.Signature(list(parameters))
+    vars(command)["__signature__"] = signature
+    command.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+    return command
 
 
 def _key_parameter(field: msgspec.structs.FieldInfo, meanings: dict[str, str]) -> inspect.Parameter:
@@ -105,14 +140,6 @@ def _key_parameter(field: msgspec.structs.FieldInfo, meanings: dict[str, str]) -
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=field.type | None
     )
-
-
-def resolve_cluster(broker: str | None, cluster: str | None, config: Path | None) -> ClusterAddress:
-    """Return the cluster that the options name.
-
-    :raises ConfigurationError: nothing says which cluster is meant.
-    """
-    return find_cluster(broker, cluster, config)
 
 
 def print_cluster(address: ClusterAddress) -> None:

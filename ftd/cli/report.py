@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, print_rich, resolve_cluster, run_async
+from ftd.cli.options import ClusterOptions, print_rich, run_async, with_cluster_options
 
 if TYPE_CHECKING:
     from ftd.observe.view.document import Report
+    from ftd.transport.address import ClusterAddress
 
 
 def register(app: typer.Typer) -> None:
     app.command("report")(report)
 
 
+@with_cluster_options
 def report(
     job: Annotated[
         str,
@@ -30,9 +32,8 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--json", help="Write the report as JSON (docs/reference/report.md).")
     ] = None,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
 ) -> None:
     """Summarise a job as text, a web page or pictures.
 
@@ -50,11 +51,7 @@ def report(
 
     for path in plot or ():
         require_format(path, FORMATS, "--plot")
-    found = (
-        read_report(Path(job), "JOB")
-        if job.endswith(".json")
-        else _from_cluster(job, broker, cluster, config)
-    )
+    found = read_report(Path(job), "JOB") if job.endswith(".json") else _from_cluster(job, where.resolve())
     if html is not None:
         write_file(html, render_report_page(found).encode(), "--html")
     for path in plot or ():
@@ -65,11 +62,9 @@ def report(
         print_rich(render_summary(found))
 
 
-def _from_cluster(job: str, broker: str | None, cluster: str | None, config: Path | None) -> "Report":
+def _from_cluster(job: str, address: "ClusterAddress") -> "Report":
     from ftd.observe.view.history import build_job_report
     from ftd.transport.client import ClusterClient
-
-    address = resolve_cluster(broker, cluster, config)
 
     async def ask() -> "Report":
         async with ClusterClient(address) as client:

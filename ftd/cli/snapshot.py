@@ -1,21 +1,17 @@
 """``ftd snapshot``: takes snapshots of the running job, and changes their interval and protection."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from ftd.cli.client import ask, send_request
+from ftd.cli.client import change_cluster
 from ftd.cli.options import (
-    BrokerOption,
-    ClusterOption,
-    ConfigOption,
+    ClusterOptions,
     JsonOption,
-    print_cluster,
-    print_json,
-    resolve_cluster,
+    with_cluster_options,
 )
-from ftd.errors import ConfigurationError, RequestRejected
-from ftd.transport.address import ClusterAddress
+from ftd.errors import ConfigurationError
 
 snapshot = typer.Typer(no_args_is_help=True, help="Take and configure the running job's snapshots.")
 
@@ -25,12 +21,8 @@ def register(app: typer.Typer) -> None:
 
 
 @snapshot.command("now")
-def now(
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_cluster_options
+def now(*, where: ClusterOptions, as_json: JsonOption = False) -> None:
     """Take a snapshot after the step in flight.
 
     The command ends when the snapshot is complete.
@@ -39,23 +31,11 @@ def now(
 
     Example: ftd snapshot now
     """
-    from ftd.transport.wire.public import SnapshotRequest
-
-    address = resolve_cluster(broker, cluster, config)
-    print_cluster(address)
-    try:
-        answer = ask(address, SnapshotRequest, now=True)
-    except RequestRejected as error:
-        if as_json:
-            print_json({"outcome": "refused", "detail": str(error), "cluster": address.cluster})
-        raise
-    if as_json:
-        print_json({"outcome": answer.outcome, "detail": answer.detail, "cluster": address.cluster})
-    else:
-        typer.echo(answer.detail)
+    _request(where, {"now": True}, as_json=as_json, with_outcome=True)
 
 
 @snapshot.command("every")
+@with_cluster_options
 def every(
     interval: Annotated[
         str,
@@ -63,9 +43,8 @@ def every(
             help="Steps between snapshots; auto: chosen by their cost; 0: no snapshots.", metavar="N|auto"
         ),
     ],
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Change the interval of snapshots.
@@ -82,18 +61,18 @@ def every(
             remedy="write a number of steps, auto, or 0 for no snapshots",
         )
     steps = "auto" if written == "auto" else int(written)
-    _request(resolve_cluster(broker, cluster, config), as_json, every_steps=steps)
+    _request(where, {"every_steps": steps}, as_json=as_json)
 
 
 @snapshot.command("protect")
+@with_cluster_options
 def protect(
     scheme: Annotated[
         str,
         typer.Argument(help="Scheme: none, arc:k, aec, aec2, joined by +, or auto.", metavar="SCHEME|auto"),
     ],
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Change the protection of snapshots.
@@ -102,14 +81,12 @@ def protect(
 
     Example: ftd snapshot protect aec2
     """
-    _request(resolve_cluster(broker, cluster, config), as_json, protection=scheme.strip().lower())
+    _request(where, {"protection": scheme.strip().lower()}, as_json=as_json)
 
 
-def _request(address: ClusterAddress, as_json: bool, **fields: Any) -> None:
+def _request(
+    where: ClusterOptions, asked: Mapping[str, Any], *, as_json: bool, with_outcome: bool = False
+) -> None:
     from ftd.transport.wire.public import SnapshotRequest
 
-    detail = send_request(address, SnapshotRequest, **fields)
-    if as_json:
-        print_json({"detail": detail, "cluster": address.cluster})
-    else:
-        typer.echo(detail)
+    change_cluster(where, SnapshotRequest, asked, as_json=as_json, shown={}, with_outcome=with_outcome)

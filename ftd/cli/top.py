@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, resolve_cluster, run_async
+from ftd.cli.options import ClusterOptions, run_async, with_cluster_options
 
 if TYPE_CHECKING:
     from ftd.observe.view.live.view import LiveView
@@ -19,11 +19,11 @@ def register(app: typer.Typer) -> None:
     app.command("top")(top)
 
 
+@with_cluster_options
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
 ) -> None:
     """Show the cluster live: nodes, pipelines, loss, events.
 
@@ -31,7 +31,7 @@ def top(
 
     Example: ftd top --broker mqtt://10.0.0.1:1883
     """
-    run_async(_watch(resolve_cluster(broker, cluster, config), once=once))
+    run_async(_watch(where.resolve(), once=once))
 
 
 async def _watch(address: "ClusterAddress", *, once: bool) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, resolve_cluster, run_async
+from ftd.cli.options import ClusterOptions, run_async, with_cluster_options
 from ftd.errors import ConfigurationError, FtdError
 from ftd.observe.view.text import pipeline_name
 from ftd.transport.address import ClusterAddress
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     app.command("trace")(trace)
 
 
+@with_cluster_options
 def trace(
     steps: Annotated[int, typer.Option(min=1, max=_MOST_STEPS, help="Number of steps to record.")] = 5,
     out: Annotated[
@@ -38,9 +39,8 @@ def trace(
     within: Annotated[
         float, typer.Option(min=1.0, max=3600.0, help="Fail if the steps take more than this many seconds.")
     ] = 60.0,
-    broker: BrokerOption = None,
-    cluster: ClusterOption = None,
-    config: ConfigOption = None,
+    *,
+    where: ClusterOptions,
 ) -> None:
     """Record what every rank does in the next steps.
 
@@ -56,7 +56,7 @@ def trace(
     places = out or [Path("trace.json")]
     for path in places:
         _check(path)
-    address = resolve_cluster(broker, cluster, config)
+    address = where.resolve()
     state, found = run_async(request_traces(address, steps, within))
     rows = align_traces(found, _places(state))
     name = str((state.get("job") or {}).get("name") or address.cluster)

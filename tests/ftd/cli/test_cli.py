@@ -158,7 +158,7 @@ def test_a_snapshot_now_has_one_answer_and_exit_code_1_if_there_is_none(
             raise RequestRejected(detail)
         return Answer(request="r", accepted=True, detail=detail, outcome="complete")
 
-    monkeypatch.setattr("ftd.cli.snapshot.ask", answer)
+    monkeypatch.setattr("ftd.cli.client.ask", answer)
     arguments = ["snapshot", "now", "--broker", "mqtt://h", *(["--json"] if as_json else [])]
     code, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
     assert code == (1 if refused else 0) and (detail in err) is refused
