@@ -18,7 +18,6 @@ tables of ``docs/explanation/evaluation.md``.
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
@@ -28,24 +27,27 @@ import numpy as np
 
 from benchmarks.artifact_simulator import bamboo_samples_per_s, oobleck_samples_per_s
 from benchmarks.common import EVALUATION, Limit, Result, command_line
-from ftd.replay.cards import CardFit, card_job, card_names, load_card, read_card
+from benchmarks.evaluation_plots import draw
+from benchmarks.evaluation_runs import (
+    MODELS,
+    RATES,
+    SPOT,
+    SYSTEMS,
+    job_of,
+    run,
+    run_job,
+    shared_traces,
+    trace_of,
+)
+from ftd.replay.cards import CardFit, card_job, card_names, load_card
 from ftd.replay.comparison import estimate
-from ftd.replay.job import PublishedThroughput, ReplayJob
+from ftd.replay.job import PublishedThroughput
 from ftd.replay.outcome import Outcome
 from ftd.replay.parameters import read_parameters
 from ftd.replay.policies.registry import POLICIES, ThroughputSource, make_policy
-from ftd.replay.policy import CATEGORIES, PolicyExcluded
+from ftd.replay.policy import CATEGORIES
 from ftd.replay.replay import replay
-from ftd.replay.traces.reading import read_trace
 from ftd.replay.traces.trace import Trace
-
-TRACES = Path(__file__).with_name("traces")
-MODELS = ("bert-large", "gpt2", "gpt3-medium", "gpt3-2.7b", "gpt3-6.7b")
-SYSTEMS = ("bamboo", "varuna", "oobleck")
-RATES = ("6h", "1h", "10m")
-"""Times between two failures of the controlled experiments."""
-SPOT = ("oobleck_ec2_p3_scaled", "oobleck_gcp_scaled")
-"""Traces of Figures 10 and 12."""
 
 TABLE2 = {
     "bamboo": {"bert-large": (77.04, 75.60, 69.84), "gpt2": (17.47, 17.13, 16.01)},
@@ -85,35 +87,6 @@ ARTIFACT_BREAKDOWN = {
 }
 """Shares of time for BERT-Large with a failure every 10 minutes, which the artifact's README prints; the paper shows
 Figures 1 and 11 without numbers."""
-
-
-@cache
-def trace_of(name: str) -> Trace:
-    """Return a shared trace."""
-    return read_trace(TRACES / f"{name}.csv")
-
-
-@cache
-def job_of(model: str, nodes: int = 30) -> ReplayJob:
-    """Return a card's job for at most ``nodes`` nodes, whose planner keeps what it has computed.
-
-    Plans depend on the most nodes for which templates exist, so traces with other numbers have their own planner.
-    """
-    return read_card(model)
-
-
-@cache
-def run(policy: str, model: str, trace: str, source: ThroughputSource) -> Outcome | str:
-    """Return the outcome of a policy, or why the job excludes it."""
-    return run_job(policy, job_of(model, trace_of(trace).most_nodes), trace_of(trace), source)
-
-
-def run_job(policy: str, job: ReplayJob, trace: Trace, source: ThroughputSource) -> Outcome | str:
-    """Return the outcome of a policy, or why the job excludes it."""
-    try:
-        return replay(make_policy(policy, job, read_parameters(), source), trace)
-    except PolicyExcluded as excluded:
-        return str(excluded)
 
 
 def samples_per_s(outcome: Outcome | str) -> float | None:
@@ -367,11 +340,6 @@ def phases(models: Sequence[str] = MODELS) -> Result:
 
 MEASURED = Path(__file__).with_name("measured_transfers.toml")
 """Parameters of ftd with the rate of transfers on the developers' machine."""
-
-
-def shared_traces() -> tuple[str, ...]:
-    """Return the names of all shared traces."""
-    return tuple(sorted(path.stem for path in TRACES.glob("*.csv")))
 
 
 def bars(models: Sequence[str] = MODELS, traces: Sequence[str] | None = None) -> Result:
@@ -732,9 +700,7 @@ def main() -> None:
     for name in names:
         code = max(code, PARTS[name]().finish(directory / f"{name}.json"))
     if options.plot is not None:
-        from benchmarks.evaluation_plots import draw
-
-        draw(options.plot, run)
+        draw(options.plot)
     sys.exit(code)
 
 

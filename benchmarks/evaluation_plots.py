@@ -1,13 +1,13 @@
 """Draws the figures of ``benchmarks.evaluation``. All of them show simulated results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.evaluation import MODELS, RATES, SPOT, SYSTEMS, job_of, shared_traces, trace_of
+from benchmarks.evaluation_runs import MODELS, RATES, SPOT, SYSTEMS, job_of, run, shared_traces, trace_of
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, RED
 from ftd.replay.outcome import Outcome
 from ftd.replay.policies.registry import POLICIES, ThroughputSource
@@ -25,20 +25,16 @@ WINDOW_S = 600.0
 """Width of the windows over which throughput is averaged, as the paper averages it for visibility."""
 
 
-Run = Callable[[str, str, str, ThroughputSource], Outcome | str]
-"""``benchmarks.evaluation.run``, which keeps the outcomes of the tables."""
-
-
-def draw(directory: Path, run: Run) -> None:
+def draw(directory: Path) -> None:
     """Write ``evaluation-spot.svg``, ``evaluation-breakdown.svg`` and ``evaluation-goodput.svg``."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, figure in (("spot", _spot(run)), ("breakdown", _breakdown(run)), ("goodput", _goodput(run))):
+    for name, figure in (("spot", _spot()), ("breakdown", _breakdown()), ("goodput", _goodput())):
         figure.savefig(
             directory / f"evaluation-{name}.svg", metadata={"Date": None, "Creator": "benchmarks.evaluation"}
         )
 
 
-def _outcome(run: Run, policy: str, model: str, trace: str) -> Outcome | None:
+def _outcome(policy: str, model: str, trace: str) -> Outcome | None:
     """Return what a system does at its own throughput; ``None``: it does not run the model."""
     if policy not in POLICIES or (policy in SYSTEMS and policy not in job_of(model).published):
         return None
@@ -47,7 +43,7 @@ def _outcome(run: Run, policy: str, model: str, trace: str) -> Outcome | None:
     return outcome if isinstance(outcome, Outcome) else None
 
 
-def _spot(run: Run) -> Figure:
+def _spot() -> Figure:
     """Return Figures 10 and 12: throughput over time, with the number of nodes beneath."""
     figure = Figure(figsize=(15, 8), layout="constrained")
     axes = figure.subplots(4, len(MODELS), sharex=True, height_ratios=(3, 1, 3, 1))
@@ -58,7 +54,7 @@ def _spot(run: Run) -> Figure:
         for column, model in enumerate(MODELS):
             above, beneath = axes[2 * row, column], axes[2 * row + 1, column]
             for policy, colour in COLOURS.items():
-                outcome = _outcome(run, policy, model, name)
+                outcome = _outcome(policy, model, name)
                 if outcome is not None:
                     rates = outcome.throughput(edges)
                     above.stairs(rates, hours, color=colour, label=policy, linewidth=1.2)
@@ -81,7 +77,7 @@ def _spot(run: Run) -> Figure:
     return figure
 
 
-def _breakdown(run: Run) -> Figure:
+def _breakdown() -> Figure:
     """Return Figures 1 and 11: shares of the time."""
     models = ("bert-large", "gpt3-6.7b")
     figure = Figure(figsize=(12, 4.5), layout="constrained")
@@ -89,7 +85,7 @@ def _breakdown(run: Run) -> Figure:
         labels: list[str] = []
         for rate in RATES:
             for policy in (*SYSTEMS, "ftd"):
-                outcome = _outcome(run, policy, model, f"oobleck_fail_{rate}")
+                outcome = _outcome(policy, model, f"oobleck_fail_{rate}")
                 if outcome is not None:
                     _stack(axes, len(labels), outcome)
                     labels.append(f"{policy}\n{rate}")
@@ -110,20 +106,20 @@ def _stack(axes: Axes, position: int, outcome: Outcome) -> None:
         bottom += share
 
 
-def _goodput(run: Run) -> Figure:
+def _goodput() -> Figure:
     """Return committed samples as a share of ``ideal`` for every policy, trace and model."""
     policies = [policy for policy in POLICIES if policy != "ideal"]
     traces = shared_traces()
     figure = Figure(figsize=(13, 6), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(traces), sharey=True), traces, strict=True):
-        _row_of_shares(axes, run, trace, policies)
+        _row_of_shares(axes, trace, policies)
     figure.suptitle(
         "Committed samples as a share of ideal at the same throughput, simulated; a dot for each model"
     )
     return figure
 
 
-def _row_of_shares(axes: Axes, run: Run, trace: str, policies: Sequence[str]) -> None:
+def _row_of_shares(axes: Axes, trace: str, policies: Sequence[str]) -> None:
     for position, policy in enumerate(reversed(policies)):
         shares: list[float] = []
         for model in MODELS:

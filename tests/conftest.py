@@ -151,7 +151,7 @@ def zygote_server(
         return
     from ftd.local.cluster import shared_environment
     from ftd.processes import die_with_parent, module_command
-    from runtime.process.zygote_server import SERVER_VARIABLE, listen
+    from runtime.process.zygote_request import SERVER_VARIABLE, listen
 
     path = tmp_path_factory.mktemp("z") / "s"
     with listen(path) as listener:

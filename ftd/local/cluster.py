@@ -19,7 +19,7 @@ from ftd.processes import module_command, read_tail
 from ftd.transport.address import BrokerAddress, parse_broker
 from ftd.transport.mqtt.embedded import await_ready, embedded_command
 from ftd.transport.mqtt.mosquitto import await_listening, free_port, mosquitto_command
-from runtime.process.zygote_server import SERVER_VARIABLE, listen
+from runtime.process.zygote_request import SERVER_VARIABLE, listen
 from runtime.streaming_stores import streaming_environment
 
 BROKER = "broker"

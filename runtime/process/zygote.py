@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from runtime.parent import die_with_parent
-from runtime.process.zygote_server import zygote_from_server
+from runtime.process.zygote_request import zygote_from_server
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from runtime.wire.zygote_protocol import (
     CheckDevice,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.process.zygote_server import SERVER_VARIABLE, listen
+from runtime.process.zygote_request import SERVER_VARIABLE, listen
 from runtime.wire.frames import Decoder
 from runtime.wire.zygote_protocol import ZygoteNotice, ZygoteReady
 
