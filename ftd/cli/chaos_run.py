@@ -12,7 +12,6 @@ from ftd.cli.options import (
     run_async,
     with_cluster_options,
 )
-from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
@@ -51,15 +50,14 @@ def run(
 
     Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
     """
-    from ftd.faults.chaos.report import encode_documents, render_junit, render_text, write
+    from ftd.faults.chaos.report import encode_documents, render_junit, render_text
     from ftd.faults.chaos.scenario import load_scenario
+    from ftd.observe.view.files import require_directory, write_file
 
     loaded = [load_scenario(path) for path in scenarios]
     for file, option in ((junit, "--junit"), (json_file, "--json")):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigurationError(
-                f"{file.parent} is not a directory", field=option, remedy="create it first"
-            )
+        if file is not None:
+            require_directory(file, option)
 
     def report_result(played: "ScenarioResult") -> None:
         typer.echo(render_text(played))
@@ -70,9 +68,9 @@ def run(
         work = _play_remotely(where.resolve(), loaded, report_result)
     all_played = run_async(work)
     if junit is not None:
-        write(junit, render_junit(all_played), "--junit")
+        write_file(junit, render_junit(all_played), "--junit")
     if json_file is not None:
-        write(json_file, encode_documents(all_played), "--json")
+        write_file(json_file, encode_documents(all_played), "--json")
     raise typer.Exit(0 if all(played.met for played in all_played) else 1)
 
 

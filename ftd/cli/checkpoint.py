@@ -1,7 +1,6 @@
 """``ftd checkpoint``: lists, verifies and exports persistent checkpoints."""
 
 import contextlib
-import re
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import JsonOption, print_json, print_rich
+from ftd.cli.options import JsonOption, parse_size, print_json, print_rich
 from ftd.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def export(
     _check_options(kind, dtype=dtype, files_from=files_from, merge=merge)
     _check_output(output, kind)
     converted = dtype.value if dtype is not None else None
-    shard_bytes = parse_file_size(max_shard_size, "--max-shard-size")
+    shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     with _command_errors():
         checkpoint = _store(url).open(step)
         try:
@@ -261,32 +260,15 @@ def _check_output(path: Path, kind: Format) -> None:
 
     :raises ConfigurationError: nothing can be written there.
     """
+    from ftd.observe.view.files import require_directory
+
     if kind is Format.SAFETENSORS and path.is_dir():
         raise ConfigurationError(f"{path} is a directory", field="OUTPUT", remedy="name a file in it")
     if kind is not Format.SAFETENSORS and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(
             f"{path} already exists", field="OUTPUT", remedy="name a new or an empty directory"
         )
-    if not path.parent.is_dir():
-        raise ConfigurationError(
-            f"the directory {path.parent} does not exist",
-            field="OUTPUT",
-            remedy="create it, or name another directory",
-        )
-
-
-def parse_file_size(text: str, field: str) -> int:
-    """Return a size such as ``5GB`` or ``500MiB`` in bytes.
-
-    :raises ConfigurationError: the text is not a size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
-        raise ConfigurationError(
-            f"{text!r} is not a size", field=field, remedy="write for example 5GB or 500MiB"
-        )
-    power = " KMGT".index(found[2].upper() or " ")
-    return max(1, int(float(found[1]) * (1024 if found[3] else 1000) ** power))
+    require_directory(path, "OUTPUT")
 
 
 @contextlib.contextmanager

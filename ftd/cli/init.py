@@ -226,15 +226,12 @@ def _check_place(path: Path, *, force: bool) -> None:
 
     :raises ConfigurationError: it already exists, or its directory does not.
     """
+    from ftd.observe.view.files import require_directory
+
     if path.is_dir() or (path.exists() and not force):
         remedy = "name a file in it" if path.is_dir() else "name another file, or add --force to replace it"
         raise ConfigurationError(f"{path} already exists", field="PATH", remedy=remedy)
-    if not path.absolute().parent.is_dir():
-        raise ConfigurationError(
-            f"the directory {path.parent} does not exist",
-            field="PATH",
-            remedy="create it, or name another directory",
-        )
+    require_directory(path, "PATH")
 
 
 def _write(path: Path, tables: "Tables") -> None:

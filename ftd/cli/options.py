@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,10 +14,15 @@ import typer
 
 from ftd.config.clusters import find_cluster
 from ftd.config.validation import field_descriptions
+from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 from planner.values import ActivationCheckpointing
 
 T = TypeVar("T")
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 MAX_DEVICES_PER_NODE = 128
 
@@ -95,7 +101,7 @@ def with_cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def with_where(**given: Any) -> None:
-        where = ClusterOptions(**{each.name: given.pop(each.name) for each in options})
+        where = ClusterOptions(**{each.name: given.pop(each.name, None) for each in options})
         command(**given, where=where)
 
     parameters = list(own.values())
@@ -140,6 +146,23 @@ def _key_parameter(field: msgspec.structs.FieldInfo, meanings: dict[str, str]) -
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=field.type | None
     )
+
+
+def parse_size(written: str, field: str) -> int:
+    """Return a size such as ``80GiB``, ``500 MB`` or ``1048576`` in bytes.
+
+    :raises ConfigurationError: it is not a size, or is below one byte.
+    """
+    match = _SIZE.fullmatch(written.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit is not None else 0
+    if size < 1:
+        raise ConfigurationError(
+            f"{written!r} is not a size",
+            field=field,
+            remedy="write for example 80GiB, 500 MB, or a number of bytes",
+        )
+    return size
 
 
 def print_cluster(address: ClusterAddress) -> None:

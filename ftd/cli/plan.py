@@ -23,7 +23,6 @@ from ftd.cli.plan_request import (
     PlanRequest,
     build_plan_request,
 )
-from ftd.errors import ConfigurationError
 from planner.values import PlannerOptions
 
 if TYPE_CHECKING:
@@ -112,10 +111,10 @@ def plan(
 
     Example: ftd plan examples/gpt.toml --nodes 13
     """
-    if plot is not None and plot.suffix.lower() not in PLOT_FORMATS:
-        raise ConfigurationError(
-            f"{plot.name} has no known suffix", field="--plot", remedy="use .svg, .png or .html"
-        )
+    if plot is not None:
+        from ftd.observe.view.files import require_format
+
+        require_format(plot, PLOT_FORMATS, "--plot")
     request = build_plan_request(
         PlanOptions(
             job=job,

@@ -1,6 +1,5 @@
 """Turns the options and files of ``ftd plan`` into a profile, a policy and a number of nodes."""
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict
 from msgspec.structs import replace as changed
 
+from ftd.cli.options import parse_size
 from ftd.errors import ConfigurationError
 from planner.values import ActivationCheckpointing, Objective, PlannerOptions, Policy
 
@@ -24,10 +24,6 @@ MICROBATCHES_PER_DEVICE = 4
 """Default of ``--microbatches``: the paper's N_b = 4S (Oobleck §4.1.2) with one stage per device."""
 MAX_TABLE_CELLS = 1 << 28
 """Limit of the planner's tables of stage times: (devices + 1)·(layers + 1)² numbers each, 2 GiB for one table."""
-
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +181,7 @@ def build_plan_request(options: PlanOptions) -> PlanRequest:
             field="--profile",
             remedy="give --profile FILE (no cluster needed), or a JOB.toml, whose model is then measured",
         )
-    memory_bytes = None if options.memory is None else parse_memory_size(options.memory, field="--memory")
+    memory_bytes = None if options.memory is None else parse_size(options.memory, "--memory")
     protection = _checked_scheme(options.protection)
     job = known = None
     zero1 = False
@@ -268,20 +264,3 @@ def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> Policy:
         microbatch_rows=profile.microbatch_rows,
         **asdict(PlannerOptions()),
     )
-
-
-def parse_memory_size(written: str, *, field: str) -> int:
-    """Return a size such as ``80GiB``, ``500 MB`` or ``1048576`` in bytes.
-
-    :raises ConfigurationError: it is not a size, or is below one byte.
-    """
-    match = _SIZE.fullmatch(written.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit is not None else 0
-    if size < 1:
-        raise ConfigurationError(
-            f"{written!r} is not a memory size",
-            field=field,
-            remedy="write for example 80GiB, or a number of bytes",
-        )
-    return size

@@ -71,11 +71,8 @@ def _check_output(path: Path) -> None:
 
     :raises ConfigurationError: nothing can be written there.
     """
+    from ftd.observe.view.files import require_directory
+
     if path.is_dir():
         raise ConfigurationError(f"{path} is a directory", field="--output", remedy="name a file in it")
-    if not path.parent.is_dir():
-        raise ConfigurationError(
-            f"the directory {path.parent} does not exist",
-            field="--output",
-            remedy="create it, or name another directory",
-        )
+    require_directory(path, "--output")

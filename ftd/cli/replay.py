@@ -223,9 +223,10 @@ def replay(
     policies = tuple(policy or POLICIES)
     require_policies(policies)
     if plot is not None:
-        from ftd.replay.plot import require_plot
+        from ftd.observe.view.files import require_format
+        from ftd.replay.plot import FORMATS
 
-        require_plot(plot)
+        require_format(plot, FORMATS, "--plot")
     known = read_parameters(parameters)
     source: Trace | FailureModel
     if trace is not None:

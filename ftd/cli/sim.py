@@ -100,10 +100,11 @@ def _scenario(
 
     :raises ConfigurationError: the simulator cannot play this scenario.
     """
-    from ftd.faults.chaos.report import build_document, render_junit, render_text, write
+    from ftd.faults.chaos.report import build_document, render_junit, render_text
     from ftd.faults.chaos.scenario import load_scenario
     from ftd.faults.sim.scenario import play_simulated
     from ftd.faults.sim.scenario_setup import make_scenario_setup
+    from ftd.observe.view.files import write_file
 
     whole = load_scenario(path)
     setting = make_scenario_setup(whole, job, nodes, path.name)
@@ -119,7 +120,7 @@ def _scenario(
     if as_json:
         print_json([build_document(played) for played in found])
     if junit is not None:
-        write(junit, render_junit(found), "--junit")
+        write_file(junit, render_junit(found), "--junit")
     return 0 if all(played.met for played in found) else 1
 
 

@@ -79,12 +79,13 @@ def soak(
     """
     from ftd.local.run import require_writable
     from ftd.local.soak.options import SoakOptions
-    from ftd.local.soak.plot import plot_soak, require_picture
+    from ftd.local.soak.plot import FORMATS, plot_soak
     from ftd.local.soak.report import render_lines
-    from ftd.observe.view.files import write_file
+    from ftd.observe.view.files import require_format, write_file
 
     silence_logs()
-    require_picture(plot)
+    if plot is not None:
+        require_format(plot, FORMATS, "--plot")
     require_writable(report)
     options = SoakOptions(
         job=job,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ftd.cli.options import ClusterOptions, run_async, with_cluster_options
-from ftd.errors import ConfigurationError, FtdError
+from ftd.errors import FtdError
 from ftd.observe.view.text import pipeline_name
 from ftd.transport.address import ClusterAddress
 
@@ -50,24 +50,20 @@ def trace(
 
     Example: ftd trace --steps 5 --out trace.json --out trace.png
     """
+    from ftd.observe.view.files import require_format, write_file
     from ftd.observe.view.plots.trace_plot import copied_line, plot_trace
     from ftd.observe.view.trace import align_traces, chrome_trace
 
     places = out or [Path("trace.json")]
     for path in places:
-        _check(path)
+        require_format(path, FORMATS, "--out")
     address = where.resolve()
     state, found = run_async(request_traces(address, steps, within))
     rows = align_traces(found, _places(state))
     name = str((state.get("job") or {}).get("name") or address.cluster)
     for path in places:
         if path.suffix.lower() == ".json":
-            try:
-                path.write_text(chrome_trace(rows, name=name), encoding="utf-8")
-            except OSError as error:
-                raise ConfigurationError(
-                    f"{path} cannot be written: {error.strerror}", field="--out", remedy="name another file"
-                ) from None
+            write_file(path, chrome_trace(rows, name=name).encode(), "--out")
         else:
             plot_trace(rows, path, name=name)
     spans, dropped = sum(len(row.spans) for row in rows), sum(row.dropped for row in rows)
@@ -75,21 +71,6 @@ def trace(
     if dropped:
         typer.echo(f"ftd: {dropped} spans did not fit and were dropped; record fewer --steps", err=True)
     typer.echo(f"wrote {', '.join(map(str, places))}")
-
-
-def _check(path: Path) -> None:
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigurationError(
-            f"{path.name} has no known suffix",
-            field="--out",
-            remedy="use .json, .png or .svg",
-        )
-    if not path.parent.is_dir():
-        raise ConfigurationError(
-            f"the directory {path.parent} does not exist",
-            field="--out",
-            remedy="create it, or name another directory",
-        )
 
 
 async def request_traces(

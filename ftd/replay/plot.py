@@ -2,17 +2,15 @@
 and where the time went, as its Figure 11.
 """
 
-import io
 from pathlib import Path
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ftd.errors import ConfigurationError
-from ftd.observe.view.files import require_format, write_file
+from ftd.observe.view.files import write_file
+from ftd.observe.view.plots.image import render_image
 from ftd.observe.view.plots.palette import (
     BLUE,
     FAINT,
@@ -50,42 +48,18 @@ _UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 6
 _WIDTH_IN, _PANEL_IN, _NODES_IN, _BAR_IN = 11.0, 0.85, 1.0, 0.32
 
 
-def require_plot(path: Path) -> None:
-    """Check the output path before the replay.
-
-    :raises ConfigurationError: the format is not supported, or the directory does not exist.
-    """
-    require_format(path, FORMATS, "--plot")
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"there is no directory {path.parent}", field="--plot")
-
-
 def plot_replay(report: ReplayReport, path: Path) -> None:
     """Write the image to ``path``. The suffix names the format; ``.html`` writes a whole page.
 
-    :raises ConfigurationError: the format is not supported, or the file cannot be written.
+    :raises ConfigurationError: the file cannot be written.
     """
-    require_format(path, FORMATS, "--plot")
-    if path.suffix == ".html":
+    if path.suffix.lower() == ".html":
         from ftd.replay.page import render_replay_page
 
-        data = render_replay_page(report, render_image(report, "svg").decode()).encode()
+        data = render_replay_page(report, render_image(lambda: draw_replay(report), ".svg").decode()).encode()
     else:
-        data = render_image(report, path.suffix.removeprefix("."))
+        data = render_image(lambda: draw_replay(report), path.suffix)
     write_file(path, data, "--plot")
-
-
-def render_image(report: ReplayReport, kind: str) -> bytes:
-    """Return the image; the same report always gives the same bytes.
-
-    :param kind: ``svg`` or ``png``.
-    """
-    buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "ftd", "svg.fonttype": "none"}):
-        draw_replay(report).savefig(
-            buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
-        )
-    return buffer.getvalue()
 
 
 def draw_replay(report: ReplayReport) -> Figure:

@@ -3,11 +3,9 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ftd.errors import ConfigurationError
 from ftd.faults.chaos.player import ScenarioResult
 
 _EVENT_FIELDS = ("event", "node", "generation", "step", "reason")
@@ -115,19 +113,6 @@ def _name(played: ScenarioResult) -> str:
     """Return the scenario's name, marked so that nobody takes a simulated result for a real one."""
     simulated = played.simulated
     return played.scenario.name + (f" (simulated, seed {simulated.seed})" if simulated is not None else "")
-
-
-def write(path: Path, content: bytes, option: str) -> None:
-    """Write a report.
-
-    :raises ConfigurationError: the file cannot be written.
-    """
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be written: {error.strerror}", field=option, remedy="choose another file"
-        ) from None
 
 
 def encode_documents(all_played: Iterable[ScenarioResult]) -> bytes:

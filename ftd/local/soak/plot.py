@@ -1,19 +1,18 @@
 """The plot of a soak: goodput over time, with the injected faults and the recoveries."""
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ftd.errors import ConfigurationError
 from ftd.local.soak.report import FaultRecord, SoakReport
-from ftd.observe.view.files import require_format, write_file
+from ftd.observe.view.files import write_file
+from ftd.observe.view.plots.image import render_image
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED
 
+FORMATS = (".svg", ".png")
 _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("node killed or left", RED, ("kill", "term")),
     ("trainer killed, raises", ORANGE, ("kill_trainer", "raise")),
@@ -27,30 +26,12 @@ _TOP = 130.0
 """The top of the axis in percent. Steps that are published together after an outage would reach far above it."""
 
 
-def require_picture(path: Path | None) -> None:
-    """Check the output path before minutes of work.
-
-    :raises ConfigurationError: the format is not supported, or the directory does not exist.
-    """
-    if path is None:
-        return
-    require_format(path, (".svg", ".png"), "--plot")
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"there is no directory {path.parent}", field="--plot")
-
-
 def plot_soak(report: SoakReport, path: Path) -> None:
     """Plot a soak to a file.
 
     :raises ConfigurationError: the file cannot be written.
     """
-    picture = io.BytesIO()
-    with rc_context({"svg.hashsalt": "ftd"}):
-        kind = path.suffix.removeprefix(".")
-        _draw(report).savefig(
-            picture, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
-        )
-    write_file(path, picture.getvalue(), "--plot")
+    write_file(path, render_image(lambda: _draw(report), path.suffix), "--plot")
 
 
 def _draw(report: SoakReport) -> Figure:

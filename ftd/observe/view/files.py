@@ -9,11 +9,26 @@ from ftd.observe.view.document import Report, ReportError
 
 
 def require_format(path: Path, formats: Sequence[str], field: str) -> None:
-    """:raises ConfigurationError: the suffix of ``path`` is none of ``formats`` (such as ``.svg``)."""
-    if path.suffix not in formats:
+    """Check the path of a file before the work of which it is the result.
+
+    :raises ConfigurationError: the suffix of ``path`` is none of ``formats`` (such as ``.svg``), or its directory
+        does not exist.
+    """
+    if path.suffix.lower() not in formats:
         offered = " or ".join([", ".join(formats[:-1]), formats[-1]])
         raise ConfigurationError(
             f"{path.name} has no supported suffix", field=field, remedy=f"end it in {offered}"
+        )
+    require_directory(path, field)
+
+
+def require_directory(path: Path, field: str) -> None:
+    """:raises ConfigurationError: the directory of the file does not exist."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(
+            f"the directory {path.parent} does not exist",
+            field=field,
+            remedy="create it, or name another directory",
         )
 
 
@@ -22,7 +37,9 @@ def write_file(path: Path, content: bytes, field: str) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field=field) from None
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}", field=field, remedy="name another file"
+        ) from None
 
 
 def read_report(path: Path, field: str) -> Report:

@@ -10,8 +10,8 @@ import pytest
 import safetensors
 from typer.testing import CliRunner
 
-from ftd.cli.checkpoint import parse_file_size
 from ftd.cli.main import app
+from ftd.cli.options import parse_size
 from ftd.errors import CheckpointError, ConfigurationError
 from storage.checkpoint import CheckpointStore
 from storage.layerstate import DTYPE_BYTES
@@ -141,7 +141,7 @@ def test_errors_name_the_wrong_input(checkpoints: Path, tmp_path: Path) -> None:
         ),
         (("export", str(checkpoints), out, "--format", "torch", "--dtype", "float16"), "the exact numbers"),
         (
-            ("export", str(checkpoints), out, "--format", "huggingface", "--max-shard-size", "5"),
+            ("export", str(checkpoints), out, "--format", "huggingface", "--max-shard-size", "5 x"),
             "is not a size",
         ),
         (
@@ -159,7 +159,7 @@ def test_errors_name_the_wrong_input(checkpoints: Path, tmp_path: Path) -> None:
 
 def test_sizes_are_parsed() -> None:
     sizes = {"5GB": 5 * 10**9, "1.5 MiB": 1.5 * 2**20, "10b": 10, "2TB": 2 * 10**12}
-    assert {text: parse_file_size(text, "x") for text in sizes} == sizes
+    assert {text: parse_size(text, "x") for text in sizes} == sizes
 
 
 @pytest.mark.processes

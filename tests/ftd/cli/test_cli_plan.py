@@ -266,12 +266,15 @@ def test_a_thousand_nodes(profile: Path) -> None:
 BAD = [
     ((), "--profile: there is neither a profile nor a job to plan for (give --profile FILE"),
     (("--profile", "gone.json"), "gone.json does not exist"),
-    (("--profile", "P", "--plot", "plan.pdf"), "--plot: plan.pdf has no known suffix (use .svg, .png or"),
+    (
+        ("--profile", "P", "--plot", "plan.pdf"),
+        "--plot: plan.pdf has no supported suffix (end it in .svg, .png or",
+    ),
     (
         ("--profile", "P", "--memory", "lots"),
-        "--memory: 'lots' is not a memory size (write for example 80GiB",
+        "--memory: 'lots' is not a size (write for example 80GiB",
     ),
-    (("--profile", "P", "--memory", "0"), "--memory: '0' is not a memory size"),
+    (("--profile", "P", "--memory", "0"), "--memory: '0' is not a size"),
     (("--profile", "P", "--tolerate", 3), "--tolerate: tolerating 3 failures takes 4 pipelines"),
     (("--profile", "P", "--tolerate", 1, "--microbatches", 1), "--microbatches: 1 cannot be distributed"),
     (("--profile", "P", "--gpus-per-node", 3), "--gpus-per-node is 3"),

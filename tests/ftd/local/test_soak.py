@@ -10,7 +10,7 @@ import pytest
 from ftd.errors import ConfigurationError, PeerError
 from ftd.local.soak.draw import CENTRAL_FAULTS, IMPAIRING, KINDS, draw_faults
 from ftd.local.soak.monitor import ObservedRecovery, SoakMonitor, Violation
-from ftd.local.soak.plot import _ROWS, plot_soak, require_picture
+from ftd.local.soak.plot import _ROWS, FORMATS, plot_soak
 from ftd.local.soak.report import (
     FaultRecord,
     SoakGoodput,
@@ -21,6 +21,7 @@ from ftd.local.soak.report import (
     time_by_cause,
 )
 from ftd.local.soak.soak import require_short
+from ftd.observe.view.files import require_format
 
 
 def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:
@@ -375,7 +376,6 @@ def test_every_fault_has_a_row_in_the_plot(tmp_path: Path) -> None:
 
 
 def test_a_plot_that_cannot_be_written_is_rejected_beforehand(tmp_path: Path) -> None:
-    require_picture(None)
     for place in (tmp_path / "soak.gif", tmp_path / "nowhere" / "soak.png"):
         with pytest.raises(ConfigurationError, match="--plot"):
-            require_picture(place)
+            require_format(place, FORMATS, "--plot")

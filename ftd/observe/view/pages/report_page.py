@@ -60,7 +60,7 @@ def render_report_page(report: Report) -> str:
         render_figures(_glance(report)),
     ]
     if report.steps:
-        svg = render_plot(report, "svg").decode()
+        svg = render_plot(report, ".svg").decode()
         parts += ["<h2>Over time</h2>", f'<div class="scroll">{apply_theme(svg)}</div>']
     parts += _recoveries(report)
     parts += _failures(report)

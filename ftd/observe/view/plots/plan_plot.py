@@ -4,10 +4,8 @@ Equal pipelines are drawn once. All timelines share one axis, so the slowest pip
 matplotlib is imported only by modules that draw.
 """
 
-import io
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from ftd.errors import ConfigurationError
 from ftd.observe.view.files import write_file
 from ftd.observe.view.plan import MAX_DRAWN, chosen_line, comparison_line, format_elapsed, named_templates
+from ftd.observe.view.plots.image import render_image
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.text import layer_range, plural
 from planner.describe import Description, PipelineRow, TemplateRow, timeline_of
@@ -100,21 +99,14 @@ def plot_plan(description: Description, path: Path, *, name: str, other: Descrip
         data = render_plan_page(
             description, render_plan_svg(description, name=name), name=name, other=other
         ).encode()
-    elif kind == ".svg":
-        data = render_plan_svg(description, name=name, other=other).encode()
     else:
-        picture = io.BytesIO()
-        draw_plan(description, name=name, other=other).savefig(picture, format="png", dpi=150)
-        data = picture.getvalue()
+        data = render_image(lambda: draw_plan(description, name=name, other=other), kind)
     write_file(path, data, "--plot")
 
 
 def render_plan_svg(description: Description, *, name: str, other: Description | None = None) -> str:
     """Return the image as SVG; the same plan always gives the same text."""
-    picture = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "ftd", "svg.fonttype": "none"}):
-        draw_plan(description, name=name, other=other).savefig(picture, format="svg", metadata={"Date": None})
-    return picture.getvalue()
+    return render_image(lambda: draw_plan(description, name=name, other=other), ".svg").decode()
 
 
 def _check_size(template: TemplateRow, row: PipelineRow) -> None:

@@ -1,9 +1,8 @@
 """Draws a run: loss, throughput, goodput and learning rate over time, with failures and other changes marked."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftd.errors import ConfigurationError
 from ftd.observe.run_model import is_failure
@@ -18,6 +17,9 @@ from ftd.observe.view.rates import (
     learning_rates,
     throughput_series,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg")
 MAX_POINTS = 2_000
@@ -36,7 +38,6 @@ _STYLE: Any = {
     "axes.facecolor": PAPER,
     "savefig.facecolor": PAPER,
     "font.size": 9,
-    "svg.fonttype": "none",
 }
 
 
@@ -49,14 +50,20 @@ def plot_report(report: Report, path: Path) -> None:
     require_format(path, FORMATS, "--plot")
     if not report.steps:
         raise ConfigurationError("no step was committed: there is nothing to draw", field="--plot")
-    write_file(path, render_plot(report, path.suffix[1:]), "--plot")
+    write_file(path, render_plot(report, path.suffix), "--plot")
 
 
 def render_plot(report: Report, kind: str) -> bytes:
     """Return the image of a report with steps.
-    :param kind: ``svg`` or ``png``.
+
+    :param kind: ``.svg`` or ``.png``.
     """
-    import matplotlib as mpl
+    from ftd.observe.view.plots.image import render_image
+
+    return render_image(lambda: _draw(report), kind, _STYLE)
+
+
+def _draw(report: Report) -> "Figure":
     from matplotlib.figure import Figure
 
     steps = zip(report.steps, committed_at_s(report.steps), strict=True)
@@ -68,19 +75,16 @@ def render_plot(report: Report, kind: str) -> bytes:
         ("learning rate", learning_rates(report), BLUE),
     ]
     panels = [panel for panel in panels if panel[1]]
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(11, 0.6 + 1.7 * len(panels)), layout="constrained")
-        axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-        for one, (name, series, colour) in zip(axes, panels, strict=True):
-            _panel(one, name, series, colour)
-            if name == "loss":
-                _evaluations(one, evaluation_losses(report))
-            _mark(one, report)
-        axes[-1].set_xlabel("seconds since the first event")
-        _legend(axes[0], report)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return buffer.getvalue()
+    figure = Figure(figsize=(11, 0.6 + 1.7 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for one, (name, series, colour) in zip(axes, panels, strict=True):
+        _panel(one, name, series, colour)
+        if name == "loss":
+            _evaluations(one, evaluation_losses(report))
+        _mark(one, report)
+    axes[-1].set_xlabel("seconds since the first event")
+    _legend(axes[0], report)
+    return figure
 
 
 def _panel(axes: Any, name: str, series: Sequence[tuple[float, float]], colour: str) -> None:

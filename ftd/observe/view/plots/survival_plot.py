@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from ftd.config.reliability_file import ReliabilityInput
-from ftd.errors import ConfigurationError
-from ftd.observe.view.files import require_format
+from ftd.observe.view.files import require_format, write_file
+from ftd.observe.view.plots.image import render_image
 from ftd.observe.view.plots.palette import BLUE, RED
 from planner.reliability import safe_days
 
@@ -17,8 +18,10 @@ def plot_survival(question: ReliabilityInput, path: Path) -> None:
     :raises ConfigurationError: the format is not offered, or the file cannot be written.
     """
     require_format(path, (".svg", ".png"), "--plot")
-    from matplotlib.figure import Figure
+    write_file(path, render_image(lambda: _draw(question), path.suffix), "--plot")
 
+
+def _draw(question: ReliabilityInput) -> Figure:
     protection, threshold = question.protection, question.threshold
     safe = safe_days(protection.protected, threshold)
     longest = 4 * safe if np.isfinite(safe) else 365.0
@@ -38,7 +41,4 @@ def plot_survival(question: ReliabilityInput, path: Path) -> None:
     axes.set_title(f"{protection.nodes} nodes in groups of {protection.group}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field="--plot") from None
+    return figure

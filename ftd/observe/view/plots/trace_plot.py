@@ -3,11 +3,9 @@
 matplotlib is imported only by modules that draw.
 """
 
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -15,6 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ftd.observe.view.files import write_file
+from ftd.observe.view.plots.image import render_image
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.text import format_size, plural
 from ftd.observe.view.trace import WAITS, CopiedBytes, RankTrace, TraceSpan, sum_copied_bytes
@@ -39,12 +38,7 @@ def plot_trace(rows: Sequence[RankTrace], path: Path, *, name: str) -> None:
 
     :raises ConfigurationError: the file cannot be written.
     """
-    kind = path.suffix.lower().removeprefix(".")
-    picture = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "ftd", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if kind == "svg" else None
-        draw_trace(rows, name=name).savefig(picture, format=kind, dpi=150, metadata=metadata)
-    write_file(path, picture.getvalue(), "--out")
+    write_file(path, render_image(lambda: draw_trace(rows, name=name), path.suffix), "--out")
 
 
 def draw_trace(rows: Sequence[RankTrace], *, name: str) -> Figure:

@@ -104,5 +104,5 @@ def test_the_image_is_written_in_both_formats(tmp_path: Path) -> None:
     for kind, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         plot_trace(rows, tmp_path / f"trace.{kind}", name="gpt")
         assert (tmp_path / f"trace.{kind}").read_bytes().startswith(begin)
-    with pytest.raises(ConfigurationError, match="cannot write"):
+    with pytest.raises(ConfigurationError, match="cannot be written"):
         plot_trace(rows, tmp_path / "no" / "trace.png", name="gpt")
