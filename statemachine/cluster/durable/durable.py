@@ -5,7 +5,7 @@ monotonic one, the same for a coordinator that restarts on this host.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,10 +17,11 @@ from statemachine.cluster.durable.records import (
     JournalState,
     NodeRecord,
     PersistingRecord,
+    RecoveryRecord,
+    ReplicasRecord,
     assemble,
     columns,
 )
-from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
     ActiveRecovery,
@@ -68,12 +69,34 @@ def incompatibility(schema: int, protocol: int, newest: int | None = None) -> st
     return ""
 
 
-_FACTS = tuple(field.name for field in msgspec.structs.fields(NodeFacts))
-_STATUS_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(NodeRecord)
-    if field.name not in ("incarnation", "facts", "snapshots")
+def _field_names(kind: type, *left_out: str) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields but ``left_out``."""
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in left_out)
+
+
+_FACTS = NodeFacts.__struct_fields__
+_STATUS_FIELDS = _field_names(NodeRecord, "incarnation", "facts", "snapshots")
+_RECOVERY_FIELDS = _field_names(RecoveryRecord, "before")
+_REPLICAS_FIELDS = _field_names(ReplicasRecord)
+_RESUMED_FIELDS = _field_names(Resumption, "plan")
+"""Fields of ``Resumption`` that the journal has under their names with ``resumed_`` before them."""
+_PROGRESS_FIELDS = ("known", "published_step", "evaluated", "skipped", "loss", "step_s")
+_CLUSTER_FIELDS = (
+    "generation",
+    "raised",
+    "repeated_error",
+    "last_failure",
+    "job",
+    "profiled",
+    "spikes",
+    "lineage",
 )
+"""Fields of ``TrainingProgress`` and ``Cluster`` that the journal has under the same names."""
+
+
+def _values(source: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return attributes by their names."""
+    return {name: getattr(source, name) for name in names}
 
 
 def _nodes(c: Cluster) -> dict[str, Any]:
@@ -100,17 +123,7 @@ MOMENTS = ("began_at", "detected_at", "waited_until", "quiesced_at", "planned_at
 
 
 def _recovery(record: ActiveRecovery) -> dict[str, Any]:
-    return {
-        "cause": record.cause,
-        "nodes": list(record.nodes),
-        "detected_how": record.detected_how,
-        "measured_from": record.measured_from,
-        "tried": record.tried,
-        "recomputed_steps": record.recomputed_steps,
-        "rolled_back_steps": record.rolled_back_steps,
-        "tier": record.tier,
-        **{name: getattr(record, name) for name in MOMENTS},
-    }
+    return _values(record, _RECOVERY_FIELDS) | {"nodes": list(record.nodes)}
 
 
 def _persisting(c: Cluster) -> dict[str, Any]:
@@ -171,11 +184,7 @@ def _without_pipelines(plan: Plan) -> dict[str, Any]:
     """Return the plan without its pipelines, which are a part of their own, as those of the previous plan may
     be.
     """
-    return {
-        field.name: getattr(plan, field.name)
-        for field in dataclasses.fields(plan)
-        if field.name != "pipelines"
-    }
+    return _values(plan, _field_names(Plan, "pipelines"))
 
 
 def _pairs(mapping: dict[Device, Any]) -> list[Any]:
@@ -183,21 +192,13 @@ def _pairs(mapping: dict[Device, Any]) -> list[Any]:
 
 
 def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
-    return {
-        "resumed_generation": resumption.generation,
-        "resumed_step": resumption.step,
-        "resumed_vote": resumption.vote,
+    values = {f"resumed_{name}": getattr(resumption, name) for name in _RESUMED_FIELDS}
+    return values | {
         "resumed_ready": _cached(c, "ready", resumption.ready, _pairs),
+        "resumed_ready_parts": _cached(c, "ready_parts", resumption.ready_parts, _pairs),
+        "resumed_replica_peers": dict(resumption.replica_peers),
         "pipelines": resumption.plan.pipelines,
         "plan": _cached(c, "plan", resumption.plan, _without_pipelines),
-        "resumed_lineage": resumption.lineage,
-        "resumed_restore": resumption.restore,
-        "resumed_protection": resumption.protection,
-        "resumed_requested_protection": resumption.requested_protection,
-        "resumed_ready_parts": _cached(c, "ready_parts", resumption.ready_parts, _pairs),
-        "resumed_held_parts": resumption.held_parts,
-        "resumed_replica_peers": dict(resumption.replica_peers),
-        "resumed_evaluated": resumption.evaluated,
     }
 
 
@@ -208,29 +209,18 @@ def write(c: Cluster) -> dict[str, Any]:
     Large parts that have not changed since the last call are the same objects; none changes once it was
     returned.
     """
-    phase, resumption, progress = c.state, c.resumption, c.progress
+    phase, resumption = c.state, c.resumption
     paused = phase if isinstance(phase, Paused) else None
     record = c.recovery if paused is None else paused.interrupted
     state: dict[str, Any] = {
         "schema": SCHEMA,
         "phase": str(c.phase),
-        "generation": c.generation,
         "outcome": phase.outcome if isinstance(phase, Ended) else "",
         "pause_reason": paused.reason if paused is not None else "",
         "pause_limited": paused is not None and paused.pause_limited,
-        "raised": c.raised,
-        "repeated_error": c.repeated_error,
-        "last_failure": c.last_failure,
         "failing": dict(c.failing),
-        "job": c.job,
-        "profiled": c.profiled,
-        "known": progress.known,
-        "published_step": progress.published_step,
-        "evaluated": progress.evaluated,
-        "skipped": progress.skipped,
-        "spikes": c.spikes,
-        "loss": progress.loss,
-        "step_s": progress.step_s,
+        **_values(c, _CLUSTER_FIELDS),
+        **_values(c.progress, _PROGRESS_FIELDS),
         **_nodes(c),
         "templates_for": max(c.templates_for, c.templates_before),
         "exposure": msgspec.to_builtins(c.exposure),
@@ -238,14 +228,7 @@ def write(c: Cluster) -> dict[str, Any]:
         "snapshot_last_order_step": c.snapshots.last_order_step,
         "snapshot_user_requested": c.snapshots.user_requested
         or (c.snapshots.pending is not None and c.snapshots.pending.user_requested),
-        "lineage": c.lineage,
-        "replicas": {
-            "agreed_step": c.replicas.agreed_step,
-            "copied": c.replicas.copied,
-            "diverged": c.replicas.diverged,
-            "diverged_step": c.replicas.diverged_step,
-            "tries": c.replicas.tries,
-        },
+        "replicas": _values(c.replicas, _REPLICAS_FIELDS),
         "persisting": _persisting(c),
         "quarantine": {
             node.name: {"failures": node.failures, "quarantine": node.quarantine}
@@ -329,21 +312,9 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         raise InvalidJournalError(f"the coordinator's journal cannot be read: {error}") from error
     c = Cluster(
         timing=timing,
-        generation=journal.generation,
-        raised=journal.raised,
-        repeated_error=journal.repeated_error,
-        last_failure=journal.last_failure,
         failing=journal.failing,
-        job=journal.job,
-        profiled=journal.profiled,
-        progress=TrainingProgress(
-            known=journal.known,
-            published_step=journal.published_step,
-            loss=journal.loss,
-            step_s=journal.step_s,
-            evaluated=journal.evaluated,
-            skipped=journal.skipped,
-        ),
+        **_values(journal, _CLUSTER_FIELDS),
+        progress=TrainingProgress(**_values(journal, _PROGRESS_FIELDS)),
         from_journal=True,
         at=at,
         templates_before=journal.templates_for,
@@ -354,22 +325,8 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
             user_requested=journal.snapshot_user_requested,
         ),
         checkpoints=_read_persisting(journal.persisting, at),
-        spikes=journal.spikes,
-        lineage=journal.lineage,
-        replicas=ReplicaComparisons(
-            agreed_step=journal.replicas.agreed_step,
-            copied=journal.replicas.copied,
-            diverged=journal.replicas.diverged,
-            diverged_step=journal.replicas.diverged_step,
-            tries=journal.replicas.tries,
-        ),
-        exposure=Exposure(
-            failures=journal.exposure.failures,
-            state_losses=journal.exposure.state_losses,
-            node_s=journal.exposure.node_s,
-            nodes=journal.exposure.nodes,
-            since=min(journal.exposure.since, at),
-        ),
+        replicas=ReplicaComparisons(**_values(journal.replicas, _REPLICAS_FIELDS)),
+        exposure=dataclasses.replace(journal.exposure, since=min(journal.exposure.since, at)),
     )
     _read_generation(c, journal)
     return c
@@ -385,21 +342,10 @@ def _read_generation(c: Cluster, journal: JournalState) -> None:
             failures = tuple(replace(failure, at=min(failure.at, at)) for failure in past.failures)
             c.nodes[name].failures, c.nodes[name].quarantine = failures, past.quarantine
     if journal.plan is not None:
-        c.resumption = Resumption(
-            generation=journal.resumed_generation,
-            step=journal.resumed_step,
-            vote=journal.resumed_vote,
-            plan=journal.plan,
-            ready={device: frozenset(layers) for device, layers in journal.resumed_ready},
-            lineage=journal.resumed_lineage,
-            restore=journal.resumed_restore,
-            ready_parts=dict(journal.resumed_ready_parts),
-            held_parts=journal.resumed_held_parts,
-            protection=journal.resumed_protection,
-            requested_protection=journal.resumed_requested_protection,
-            replica_peers=journal.resumed_replica_peers,
-            evaluated=journal.resumed_evaluated,
-        )
+        values = {name: getattr(journal, f"resumed_{name}") for name in _RESUMED_FIELDS}
+        values["ready"] = {device: frozenset(layers) for device, layers in journal.resumed_ready}
+        values["ready_parts"] = dict(journal.resumed_ready_parts)
+        c.resumption = Resumption(plan=journal.plan, **values)
     c.state = _read_state(journal, c.resumption, at)
 
 
@@ -407,23 +353,10 @@ def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
     old = journal.recovery
     if old is None:
         return None
-    return ActiveRecovery(
-        cause=old.cause,
-        nodes=list(old.nodes),
-        detected_how=old.detected_how,
-        detected_at=min(old.detected_at, at),
-        began_at=min(old.detected_at if old.began_at is None else old.began_at, at),
-        measured_from=old.measured_from,
-        waited_until=_not_after(old.waited_until, at),
-        tried=old.tried,
-        recomputed_steps=old.recomputed_steps,
-        rolled_back_steps=old.rolled_back_steps,
-        tier=old.tier,
-        before=old.before,
-        quiesced_at=_not_after(old.quiesced_at, at),
-        planned_at=_not_after(old.planned_at, at),
-        resumed_at=_not_after(old.resumed_at, at),
-    )
+    values = _values(old, _RECOVERY_FIELDS) | {name: _not_after(getattr(old, name), at) for name in MOMENTS}
+    if old.began_at is None:
+        values["began_at"] = values["detected_at"]
+    return ActiveRecovery(**values | {"nodes": list(old.nodes)}, before=old.before)
 
 
 def _read_state(journal: JournalState, resumption: Resumption | None, at: float) -> State:
@@ -484,23 +417,8 @@ def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
         name=name,
         incarnation=record.incarnation,
         facts=record.facts,
-        state=record.state,
         heard_at=at,
-        prepared=record.prepared,
-        build_error=record.build_error,
-        draining=record.draining,
-        drain_granted=record.drain_granted,
-        drain_waits=record.drain_waits,
-        fenced=record.fenced,
-        leaving=record.leaving,
-        released=record.released,
-        returning=record.returning,
-        counted_in=record.counted_in,
-        obeyed=record.obeyed,
-        lost_after=record.lost_after,
-        ended=record.ended,
-        speed=record.speed,
-        retired=record.retired,
         snapshots=frozenset(record.snapshots),
+        **_values(record, _STATUS_FIELDS),
         repairs=None,
     )

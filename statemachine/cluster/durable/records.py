@@ -1,6 +1,4 @@
-"""Records of the durable state as the journal has it; ``durable`` writes it, field by field, and reads it
-back.
-"""
+"""Records of the durable state as the journal has it; ``durable`` writes it and reads it back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +8,7 @@ from typing import Any
 import msgspec
 
 from planner.values import Device, PipelinePlacement, Plan, StatePart
+from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.loss_spikes import LossSpikes
 from statemachine.cluster.skipped_updates import SkippedUpdates
 from statemachine.messages.values import (
@@ -96,15 +95,6 @@ class RecoveryRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExposureRecord:
-    failures: int = 0
-    state_losses: int = 0
-    node_s: float = 0.0
-    nodes: int = 0
-    since: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PersistingRecord:
     newest: CheckpointRecord | None = None
     tried: int = 0
@@ -178,7 +168,7 @@ class JournalState:
     resumed_ready: tuple[tuple[Device, tuple[int, ...]], ...] = ()
     plan: Plan | None = None
     templates_for: int = 0
-    exposure: ExposureRecord = ExposureRecord()
+    exposure: Exposure = field(default_factory=Exposure)
     snapshot: Snapshot | None = None
     snapshot_last_order_step: int = 0
     snapshot_user_requested: bool = False
