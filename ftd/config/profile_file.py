@@ -24,17 +24,14 @@ from ftd.config.profile_checks import (
     reject_value,
 )
 from ftd.config.profile_document import (
-    SCHEMA,
-    LayerEntry,
     LayerTimesFile,
     LinkEntry,
     ProfileDocument,
-    RecomputationEntry,
     TimedLayer,
 )
 from ftd.config.validation import convert
 from ftd.errors import ConfigurationError
-from planner.values import LayerProfile, Link, ModelProfile, Recomputation, SplitTime, TensorSplit
+from planner.values import LayerProfile, Link, ModelProfile, SplitTime
 
 T = TypeVar("T")
 
@@ -103,40 +100,9 @@ def save_profile(path: Path, document: ProfileDocument) -> None:
 
 def model_profile(document: ProfileDocument) -> ModelProfile:
     """Return the part of a profile file that the planner uses."""
-    link = _link(document.link) if document.link else Link()
-    return ModelProfile(
-        layers=tuple(_layer(entry) for entry in document.layers),
-        microbatch_rows=document.microbatch_rows,
-        device_memory_bytes=document.device_memory_bytes,
-        stage_devices=document.stage_devices,
-        link=link,
-        ring=_link(document.ring) if document.ring else link,
-        inner=_link(document.inner) if document.inner else None,
-        shard_problem=document.shard_problem,
-        tensor_problem=document.tensor_problem,
-        tensor_counts=document.tensor_counts,
-        flops=document.flops,
-        device_peak_flops=document.device_peak_flops,
-    )
-
-
-def profile_document(profile: ModelProfile) -> ProfileDocument:
-    """Return a profile as the content of a file, without measurements and provenance."""
-    return ProfileDocument(
-        schema=SCHEMA,
-        microbatch_rows=profile.microbatch_rows,
-        layers=tuple(msgspec.convert(msgspec.to_builtins(layer), LayerEntry) for layer in profile.layers),
-        device_memory_bytes=profile.device_memory_bytes,
-        stage_devices=profile.stage_devices,
-        flops=profile.flops,
-        device_peak_flops=profile.device_peak_flops,
-        link=_link_entry(profile.link),
-        ring=_link_entry(profile.ring),
-        inner=None if profile.inner is None else _link_entry(profile.inner),
-        shard_problem=profile.shard_problem,
-        tensor_problem=profile.tensor_problem,
-        tensor_counts=profile.tensor_counts,
-    )
+    link = document.link or LinkEntry(**msgspec.to_builtins(Link()))
+    complete = msgspec.structs.replace(document, link=link, ring=document.ring or link)
+    return msgspec.convert(complete, ModelProfile, from_attributes=True)
 
 
 def timed_profile(timed: LayerTimesFile) -> ModelProfile:
@@ -150,45 +116,6 @@ def timed_profile(timed: LayerTimesFile) -> ModelProfile:
         link=free,
         ring=free,
     )
-
-
-def _layer(entry: LayerEntry) -> LayerProfile:
-    return LayerProfile(
-        forward_ms=entry.forward_ms,
-        backward_ms=entry.backward_ms,
-        parameter_bytes=entry.parameter_bytes,
-        gradient_bytes=entry.gradient_bytes,
-        optimizer_bytes=entry.optimizer_bytes,
-        activation_bytes=entry.activation_bytes,
-        output_bytes=entry.output_bytes,
-        working_bytes=entry.working_bytes,
-        full=_recomputation(entry.full),
-        selective=_recomputation(entry.selective),
-        tensor=None if entry.tensor is None else TensorSplit(**msgspec.structs.asdict(entry.tensor)),
-        split=tuple(
-            SplitTime(
-                devices=s.devices,
-                forward_ms=s.forward_ms,
-                backward_ms=s.backward_ms,
-                activation_bytes=s.activation_bytes,
-            )
-            for s in entry.split
-        ),
-    )
-
-
-def _recomputation(entry: RecomputationEntry | None) -> Recomputation | None:
-    if entry is None:
-        return None
-    return Recomputation(activation_bytes=entry.activation_bytes, recompute_ms=entry.recompute_ms)
-
-
-def _link(entry: LinkEntry) -> Link:
-    return Link(latency_ms=entry.latency_ms, bytes_per_s=entry.bytes_per_s)
-
-
-def _link_entry(link: Link) -> LinkEntry:
-    return LinkEntry(latency_ms=link.latency_ms, bytes_per_s=link.bytes_per_s)
 
 
 def _timed_layer(layer: TimedLayer, counts: tuple[int, ...]) -> LayerProfile:

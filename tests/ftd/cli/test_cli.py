@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ftd.config.profile_file import profile_document, save_profile
+from ftd.config.profile_file import save_profile
 from ftd.errors import RequestRejected, UnreachableError
 from ftd.transport.address import BrokerAddress, ClusterAddress
 from ftd.transport.client import ClusterClient
@@ -24,6 +24,7 @@ from ftd.transport.wire.public import Answer, StatusRequest
 from planner.values import LayerProfile, ModelProfile
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.commands import ftd_here
+from tests.helpers.profile_files import profile_document
 
 pytestmark = pytest.mark.processes
 

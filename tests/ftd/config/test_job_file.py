@@ -9,7 +9,7 @@ import pytest
 
 from ftd.config import tracking
 from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
-from ftd.config.profile_file import profile_document, save_profile
+from ftd.config.profile_file import save_profile
 from ftd.config.tracking import check_installed, sinks_of
 from ftd.errors import ConfigurationError
 from ftd.transport.wire.public import (
@@ -26,6 +26,7 @@ from runtime.import_conflicts import OUR_PACKAGES
 from statemachine.messages.trainer import TrainingData
 from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.helpers.job_tables import write
+from tests.helpers.profile_files import profile_document
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD: dict[str, Any] = {

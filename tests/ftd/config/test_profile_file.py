@@ -19,13 +19,13 @@ from ftd.config.profile_file import (
     MAX_FILE_BYTES,
     load_document,
     load_profile,
-    profile_document,
     save_profile,
 )
 from ftd.errors import ConfigurationError
 from ftd.observe.view.schema import schema_of
 from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, Link, ModelProfile, Policy, Recomputation, SplitTime, TensorSplit
+from tests.helpers.profile_files import profile_document
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference"
 

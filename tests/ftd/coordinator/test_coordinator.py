@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.config.profile_file import profile_document, save_profile
+from ftd.config.profile_file import save_profile
 from ftd.coordinator import commands
 from ftd.errors import RequestRejected, UnreachableError
 from ftd.transport.client import ClusterClient
@@ -48,6 +48,7 @@ from tests.helpers.coordinator_process import (
     job_data,
     state_when,
 )
+from tests.helpers.profile_files import profile_document
 
 
 @pytest.fixture

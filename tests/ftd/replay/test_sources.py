@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.profile_file import profile_document, save_profile
+from ftd.config.profile_file import save_profile
 from ftd.errors import ConfigurationError
 from ftd.replay.cards import read_card
 from ftd.replay.job import JobError
 from ftd.replay.sources import load_replay_job
 from planner.values import LayerProfile, ModelProfile
 from tests.helpers.harness import ROOT
+from tests.helpers.profile_files import profile_document
 
 LAYER = LayerProfile(
     forward_ms=1.0,
