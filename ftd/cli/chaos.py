@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 TargetOption = Annotated[
     Literal["node", "trainer"],
-    typer.Option(help="node: the daemon and its trainers; trainer: only trainers."),
+    typer.Option("--target", help="node: the daemon and its trainers; trainer: only trainers."),
 ]
 DeviceOption = Annotated[
     int | None,
@@ -44,8 +44,6 @@ SizeOption = Annotated[
     ),
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the random choice of messages.")]
-FaultFields = dict[str, Any]
-"""Fields of ``ftd.faults.chaos.values.Fault`` that a command sets besides kind and node, and a seed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -58,63 +56,45 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
         rich_markup_mode=None,
     )
-    devices = flip, corrupt, bad_device
-    for command in (
-        kill,
-        term,
-        stop,
-        hang,
-        raise_,
-        slow,
-        *devices,
-        disconnect,
-        lossy,
-        fill_memory,
-        fill_disk,
-    ):
+    trainers = kill, term, stop, hang, raise_, slow, flip, corrupt, bad_device
+    for command in (*trainers, disconnect, lossy, fill_memory, fill_disk):
         chaos.command(command.__name__.rstrip("_").replace("_", "-"))(_fault_command(command))
     chaos.command("run")(run)
     chaos.command("soak")(soak.soak)
     app.add_typer(chaos)
 
 
-def kill(
-    node: NodeArgument,
-    target: TargetOption = "node",
-    device: DeviceOption = None,
-) -> FaultFields:
+# Each of these functions declares the options of one fault, and ``_fault_command`` makes its command.
+
+
+def kill(node: NodeArgument, process: TargetOption = "node", device: DeviceOption = None) -> None:
     """Kill a node or only its trainers with SIGKILL.
 
     With --target trainer, the daemon survives.
 
     Example: ftd chaos kill node-2 --target trainer
     """
-    return {"process": target, "device": device}
 
 
-def term(
-    node: NodeArgument,
-) -> FaultFields:
+def term(node: NodeArgument) -> None:
     """Make a node leave gracefully, as after a spot notice.
 
     Example: ftd chaos term node-2
     """
-    return {"process": "node"}
 
 
 def stop(
     node: NodeArgument,
-    target: TargetOption = "trainer",
+    process: TargetOption = "trainer",
     device: DeviceOption = None,
     for_s: UnlimitedDurationOption = None,
-) -> FaultFields:
+) -> None:
     """Pause trainers with SIGSTOP.
 
     With --target node, the daemon is paused as well.
 
     Example: ftd chaos stop node-2 --for 5
     """
-    return {"process": target, "device": device, "for_s": for_s}
 
 
 def hang(
@@ -123,27 +103,22 @@ def hang(
     for_s: Annotated[
         float | None, typer.Option("--for", help="Duration in seconds.", show_default="3600")
     ] = None,
-) -> FaultFields:
+) -> None:
     """Put the main threads of trainers to sleep.
 
     Their other threads stay alive: heartbeats continue, but no step completes.
 
     Example: ftd chaos hang node-2
     """
-    return {"device": device, "for_s": for_s}
 
 
-def raise_(
-    node: NodeArgument,
-    device: DeviceOption = None,
-) -> FaultFields:
+def raise_(node: NodeArgument, device: DeviceOption = None) -> None:
     """Raise an exception in the training loop.
 
     The effect is that of a bug in the user's code.
 
     Example: ftd chaos raise node-2
     """
-    return {"device": device}
 
 
 def slow(
@@ -153,33 +128,25 @@ def slow(
     ] = 3.0,
     device: DeviceOption = None,
     for_s: UnlimitedDurationOption = None,
-) -> FaultFields:
+) -> None:
     """Slow down the trainers of a node.
 
     The effect is that of a machine that runs too hot.
 
     Example: ftd chaos slow node-2 --factor 3 --for 60
     """
-    return {"device": device, "for_s": for_s, "factor": factor}
 
 
-def flip(
-    node: NodeArgument,
-    device: DeviceOption = None,
-) -> FaultFields:
+def flip(node: NodeArgument, device: DeviceOption = None) -> None:
     """Flip one bit of a snapshot in a node's memory.
 
     The newest snapshot that the node holds is changed.
 
     Example: ftd chaos flip node-2
     """
-    return {"device": device}
 
 
-def corrupt(
-    node: NodeArgument,
-    device: DeviceOption = None,
-) -> FaultFields:
+def corrupt(node: NodeArgument, device: DeviceOption = None) -> None:
     """Flip one bit of a parameter in a trainer's memory.
 
     Nothing fails at once: the effect is that of silent corruption by a bad device. The comparison of replicas
@@ -187,7 +154,6 @@ def corrupt(
 
     Example: ftd chaos corrupt node-2
     """
-    return {"device": device}
 
 
 def bad_device(
@@ -202,14 +168,13 @@ def bad_device(
     for_s: Annotated[
         float | None, typer.Option("--for", help="Duration in seconds.", show_default="60")
     ] = None,
-) -> FaultFields:
+) -> None:
     """Make devices bad in a node's next health checks.
 
     Training is not affected. A node is checked before it returns and while it is idle.
 
     Example: ftd chaos bad-device node-2 --how slow --for 30
     """
-    return {"device": device, "for_s": for_s, "how": how}
 
 
 def disconnect(
@@ -217,14 +182,13 @@ def disconnect(
     for_s: Annotated[
         float | None, typer.Option("--for", help="Duration in seconds.", show_default="5")
     ] = None,
-) -> FaultFields:
+) -> None:
     """Cut a node's connection to the broker.
 
     The connection ends without a DISCONNECT packet; the node reconnects by itself.
 
     Example: ftd chaos disconnect node-2 --for 3
     """
-    return {"process": "node", "for_s": for_s}
 
 
 def lossy(
@@ -238,65 +202,48 @@ def lossy(
     ] = 0.0,
     for_s: ShortDurationOption = None,
     seed: SeedOption = 0,
-) -> FaultFields:
+) -> None:
     """Lose, duplicate and delay messages of a node.
 
     Both directions are affected: what it sends and what is sent to it.
 
     Example: ftd chaos lossy node-2 --drop 0.05 --duplicate 0.2 --late 0.3 --for 20
     """
-    return {
-        "process": "node",
-        "for_s": for_s,
-        "drop": drop,
-        "duplicate": duplicate,
-        "late_s": late_s,
-        "seed": seed,
-    }
 
 
-def fill_memory(
-    node: NodeArgument,
-    size_mib: SizeOption = None,
-    for_s: ShortDurationOption = None,
-) -> FaultFields:
+def fill_memory(node: NodeArgument, size_mib: SizeOption = None, for_s: ShortDurationOption = None) -> None:
     """Fill the memory file system that holds a node's snapshots.
 
     Example: ftd chaos fill-memory node-2 --size-mib 512 --for 5
     """
-    return {"process": "node", "for_s": for_s, "size_mib": size_mib}
 
 
-def fill_disk(
-    node: NodeArgument,
-    size_mib: SizeOption = None,
-    for_s: ShortDurationOption = None,
-) -> FaultFields:
+def fill_disk(node: NodeArgument, size_mib: SizeOption = None, for_s: ShortDurationOption = None) -> None:
     """Fill the disk that holds the job's checkpoints.
 
     Example: ftd chaos fill-disk node-2 --size-mib 512 --for 5
     """
-    return {"process": "node", "for_s": for_s, "size_mib": size_mib}
 
 
-def _fault_command(build_fields: Callable[..., FaultFields]) -> Callable[..., None]:
-    """Return the command of a fault: with its own options, then those that all commands have."""
+def _fault_command(declared: Callable[..., None]) -> Callable[..., None]:
+    """Return the command of a fault: with the parameters of ``declared``, then those that all commands have."""
 
-    def command(*, where: ClusterOptions, as_json: JsonOption = False, **given: Any) -> None:
-        do: Any = build_fields.__name__.rstrip("_")
-        _inject(where.resolve(), do, given["node"], build_fields(**given), as_json=as_json)
+    def command(*, node: str, where: ClusterOptions, as_json: JsonOption = False, **fields: Any) -> None:
+        do: Any = declared.__name__.rstrip("_")
+        _inject(where.resolve(), do, node, fields, as_json=as_json)
 
-    own, common = (inspect.signature(each).parameters for each in (build_fields, command))
-    command.__doc__ = build_fields.__doc__
+    own, common = (inspect.signature(each).parameters for each in (declared, command))
+    command.__doc__ = declared.__doc__
     set_parameters(command, [*own.values(), common["where"], common["as_json"]])
     return with_cluster_options(command)
 
 
 def _inject(
-    address: ClusterAddress, do: "NodeFault", node: str, fields: FaultFields, *, as_json: bool
+    address: ClusterAddress, do: "NodeFault", node: str, fields: dict[str, Any], *, as_json: bool
 ) -> None:
     """Send one fault to a node.
 
+    :param fields: ``seed``, and fields of ``ftd.faults.chaos.values.Fault``.
     :raises RequestRejected: there is no such node, it is offline, or chaos is not allowed there.
     :raises UnreachableError: the node does not answer.
     """
@@ -306,7 +253,6 @@ def _inject(
     from ftd.transport.client import ClusterClient
 
     seed = fields.pop("seed", 0)
-    fields = {"process": "trainer", **fields}
     fault = Fault(id=do, trigger=AfterTime(delay_s=0.0), do=do, target=NamedNodes(names=(node,)), **fields)
 
     async def ask() -> None:
