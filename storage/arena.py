@@ -10,6 +10,7 @@ that their pages are touched only once.
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -246,3 +247,24 @@ class Arena:
         for draft in (*self.directory.glob(".step-*"), *self.directory.glob(_DRAFT.format("*"))):
             with contextlib.suppress(OSError):
                 draft.unlink()
+
+
+def manifests_in(directory: Path) -> list[SnapshotManifest]:
+    """Return the complete snapshots in an arena that another process may have open."""
+    found = []
+    for path in directory.glob("step-*.json"):
+        with contextlib.suppress(CorruptDataError, OSError):
+            found.append(read_record(path, SnapshotManifest))
+    return found
+
+
+def is_locked(directory: Path) -> bool:
+    """Return whether another process has the arena open, by the lock that the scripts of ``Snapshotter`` hold."""
+    try:
+        with (directory / "lock").open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from runtime.script.plain_state import SnapshotError
 from runtime.wire.snapshot_agent_protocol import SnapshotKey, read_retained
-from storage.arena import SLOTS, Arena, Slot
+from storage.arena import SLOTS, Arena, Slot, is_locked, manifests_in
 from storage.errors import ArenaFullError, CorruptDataError
 from storage.manifest import SnapshotManifest, SnapshotPart, read_record
 
@@ -198,7 +198,7 @@ class RankArena:
         :param empty: only what a failed attempt left without any snapshot.
         """
         for path in former_ranks(self.job, ranks):
-            if not (empty and any(path.glob("step-*.json"))) and not _is_locked(path):
+            if not (empty and any(path.glob("step-*.json"))) and not is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
 
     def retain_only(self, keys: set[SnapshotKey]) -> None:
@@ -262,27 +262,6 @@ def former_ranks(job: Path, ranks: int) -> list[Path]:
         for path in sorted(job.glob("rank-*"))
         if path.name[5:].isdecimal() and int(path.name[5:]) >= ranks
     ]
-
-
-def manifests_in(directory: Path) -> list[SnapshotManifest]:
-    """Return the complete snapshots in an arena that another process may have open."""
-    found = []
-    for path in directory.glob("step-*.json"):
-        with contextlib.suppress(CorruptDataError, OSError):
-            found.append(read_record(path, SnapshotManifest))
-    return found
-
-
-def _is_locked(directory: Path) -> bool:
-    """Return whether another process has the arena open."""
-    try:
-        with (directory / "lock").open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _has_snapshot(directory: Path, key: SnapshotKey) -> bool:

@@ -33,7 +33,7 @@ from runtime.script.protection import (
     rank_count_mismatch,
     rank_layout_of,
 )
-from runtime.script.rank_arena import RankArena, default_root, manifests_in, snapshot_key
+from runtime.script.rank_arena import RankArena, default_root, snapshot_key
 from runtime.script.ranks import Ranks
 from runtime.script.registered import RegisteredObject
 from runtime.script.resharding import ShardAssembler, changed_boxes
@@ -41,7 +41,7 @@ from runtime.script.saved import EMPTY, PreparedRestore, SavedSnapshot, map_byte
 from runtime.script.tensor_filler import ImageSpan, corrupt_parts, verified_spans
 from runtime.script.tensor_image import Bytes
 from runtime.wire.snapshot_agent_protocol import SnapshotKey, read_retained
-from storage.arena import Slot
+from storage.arena import Slot, manifests_in
 from storage.manifest import SnapshotManifest, SnapshotPart
 
 log = logging.getLogger("ftd.snapshotter")

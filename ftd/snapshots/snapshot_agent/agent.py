@@ -11,7 +11,6 @@ messages.
 
 import asyncio
 import contextlib
-import fcntl
 import re
 import shutil
 import time
@@ -41,7 +40,7 @@ from runtime.wire.snapshot_agent_protocol import (
     read_retained,
     write_retained,
 )
-from storage.arena import SLOTS, Arena
+from storage.arena import SLOTS, Arena, is_locked, manifests_in
 from storage.errors import ArenaFullError, CorruptDataError
 from storage.manifest import SnapshotManifest, SnapshotPart, read_record, write_record
 
@@ -368,7 +367,7 @@ class SnapshotAgent:
             elif (
                 ARENA_NAMES.fullmatch(directory.name)
                 and directory.name not in wanted
-                and not _is_used(directory)
+                and not is_locked(directory)
             ):
                 self._close_copies(run.job, directory.name)
                 shutil.rmtree(directory, ignore_errors=True)
@@ -387,7 +386,7 @@ class SnapshotAgent:
         with contextlib.suppress(CorruptDataError, OSError):
             run = read_record(path / RUN_FILE, ProtectedRun)
             others |= dict.fromkeys(run.hosts + run.spare_hosts)
-        if not any(_is_used(directory) for directory in path.glob("rank-*")):
+        if not any(is_locked(directory) for directory in path.glob("rank-*")):
             if (task := self._leading.pop(job, None)) is not None:
                 task.cancel()
             self._removed[job] = self._newest.get(job, 0)
@@ -415,24 +414,7 @@ class SnapshotAgent:
 
 
 def _keys(directory: Path) -> list[SnapshotKey]:
-    keys = []
-    for path in directory.glob("step-*.json"):
-        with contextlib.suppress(CorruptDataError, OSError):
-            manifest = read_record(path, SnapshotManifest)
-            keys.append((manifest.generation, manifest.step))
-    return keys
-
-
-def _is_used(directory: Path) -> bool:
-    """Return whether a script has the directory open, by its lock."""
-    try:
-        with (directory / "lock").open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+    return [(manifest.generation, manifest.step) for manifest in manifests_in(directory)]
 
 
 async def gather_all(work: list[Awaitable[None]]) -> None:
