@@ -34,13 +34,6 @@ class Timeline:
         """``PipelineClock.makespan_ms``: the first stage's last backward is the last operation of all."""
         return float(self.backward_end_ms[0, -1])
 
-    @property
-    def idle_ms(self) -> Floats:
-        """Return for each stage how long it waits within the makespan; shape (S,)."""
-        busy = self.forward_end_ms - self.forward_start_ms + self.backward_end_ms - self.backward_start_ms
-        idle: Floats = np.maximum(self.makespan_ms - busy.sum(axis=1), 0.0)
-        return idle
-
 
 def timeline(
     forward_ms: Sequence[float], backward_ms: Sequence[float], link_ms: Sequence[float], microbatches: int

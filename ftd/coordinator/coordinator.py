@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never, cast
 
-import structlog
-
 from ftd.config.validation import NAME_PATTERN
 from ftd.coordinator.commands import CommandSender
 from ftd.coordinator.events import EventStream
@@ -62,8 +60,6 @@ from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
 from statemachine.messages.cluster import Prepare
 from statemachine.messages.values import ClusterPhase
 from statemachine.timing import Timing
-
-_log = structlog.get_logger("ftd.coordinator")
 
 STATE_PERIOD_S = 0.1
 STATE_SHARE = 0.05

@@ -20,7 +20,6 @@ from ftd.processes import (
     descendant_pids,
     die_with_parent,
     is_alive,
-    read_tail,
     reap,
     signal_group,
 )
@@ -81,7 +80,6 @@ class ChildProcess:
     name: str
     process: asyncio.subprocess.Process
     log: Path
-    started_at: float
 
     @property
     def pid(self) -> int:
@@ -138,7 +136,7 @@ class ChildProcesses:
                 )
             except OSError as error:
                 raise PeerError(f"cannot start {name} ({command[0]}): {error.strerror}") from error
-        child = ChildProcess(name=name, process=process, log=log, started_at=time.monotonic())
+        child = ChildProcess(name=name, process=process, log=log)
         self.children[name] = child
         return child
 
@@ -183,8 +181,3 @@ class ChildProcesses:
             await asyncio.sleep(0.01)
         if left:
             raise PeerError(f"processes {sorted(left)} did not end within {_KILL_TIMEOUT_S:g} s of SIGKILL")
-
-    def tails(self, size_bytes: int = 3000) -> dict[str, str]:
-        """Return the end of every process's log that is not empty."""
-        found = {name: read_tail(child.log, size_bytes) for name, child in self.children.items()}
-        return {name: text for name, text in found.items() if text}

@@ -108,11 +108,6 @@ class Schedule:
     """End of each iteration that was scheduled: the time at which the gradients of all stages are complete."""
 
     @property
-    def makespan_s(self) -> float:
-        """Time from the first operation of the first iteration to its last one."""
-        return self.ends_s[0]
-
-    @property
     def iteration_s(self) -> float:
         """Time from one iteration's end to the next one's, once schedules repeat themselves."""
         if len(self.ends_s) == 1:
@@ -215,33 +210,6 @@ def estimate_iteration_s(
     )
     grown_s = (idle_many_s - idle_few_s) * (most - many) / (many - few)
     return busiest_s(pipelines, dead) + max(0.0, idle_many_s + grown_s)
-
-
-def render(schedule: Schedule, slot_s: float, begin_s: float = 0.0, end_s: float | None = None) -> str:
-    """Return the schedule as text: one line for each worker, one cell for each slot of ``slot_s``.
-
-    A cell has the operation's letter and the microbatch's number; an operation of two slots fills two cells.
-    The letter is lower case if the microbatch was rerouted from another pipeline. A dot is an idle slot.
-
-    :param begin_s: the first slot's begin.
-    :param end_s: the last slot's end; ``None``: the end of the last iteration.
-    """
-    slots = round(((schedule.ends_s[-1] if end_s is None else end_s) - begin_s) / slot_s)
-    rows: dict[Worker, list[str]] = {}
-    for worker, operations in schedule.operations.items():
-        cells = rows[worker] = ["."] * slots
-        for each in operations:
-            letter = each.kind if each.pipeline == worker[0] else each.kind.lower()
-            first, end = (round((at_s - begin_s) / slot_s) for at_s in (each.begin_s, each.end_s))
-            for slot in range(max(first, 0), min(end, slots)):
-                cells[slot] = f"{letter}{each.microbatch}"
-    width = max(len(cell) for cells in rows.values() for cell in cells)
-    lines = []
-    for pipeline, stage in sorted({*rows, *schedule.dead}):
-        cells = rows.get((pipeline, stage), ["dead"])
-        shown = " ".join(cell.ljust(width) for cell in cells).rstrip()
-        lines.append(f"pipeline {pipeline} stage {stage} | {shown}\n")
-    return "".join(lines)
 
 
 def _check(pipelines: Sequence[Pipeline], dead: Collection[Worker]) -> None:

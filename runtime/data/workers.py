@@ -193,10 +193,6 @@ _FORKED = msgspec.msgpack.Decoder(Forked)
 _REAPED = msgspec.msgpack.Decoder(Reaped)
 
 
-class WorkerLost(RuntimeError):
-    """The worker ended although it was not asked to; the message says how."""
-
-
 class ForkServer:
     """The trainer's end of the server. Use it from one thread at a time.
 

@@ -105,11 +105,6 @@ class TensorPlan:
         """
         return dict.fromkeys(self.summed_parameters, "*") | {name: name for name in self.split_parameters}
 
-    @property
-    def max_devices(self) -> int:
-        """The largest number of devices that can use the plan; so can all of its divisors."""
-        return gcd(*(count for _, count in self.divisible_counts))
-
     def find_problem(self, devices: int) -> str | None:
         """Return why a stage of ``devices`` devices cannot use the plan, or ``None`` if it can."""
         for words, count in self.divisible_counts:

@@ -159,7 +159,6 @@ class WindowedModule:
         self._exit: list[int] = []
         self._exit_per_row: list[bool] = []
         self._shapes: dict[Any, Any] = {}
-        self._forwards: dict[int, Callable[..., Any]] = {}
         self._balance = ExpertBalance.find(root)
         order = self._record(batch, rows)
         if split is None and sorted(order) == list(range(len(names))) != order:
@@ -499,7 +498,6 @@ class WindowedModule:
             ) -> Any:
                 return self._run_block(_number, _original, arguments, named)
 
-            self._forwards[number] = original
             block.forward = of_block
         for name, unit in self._units.items():
             original = unit.forward

@@ -1,4 +1,4 @@
-"""Small images with classes, from arrays or drawn: enough to try an image model without a download."""
+"""Small images with classes, from the arrays of a file."""
 
 from pathlib import Path
 
@@ -7,8 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.sources.errors import DataError, import_package
-from runtime.sources.packed import check_index
+from runtime.sources.errors import DataError
 
 Images = npt.NDArray[np.uint8]
 
@@ -52,45 +51,6 @@ class ImageArrays:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return _sample(self._images[index], int(self._labels[index]))
-
-
-class RenderedDigits:
-    """Drawn digits, shifted, rotated and with noise: samples ``{"pixel_values", "labels"}`` of 10 classes.
-
-    A sample depends only on ``seed`` and its index. ``pixel_values`` are float32 of shape (1, size, size)
-    between -1 and 1.
-    """
-
-    def __init__(self, count: int, *, size: int = 32, seed: int = 0) -> None:
-        """Set the number of images and their height and width in pixels."""
-        if count < 1 or size < 8:
-            raise DataError(
-                f"{count} images of {size} pixels: at least 1 image of at least 8 pixels is needed"
-            )
-        self._count = count
-        self._size = size
-        self._seed = seed
-        import_package("PIL.ImageFont", "drawing digits")
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        index = check_index(index, self._count)
-        label = index % 10
-        return _sample(_draw(str(label), self._size, np.random.default_rng((self._seed, index))), label)
-
-
-def _draw(digit: str, size: int, random: np.random.Generator) -> Images:
-    from PIL import Image, ImageDraw, ImageFont
-
-    image = Image.new("L", (size, size))
-    font = ImageFont.load_default(size * random.uniform(0.6, 0.9))
-    x, y = size / 2 + random.uniform(-size / 8, size / 8, 2)
-    ImageDraw.Draw(image).text((x, y), digit, fill=255, font=font, anchor="mm")
-    turned = image.rotate(random.uniform(-20, 20), resample=Image.Resampling.BILINEAR)
-    noisy = np.asarray(turned, dtype=np.float64) + random.normal(0, 16, (size, size))
-    return noisy.clip(0, 255).astype(np.uint8)
 
 
 def _sample(image: Images, label: int) -> dict[str, Tensor]:

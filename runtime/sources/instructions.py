@@ -56,11 +56,6 @@ class InstructionDataset(TokenisedDataset):
             cache_directory=cache_directory,
         )
 
-    @property
-    def unused_records(self) -> int:
-        """Number of records whose prompt alone fills a sample."""
-        return self._info.documents - len(self)
-
 
 def _documents(paths: Iterable[Path], tokenizer: LoadedTokenizer) -> Iterator[Document]:
     template: _ChatTemplate | None = None

@@ -8,7 +8,7 @@ id. The broker gives it to one client at a time: a client that opens it ends the
 from dataclasses import dataclass
 from enum import StrEnum
 
-from statemachine.effects import CancelTimer, Effect, EmitEvent, PublishCluster, SetTimer
+from statemachine.effects import Effect, EmitEvent
 from statemachine.events import Event, TimerFired
 
 # --- values --------------------------------------------------------------------------------------
@@ -215,9 +215,3 @@ class RejectTakeover(Effect):
     """
 
     event: EmitEvent
-
-
-ElectionEffect = (
-    SetTimer | CancelTimer | EmitEvent | PublishCluster | AcquireLeadership | ReleaseLeadership | ClaimTerm | Lead
-    | Suspend | StepDown | SendLeaderHeartbeat | AnnouncePeer | RejectTakeover
-)  # fmt: skip

@@ -27,6 +27,7 @@ from ftd.faults.chaos.values import Fault
 from ftd.local.child_processes import private_directory, shared_memory
 from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.inject import LocalInjector
+from ftd.processes import read_tail
 from ftd.transport.address import ClusterAddress
 from ftd.transport.client import ClusterClient
 from ftd.transport.wire.public import DrainRequest, JobData, ReadmitRequest, StopRequest, SubmitRequest
@@ -231,7 +232,8 @@ class Playground:
         ]
         nodes = {name: node["state"] for name, node in self.state.get("nodes", {}).items()}
         head = f"phase {self.state.get('phase')} waiting for {self.state.get('waiting_for')!r} nodes {nodes}"
-        logs = "\n".join(f"--- {name}\n{text}" for name, text in self.cluster.processes.tails(1500).items())
+        tails = {name: read_tail(child.log, 1500) for name, child in self.cluster.processes.children.items()}
+        logs = "\n".join(f"--- {name}\n{text}" for name, text in tails.items() if text)
         return "\n".join([head, *lines[-60:], logs])
 
     # --- acting ------------------------------------------------------------------------------------

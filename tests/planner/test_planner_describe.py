@@ -12,6 +12,7 @@ from planner.planner import Planner
 from planner.preview import Preview, preview
 from planner.values import Policy
 from tests.helpers.oracles import profile_of
+from tests.helpers.timelines import idle_ms
 
 POLICY = Policy(global_batch=64, microbatch_rows=4)
 
@@ -48,7 +49,7 @@ def test_the_timeline_of_a_pipeline_takes_its_makespan() -> None:
     for row in description.pipelines:
         drawn = timeline_of(description.template(row.nodes), row.microbatches)
         assert drawn.makespan_ms == pytest.approx(row.makespan_ms)
-        waits = drawn.idle_ms.mean() / drawn.makespan_ms
+        waits = idle_ms(drawn).mean() / drawn.makespan_ms
         assert waits == pytest.approx(row.bubble_ratio)
 
 

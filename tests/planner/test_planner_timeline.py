@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from planner.stages.makespan import PipelineClock
 from planner.timeline import Timeline, timeline
 from tests.helpers.oracles import operations, simulated_makespan_ms
+from tests.helpers.timelines import idle_ms
 
 times = st.integers(0, 40).map(lambda x: x / 8)
 
@@ -65,5 +66,5 @@ def spans(drawn: Timeline, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 def test_the_bubbles_of_a_balanced_pipeline() -> None:
     drawn = timeline([1.0] * 4, [2.0] * 4, [0.0] * 3, 8)
-    assert drawn.idle_ms.tolist() == [9.0] * 4
+    assert idle_ms(drawn).tolist() == [9.0] * 4
     assert drawn.makespan_ms == (8 + 4 - 1) * 3

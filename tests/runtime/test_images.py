@@ -1,4 +1,4 @@
-"""Tests of small images: arrays of a file, and drawn digits that depend only on seed and index."""
+"""Tests of small images from the arrays of a file."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.sources.errors import DataError
-from runtime.sources.images import ImageArrays, RenderedDigits
+from runtime.sources.images import ImageArrays
 
 
 @pytest.mark.parametrize("channels", [(), (1,), (3,)])
@@ -40,28 +40,3 @@ def test_files_without_images(tmp_path: Path) -> None:
     np.savez(path, images=np.zeros((3, 8, 8), dtype=np.uint8), labels=np.zeros(2, dtype=int))
     with pytest.raises(DataError, match="must be 3 whole numbers, one for each image"):
         ImageArrays(str(path))
-
-
-def test_digits_are_equal_wherever_they_are_drawn() -> None:
-    first, second = RenderedDigits(100, size=16, seed=3), RenderedDigits(100, size=16, seed=3)
-    for index in (0, 57, -1):
-        assert torch.equal(first[index]["pixel_values"], second[index]["pixel_values"])
-    assert [int(sample["labels"]) for sample in first] == [number % 10 for number in range(100)]
-    assert first[0]["pixel_values"].shape == (1, 16, 16)
-    assert not torch.equal(first[3]["pixel_values"], first[13]["pixel_values"])
-    assert not torch.equal(first[3]["pixel_values"], RenderedDigits(100, size=16)[3]["pixel_values"])
-
-
-def test_digits_can_be_distinguished() -> None:
-    """Each image is nearest to the mean of its own class far more often than by chance."""
-    digits = RenderedDigits(600, size=16)
-    images = torch.stack([sample["pixel_values"].flatten() for sample in digits])
-    labels = torch.tensor([int(sample["labels"]) for sample in digits])
-    means = torch.stack([images[:400][labels[:400] == digit].mean(0) for digit in range(10)])
-    nearest = torch.cdist(images[400:], means).argmin(1)
-    assert (nearest == labels[400:]).double().mean() > 0.2
-
-
-def test_no_images_are_no_data_set() -> None:
-    with pytest.raises(DataError, match="0 images of 32 pixels"):
-        RenderedDigits(0)

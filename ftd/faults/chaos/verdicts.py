@@ -18,10 +18,6 @@ class ExpectationStatus:
 
     met: bool | None
     measured: str
-    provisional: bool = False
-    """Whether the expectation is met only as long as nothing happens, so that the answer is final at the end
-    of the scenario.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +50,7 @@ def assess(expected: v.Expectation, of: InjectedFault | None, record: ScenarioRe
             return _one_of("cause", allowed, faults, record)
         case v.RecoveryCount(maximum=most):
             count = len(record.recoveries(faults))
-            return ExpectationStatus(met=count <= most, measured=str(count), provisional=True)
+            return ExpectationStatus(met=count <= most, measured=str(count))
         case v.EventSeen(event=event):
             seen = record.since(since_s, event)
             if not seen:
@@ -65,7 +61,7 @@ def assess(expected: v.Expectation, of: InjectedFault | None, record: ScenarioRe
             measured_text = (
                 f"{seen[0][1].get('node') or ''} {seen[0][1].get('reason')}".strip() if seen else "not seen"
             )
-            return ExpectationStatus(met=not seen, measured=measured_text, provisional=True)
+            return ExpectationStatus(met=not seen, measured=measured_text)
         case v.NodeStates(states=states):
             nodes = record.state.get("nodes") or {}
             now = {name: (nodes.get(name) or {}).get("state", "unknown") for name, _ in states}
@@ -108,7 +104,7 @@ def _most(
     field: str, most: int, faults: Sequence[InjectedFault], record: ScenarioRecord
 ) -> ExpectationStatus:
     counted = max((getattr(recovery, field) for _, recovery in record.recoveries(faults)), default=0)
-    return ExpectationStatus(met=counted <= most, measured=str(counted), provisional=True)
+    return ExpectationStatus(met=counted <= most, measured=str(counted))
 
 
 def _one_of(
@@ -131,7 +127,6 @@ def _same_losses(relative: float, record: ScenarioRecord) -> ExpectationStatus:
     return ExpectationStatus(
         met=worst <= relative or (False if record.end_event else None),
         measured=f"{len(both)} steps, {worst:.1e} apart at step {step}",
-        provisional=True,
     )
 
 

@@ -62,7 +62,7 @@ class SoakInjector:
         beyond: bool,
         seed: int,
     ) -> None:
-        self._client, self._cluster, self._monitor = client, cluster, monitor
+        self._cluster, self._monitor = cluster, monitor
         self._tolerate, self._beyond = tolerate, beyond
         self._remote = RemoteInjector(client, layout=lambda: read_layout(monitor.state), seed=seed)
         self.injected: list[FaultRecord] = []

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,12 +74,11 @@ class DeadLetterFile:
 class WebhookSender:
     """Queue and sender of alerts: call ``enqueue`` for each, ``run`` until it is cancelled, then ``finish``."""
 
-    def __init__(self, options: WebhookOptions, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
+    def __init__(self, options: WebhookOptions) -> None:
         """:raises ConfigurationError: the dead-letter file cannot be written."""
         self.dead_letter_file = DeadLetterFile(options.dead_letters)
         self.delivered = 0
         self._options = options
-        self._sleep = sleep
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(options.queue)
         self._current: dict[str, Any] | None = None
         """The alert that was taken from the queue and is neither delivered nor in the dead-letter file."""
@@ -139,7 +137,7 @@ class WebhookSender:
             _log.warning(
                 "not_delivered", alert=body["groupKey"], problem=problem, retry_in_s=round(wait_s, 2)
             )
-            await self._sleep(wait_s)
+            await asyncio.sleep(wait_s)
             retry_s = min(2 * retry_s, self._options.last_retry_s)
 
     async def _attempt(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> tuple[str | None, bool]:

@@ -156,7 +156,7 @@ class PipelineBars:
         return line
 
 
-def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_shares: bool = True) -> Text:
+def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours) -> Text:
     """Return the pipelines as text, one on each line: ``A  node-0 0–3 │ node-1 4–7  × 4``."""
     short = single_device(pipelines)
     text = Text(no_wrap=True, overflow="ellipsis")
@@ -169,8 +169,7 @@ def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_s
             text.append(f" {layer_range(stage['first_layer'], stage['end_layer'])}")
             text.append(f" {divided}" if (divided := _divided(stage)) else "", style="dim")
             text.append(" recomputing" if stage.get("recompute", "none") != "none" else "", style="dim")
-        if with_shares:
-            text.append(f"  × {pipeline['microbatches']}", style="dim")
+        text.append(f"  × {pipeline['microbatches']}", style="dim")
     return text
 
 

@@ -64,7 +64,7 @@ class ReftPolicy(RecoveryPolicy):
 
     def __init__(self, job: ReplayJob, parameters: Parameters) -> None:
         """:raises ConfigurationError: a method of the protection has no costs."""
-        self._times = times = parameters.section(self.name, ReftParameters)
+        times = parameters.section(self.name, ReftParameters)
         self._pace, self._stages = Pace(job=job), job.planner.n0
         methods = times.protection
         for key, by_method in (

@@ -157,12 +157,6 @@ class Trace:
         """Number of removals after time 0, also of nodes that had come in the same instant."""
         return sum(event.kind == "remove" and event.at_s > 0 for event in self.events)
 
-    @property
-    def mean_gap_s(self) -> float:
-        """Mean time in seconds between successive instants with removals; infinite with fewer than two."""
-        instants = sorted({event.at_s for event in self.events if event.kind == "remove" and event.at_s > 0})
-        return (instants[-1] - instants[0]) / (len(instants) - 1) if len(instants) > 1 else math.inf
-
     def until(self, end_s: float) -> "Trace":
         """Return the trace cut or extended to end at ``end_s``; after the last event the nodes stay.
 

@@ -60,5 +60,5 @@ def read_infinitehbd(file: TraceFile, options: ImportOptions) -> Trace:
             f"Only the {len(named)} nodes that failed are in the trace; the number of all nodes was not given.",
         )
     nodes = named + [f"unfailing-{number}" for number in range(1, count - len(named) + 1)]
-    records = nodes_of_faults(file, nodes, faults, 0.0)
+    records = nodes_of_faults(file, nodes, faults)
     return file.trace(records, description="infinitehbd", notes=notes)

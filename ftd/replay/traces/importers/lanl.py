@@ -63,7 +63,7 @@ def read_lanl(file: TraceFile, options: ImportOptions) -> Trace:
     gaps = file.gap_notes(((fault.place, fault.at_s) for fault in faults), options.max_gap_s)
     nodes = [f"system{system}-node{number}" for number in numbers]
     return file.trace(
-        nodes_of_faults(file, nodes, faults, 0.0),
+        nodes_of_faults(file, nodes, faults),
         description=f"lanl, system {system}",
         start_s=0.0,
         notes=(

@@ -22,17 +22,13 @@ class Fault:
     begins: bool
 
 
-def nodes_of_faults(
-    file: TraceFile, nodes: Sequence[str], faults: Iterable[Fault], start_s: float
-) -> list[Record]:
+def nodes_of_faults(file: TraceFile, nodes: Sequence[str], faults: Iterable[Fault]) -> list[Record]:
     """Return the events of these nodes: all are there at the start, and go and return with their failures.
 
     :param faults: in the order of their times; the begin of a failure of length 0 comes before its end.
     :raises TraceError: a failure ends that did not begin.
     """
-    records = [
-        Record(place="the start", event=TraceEvent(at_s=start_s, kind="add", node=node)) for node in nodes
-    ]
+    records = [Record(place="the start", event=TraceEvent(at_s=0.0, kind="add", node=node)) for node in nodes]
     failures: Counter[str] = Counter()
     for fault in faults:
         if not fault.begins and not failures[fault.node]:

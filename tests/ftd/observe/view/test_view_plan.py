@@ -20,6 +20,7 @@ from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
 from planner.timeline import timeline
 from planner.values import Policy
+from tests.helpers.timelines import idle_ms
 
 MIB = 1 << 20
 
@@ -238,7 +239,7 @@ def test_too_many_operations_are_drawn_as_mixed_colours() -> None:
     assert not axes.collections
     waits = 1 - pixels[:, :, 3].reshape(2, -1, pixels.shape[1])[:, 5, :].mean(axis=1) / 255
     drawn = timeline([40.0, 40.0], [40.0, 80.0], [0.5], 3000)
-    assert waits == pytest.approx(drawn.idle_ms / drawn.makespan_ms, abs=0.01)
+    assert waits == pytest.approx(idle_ms(drawn) / drawn.makespan_ms, abs=0.01)
     description = replace(description, pipelines=(replace(row, microbatches=2_000_000),))
     with pytest.raises(
         ConfigurationError, match=r"--plot: 2000000 microbatches .* at most 1000000 a pipeline"

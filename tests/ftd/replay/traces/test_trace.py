@@ -39,7 +39,7 @@ def test_events_of_one_instant_are_one_change() -> None:
         TraceChange(at_s=40, removed=("c",), added=("c",), notice_s=0.0),
     ), "a node that restarts is both removed and added"
     assert trace.node_counts() == [(0.0, 2), (10, 1), (40, 1)]
-    assert (trace.fewest_nodes, trace.most_nodes, trace.removals, trace.mean_gap_s) == (1, 2, 3, 30.0)
+    assert (trace.fewest_nodes, trace.most_nodes, trace.removals) == (1, 2, 3)
     assert trace.mean_nodes == pytest.approx((2 * 10 + 1 * 90) / 100)
 
 
@@ -47,7 +47,6 @@ def test_a_node_that_comes_and_goes_in_one_instant_changes_nothing() -> None:
     trace = trace_of(add(0, "a"), add(10, "b"), remove(10, "b"))
     assert trace.changes == ()
     assert trace.removals == 1, "it is counted as the file records it"
-    assert math.isinf(trace.mean_gap_s)
 
 
 def test_a_trace_is_cut_and_extended() -> None:
