@@ -21,10 +21,11 @@ from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover, cause_suffix
 from ftd.coordinator.message_router import CoordinatorMessageRouter
 from ftd.coordinator.ports import Ports
-from ftd.coordinator.public_state import cancel_all, public_state
+from ftd.coordinator.public_state import public_state
 from ftd.coordinator.requests import RequestHandler
 from ftd.coordinator.restore_check import check_restore
 from ftd.driver import Driver
+from ftd.tasks import cancel_all
 from ftd.transport.wire.checking import encode_state
 from ftd.transport.wire.coordinator_messages import JournalCopy, state_compressor
 from ftd.transport.wire.public import EventMessage

@@ -17,12 +17,12 @@ from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.ports import Feed, Ports, Program
-from ftd.coordinator.public_state import cancel_all
 from ftd.driver import Driver, SystemClock
 from ftd.observe.dashboard.dashboard import Dashboard
 from ftd.observe.metrics.cluster import ClusterMetrics
 from ftd.observe.metrics.server import MetricsServer
 from ftd.observe.tracking.writer_process import TrackingWriterProcess
+from ftd.tasks import cancel_all
 from ftd.transport.mqtt.transport import MqttTransport
 from ftd.transport.wire.public import EventMessage
 from statemachine.cluster.durable import durable

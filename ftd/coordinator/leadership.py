@@ -25,6 +25,7 @@ from ftd.coordinator.journal import SAME_CLOCK_S, Journal
 from ftd.coordinator.ports import Program, Transport
 from ftd.driver import Clock, Driver
 from ftd.errors import JournalError, WireError
+from ftd.tasks import cancel_all
 from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will
 from ftd.transport.wire.checking import encode_event
 from ftd.transport.wire.coordinator_messages import (
@@ -633,9 +634,8 @@ class Leadership:
         finally:
             self._driver.stop_timers()
             self._release()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, *self._leaving, return_exceptions=True)
+            await cancel_all(tasks)
+            await asyncio.gather(*self._leaving, return_exceptions=True)
 
     def publish(
         self,

@@ -34,6 +34,7 @@ from ftd.coordinator.plan_worker import (
 from ftd.coordinator.speculative_planning import SpeculativePlan, make_plan, plan_likely_losses
 from ftd.driver import Driver
 from ftd.errors import PeerError
+from ftd.tasks import start_task
 from planner.errors import (
     PlanningError,
     RestoreError,
@@ -198,10 +199,7 @@ class PlanningService:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        return task
+        return start_task(work, self._work)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

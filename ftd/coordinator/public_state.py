@@ -1,7 +1,5 @@
-"""The cluster's state as the coordinator publishes it, and a helper that ends tasks."""
+"""The cluster's state as the coordinator publishes it."""
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import ftd
@@ -39,10 +37,3 @@ def public_state(
         **coordinator,
         "at": timestamp(),
     }
-
-
-async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

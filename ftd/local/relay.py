@@ -9,6 +9,8 @@ import contextlib
 import socket
 import sys
 
+from ftd.tasks import cancel_all
+
 _CHUNK_BYTES = 65536
 
 
@@ -23,9 +25,7 @@ async def relay(listening: socket.socket, host: str, port: int) -> None:
                 asyncio.ensure_future(_pump(target_reader, writer)),
             ]
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await cancel_all(pumps)
             target_writer.close()
         writer.close()
 

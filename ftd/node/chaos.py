@@ -18,6 +18,7 @@ from ftd.faults.chaos.values import DEFAULT_FOR_S
 from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import LinkFaults, MessageFaultInjector
 from ftd.node.ports import HostProcesses
+from ftd.tasks import start_task
 from ftd.transport.wire.public import Answer, ChaosRequest, decode_json
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
 from statemachine.messages.values import PlantedFault
@@ -136,9 +137,7 @@ class NodeFaultInjector:
             self._actions.publish_event("ChaosRejected", problem, {"fault": request.do})
             self._answer(request, accepted=False, detail=problem)
             return
-        task = asyncio.get_running_loop().create_task(self._inject(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(self._inject(request), self._tasks)
 
     def _problem(self, request: ChaosRequest) -> str | None:
         """Return why this request is rejected, or ``None``."""

@@ -30,6 +30,7 @@ from ftd.processes import (
     trainer_environment,
 )
 from ftd.snapshots.storage import LocalSnapshotStorage
+from ftd.tasks import cancel_all
 from ftd.transport.http_server import listen
 from ftd.transport.mqtt.session import MqttSession
 from runtime.wire.store_protocol import secret_fingerprint
@@ -105,9 +106,7 @@ class NodeDaemon:
             return await self._node.run()
         finally:
             systemd.notify("STOPPING=1")
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await cancel_all(background)
             await self._node.close()
             await self._rendezvous.close()
             await self._metrics_server.close()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from ftd.tasks import cancel_all
 from ftd.transport.rate_limited_log import RateLimitedLog
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from runtime.wire.store_protocol import (
@@ -140,9 +141,7 @@ class RendezvousServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await cancel_all(self._connections)
         if self._server is not None:
             await self._server.wait_closed()
 

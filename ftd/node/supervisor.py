@@ -17,6 +17,7 @@ import structlog
 
 from ftd.node.health import HealthChecker, LinkTests, no_links
 from ftd.node.ports import HostProcesses, TrainerConnection, TrainerProcess, TrainerProcesses
+from ftd.tasks import cancel_all, start_task
 from ftd.transport.wire.profiles import problem_of_profile
 from planner.values import ModelProfile
 from runtime.wire import zygote_protocol
@@ -97,10 +98,7 @@ class TrainerSupervisor:
         for trainer in [*self._by_pid.values(), *self._current.values()]:
             self._end(trainer, grace_s=0.0)
         await self._processes.close()
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     # --- requests of the agent machine -----------------------------------------------------------
 
@@ -299,9 +297,7 @@ class TrainerSupervisor:
         self._host.signal_group(
             trainer.pid, signal.SIGCONT
         )  # A stopped process would never handle the SIGTERM.
-        task = asyncio.get_running_loop().create_task(self._kill_after(trainer, trainer.pid, grace_s))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        start_task(self._kill_after(trainer, trainer.pid, grace_s), self._ending)
 
     async def _kill_after(self, trainer: TrainerProcess, pid: int, grace_s: float) -> None:
         try:
@@ -310,9 +306,7 @@ class TrainerSupervisor:
             self._host.signal_group(pid, signal.SIGKILL)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(work, self._tasks)
 
 
 def _exit_sentence(status: int) -> str:

@@ -20,6 +20,7 @@ import structlog
 from ftd.node.ports import TrainerObserver, TrainerProcess
 from ftd.node.zygote import Zygote
 from ftd.processes import die_with_parent, reap, signal_group
+from ftd.tasks import cancel_all
 from runtime.wire import zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from statemachine.messages import trainer as protocol
@@ -113,10 +114,7 @@ class ZygoteTrainers:
             await self._zygote.close()
         if self._server is not None:
             self._server.close()
-        connections = tuple(self._connections)
-        for task in connections:
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        await cancel_all(self._connections)
         self.socket_path.unlink(missing_ok=True)
 
     async def wait_until_warm(self) -> None:

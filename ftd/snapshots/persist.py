@@ -24,6 +24,7 @@ from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer
 from ftd.snapshots.restoring.staging import LayerStream, PutLayer
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
+from ftd.tasks import run_all
 from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
@@ -218,11 +219,9 @@ async def read_checkpoint(restore: Restore, layers: Sequence[int], put: PutLayer
             await put(layer, header, payload)
             size_bytes += len(payload)
 
-    readers: list[asyncio.Task[None]] = []
     try:
         checkpoint = await run_in_thread(lambda: _open(restore, layers))
-        readers += [asyncio.ensure_future(read(checkpoint)) for _ in range(_READERS)]
-        await asyncio.gather(*readers)
+        await run_all(read(checkpoint) for _ in range(_READERS))
     except CheckpointMissingError as error:
         # The coordinator found it there, so the checkpoint is not at fault.
         hint = "check that this location is the same for this node and the coordinator"
@@ -230,10 +229,6 @@ async def read_checkpoint(restore: Restore, layers: Sequence[int], put: PutLayer
     except StorageError as error:
         damaged = isinstance(error, CorruptDataError | ForeignCheckpointError)
         raise LayerRestoreError(f"the checkpoint of step {restore.step}: {error}", corrupt=damaged) from None
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
     return size_bytes
 
 

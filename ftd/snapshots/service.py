@@ -21,6 +21,7 @@ from ftd.snapshots.restoring.holders import ReportCorruption
 from ftd.snapshots.scrub import PublishEvent, Scrubber
 from ftd.snapshots.shards.arenas import Corruption
 from ftd.snapshots.trainer_staging import TrainerStaging
+from ftd.tasks import cancel_all, start_task
 from statemachine.agent.events import (
     SnapshotCopiesChanged,
     SnapshotCopyCommitted,
@@ -127,10 +128,7 @@ class SnapshotService:
 
     async def close(self) -> None:
         """Stop serving. The snapshots stay in memory."""
-        tasks = [*self._tasks, *((self._sending,) if self._sending is not None else ())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._tasks, *((self._sending,) if self._sending is not None else ())])
         await self.stager.close()
         await self._persister.close()
         await self._scrubber.close()
@@ -257,6 +255,4 @@ class SnapshotService:
         )
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(work, self._tasks)

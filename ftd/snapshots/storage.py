@@ -23,6 +23,7 @@ from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
 from ftd.snapshots.shards.sources import SnapshotSource
 from ftd.snapshots.trainer_staging import LayerStaging
+from ftd.tasks import cancel_all, start_task
 from ftd.transport.http_server import listen
 from statemachine.effects import SendSnapshotCopy
 from statemachine.messages.trainer import Instruction
@@ -102,10 +103,7 @@ class LocalSnapshotStorage:
         self._serving = True
 
     async def close(self) -> None:
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._serving:
             await self._server.close()
         self._copies.end()
@@ -167,9 +165,7 @@ class LocalSnapshotStorage:
         return await check_links(peers, self._token, self._tls)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(work, self._tasks)
 
     # --- trainers, for the writer of repaired bytes ------------------------------------------------
 

@@ -20,6 +20,7 @@ from ftd.faults.chaos.values import (
     Scenario,
     Trigger,
 )
+from ftd.tasks import cancel_all, start_task
 
 log = structlog.get_logger()
 
@@ -153,10 +154,7 @@ class FaultScheduler:
 
     async def cancel(self) -> None:
         """Stop injecting."""
-        tasks = [*self._running, *([self._clock] if self._clock else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._running, *([self._clock] if self._clock else [])])
 
     async def _keep_time(self, began_at: float) -> None:
         while (delay_s := self._triggers.next_delay_s) is not None:
@@ -165,9 +163,7 @@ class FaultScheduler:
 
     def _inject_all(self, faults: list[Fault]) -> None:
         for fault in faults:
-            task = asyncio.get_running_loop().create_task(self._inject_one(fault))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            start_task(self._inject_one(fault), self._running)
 
     async def _inject_one(self, fault: Fault) -> None:
         await asyncio.sleep(fault.delay_s)

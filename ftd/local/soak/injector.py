@@ -16,6 +16,7 @@ from ftd.local.soak.draw import CENTRAL_FAULTS, IMPAIRING, DrawnFault
 from ftd.local.soak.monitor import SoakMonitor
 from ftd.local.soak.report import FaultRecord
 from ftd.processes import child_pids, read_tail
+from ftd.tasks import cancel_all, start_task
 from ftd.transport.client import ClusterClient
 
 _GOOD_STATES = frozenset({"HEALTHY", "SNAP", "COMPLETED"})
@@ -151,9 +152,7 @@ class SoakInjector:
         if node is not None and drawn.do in IMPAIRING:
             self._impaired[node] = until_s
         self._monitor.on_injected(node, drawn.do, until_s)
-        task = asyncio.get_running_loop().create_task(self._carry_out(drawn, node, at_s))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        start_task(self._carry_out(drawn, node, at_s), self._running)
 
     async def _carry_out(self, drawn: DrawnFault, node: str | None, at_s: float) -> None:
         problem = ""
@@ -271,9 +270,7 @@ class SoakInjector:
 
     async def cancel(self) -> None:
         """Stop injecting."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await cancel_all(self._running)
 
     # --- the end -----------------------------------------------------------------------------------
 

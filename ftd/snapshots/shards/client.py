@@ -8,9 +8,9 @@ contract causes a ``PeerError`` that names it, and the next source is tried.
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -22,6 +22,7 @@ from ftd.snapshots.shards.connection import ShardConnection
 from ftd.snapshots.shards.protocol import WANT_DIGEST_HEADER, NodeManifest, StallDetector
 from ftd.snapshots.shards.receiving import BlockTransfer, corrupt_answer_error, verify
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource, SourceBusy, check_status
+from ftd.tasks import run_all
 from ftd.transport.tls import TlsFields, describe_tls_error
 from storage.errors import CorruptDataError
 from storage.manifest import BLOCK_BYTES as VERIFIED_BYTES
@@ -121,7 +122,7 @@ class ShardClient:
 
         :raises PeerError: none of a range's locations provides it; the error names the last one.
         """
-        await _all([self._fetch_one(one) for one in wanted])
+        await run_all([self._fetch_one(one) for one in wanted])
 
     async def _fetch_one(self, wanted: RangeRequest) -> None:
         problem = PeerError("no source has it")
@@ -142,12 +143,12 @@ class ShardClient:
         if part.in_blocks:
             await self._fetch_range(location, wanted)
         elif size == part.size_bytes:
-            await _all(self._fetch_block(block) for block in self._blocks(location, 0, wanted.into))
+            await run_all(self._fetch_block(block) for block in self._blocks(location, 0, wanted.into))
             if not await asyncio.to_thread(part.is_intact, wanted.into):
                 raise corrupt_answer_error(location)
         else:
             blocks = self._blocks(location, wanted.first, wanted.into)
-            await _all(self._fetch_hashed(block) for block in blocks)
+            await run_all(self._fetch_hashed(block) for block in blocks)
 
     def _blocks(self, location: PartLocation, first: int, into: memoryview) -> list[BlockTransfer]:
         step = self._block_bytes
@@ -170,7 +171,7 @@ class ShardClient:
         if inner := [n for n in numbers if n not in edge_blocks]:
             low, high = part.block(inner[0])[0], part.block(inner[-1])[1]
             requests += self._blocks(location, low, wanted.into[low - first : high - first])
-        await _all(one for request in requests for one in (self._fetch_block(request), verify(request)))
+        await run_all(one for request in requests for one in (self._fetch_block(request), verify(request)))
         for n, memory in edge_blocks.items():
             start, stop = part.block(n)
             low, high = max(first, start), min(end, stop)
@@ -280,14 +281,3 @@ def _path(job_id: str, step: int) -> str:
 
 def describe_error(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run the work concurrently; the first failure cancels the rest."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

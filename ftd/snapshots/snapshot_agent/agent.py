@@ -27,6 +27,7 @@ from ftd.snapshots.shards.protocol import AsyncRateLimiter
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from ftd.snapshots.snapshot_agent.parity import PARITY_PART, ParityGroup, own_parts, rank_images
+from ftd.tasks import cancel_all, gather_all
 from runtime.wire.snapshot_agent_protocol import (
     HeldParity,
     HeldRankSnapshot,
@@ -98,9 +99,7 @@ class SnapshotAgent:
 
     async def close(self) -> None:
         """Stop leading. The snapshots stay."""
-        for task in self._leading.values():
-            task.cancel()
-        await asyncio.gather(*self._leading.values(), return_exceptions=True)
+        await cancel_all(self._leading.values())
         for arena in self._copies.values():
             arena.close()
 
@@ -415,10 +414,3 @@ class SnapshotAgent:
 
 def _keys(directory: Path) -> list[SnapshotKey]:
     return [(manifest.generation, manifest.step) for manifest in manifests_in(directory)]
-
-
-async def gather_all(work: list[Awaitable[None]]) -> None:
-    """Wait until all of the work has ended, and then raise the first error: nothing writes any more by then."""
-    for result in await asyncio.gather(*work, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

@@ -19,9 +19,9 @@ import structlog
 from ftd.errors import PeerError
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
-from ftd.snapshots.snapshot_agent.agent import gather_all
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from ftd.snapshots.snapshot_agent.parity import BadMember, own_parts, read_group
+from ftd.tasks import gather_all
 from runtime.wire.snapshot_agent_protocol import (
     DecodeSources,
     FetchRequest,

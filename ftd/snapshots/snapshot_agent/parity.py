@@ -19,6 +19,7 @@ from ftd.errors import PeerError
 from ftd.snapshots.shards.protocol import AsyncRateLimiter
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
+from ftd.tasks import gather_all
 from runtime.wire.snapshot_agent_protocol import (
     DecodeSources,
     ParityLayout,
@@ -165,10 +166,7 @@ class ParityGroup:
                         await asyncio.to_thread(_xor_at, parity, starts, chunk)
 
         by_host = groupby(sorted(targets), key=lambda cell: cell // code.cells)
-        work = [add(position, list(cells)) for position, cells in by_host]
-        for result in await asyncio.gather(*work, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+        await gather_all([add(position, list(cells)) for position, cells in by_host])
 
     async def decode(self, rank: int, present: frozenset[int], image: Bytes) -> None:
         """Fill ``image`` with the image of a lost rank and its header, decoded from the hosts ``present``.
