@@ -20,7 +20,7 @@ from ftd.cli.options import (
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
-    from ftd.faults.chaos.values import NodeFault
+    from ftd.transport.wire.public import NodeFault
 
 NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 TargetOption = Annotated[

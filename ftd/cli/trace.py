@@ -96,10 +96,8 @@ async def request_traces(
         first_step = int(state.get("step") or 0) + 1 + ahead
 
         async def one(node: str, device: int) -> "TraceData":
-            envelope = client.envelope()
             request = TraceRequest(
-                request=envelope["request"],
-                reply=envelope["reply"],
+                **client.envelope(),
                 device=device,
                 first_step=first_step,
                 steps=steps,

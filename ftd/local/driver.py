@@ -192,7 +192,7 @@ class LocalDriver:
         :raises RequestRejected: the job cannot run.
         :raises Unreachable: no coordinator answers.
         """
-        request = SubmitRequest(**self._envelope(), job=job)
+        request = SubmitRequest(**self.client.envelope(), job=job)
         return (await self.client.request(request, timeout_s=timeout_s)).detail
 
     async def stop(self, job: str) -> None:
@@ -201,7 +201,7 @@ class LocalDriver:
         :raises RequestRejected: the job is not running.
         :raises Unreachable: no coordinator answers.
         """
-        await self.client.request(StopRequest(**self._envelope(), job=job), timeout_s=REQUEST_S)
+        await self.client.request(StopRequest(**self.client.envelope(), job=job), timeout_s=REQUEST_S)
 
     async def readmit(self, node: str) -> None:
         """Readmit a node that was set aside.
@@ -209,12 +209,8 @@ class LocalDriver:
         :raises RequestRejected: the node is not set aside.
         :raises Unreachable: no coordinator answers.
         """
-        request = ReadmitRequest(**self._envelope(), node=node)
+        request = ReadmitRequest(**self.client.envelope(), node=node)
         await self.client.request(request, timeout_s=REQUEST_S)
-
-    def _envelope(self) -> dict[str, Any]:
-        envelope = self.client.envelope()
-        return {"request": envelope["request"], "reply": envelope["reply"]}
 
     async def start_node(self, name: str) -> None:
         """Start the daemon of a node, known or new.

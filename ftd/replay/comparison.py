@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
 from ftd.replay.outcome import Outcome
@@ -28,13 +30,12 @@ ProgressCallback = Callable[[int, int], None]
 """Progress of a comparison in minutes of virtual time: done, and in total as far as it is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of a figure over the traces."""
 
     mean: float
-    half_width: float | None = None
-    """Half of the width of the 95% confidence interval (Student's t); ``None`` with one trace."""
+    half_width: float | None
+    """Half of the width of the 95% confidence interval (Student's t); ``null`` with one trace."""
 
     @property
     def is_precise(self) -> bool:
@@ -112,7 +113,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of independent values with its confidence interval."""
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return Estimate(mean=mean)
+        return Estimate(mean=mean, half_width=None)
     from scipy.stats import t
 
     quantile = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))

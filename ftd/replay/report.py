@@ -57,14 +57,6 @@ class ReplayedTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Number of nodes over time: pairs of a time and the number from then on."""
 
 
-class ReportedEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over the traces."""
-
-    mean: float
-    half_width: float | None
-    """Half of the width of the 95% confidence interval; ``null`` with one trace."""
-
-
 class ReportedRecoveries(msgspec.Struct, frozen=True, kw_only=True):
     """Recoveries of one kind, on all traces together."""
 
@@ -80,12 +72,12 @@ class ReplayedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one policy."""
 
     policy: str
-    samples: ReportedEstimate
+    samples: Estimate
     """Samples of the iterations that count."""
-    samples_per_s: ReportedEstimate
-    goodput: ReportedEstimate | None
+    samples_per_s: Estimate
+    goodput: Estimate | None
     """Samples as a share of those of ``ideal`` on the same traces; ``null`` if ``ideal`` commits none on one."""
-    cost_per_sample: ReportedEstimate | None
+    cost_per_sample: Estimate | None
     """``null`` without a price, or if no sample counts."""
     seconds: dict[Category, float]
     """Mean time in each category. They add up to the duration of the trace."""
@@ -203,10 +195,10 @@ def _policy(result: PolicyResult, edges_s: Sequence[float], price: float | None)
         committed.append(total)
     return ReplayedPolicy(
         policy=result.policy,
-        samples=_known(result.samples),
-        samples_per_s=_known(result.samples_per_s),
-        goodput=_estimate(result.goodput),
-        cost_per_sample=None if price is None else _estimate(result.cost_per_sample(price)),
+        samples=result.samples,
+        samples_per_s=result.samples_per_s,
+        goodput=result.goodput,
+        cost_per_sample=None if price is None else result.cost_per_sample(price),
         seconds={c: statistics.fmean(o.seconds[c] for o in result.outcomes) for c in CATEGORIES},
         recoveries=_recoveries(result),
         throughput=tuple(throughput),
@@ -228,11 +220,3 @@ def _recoveries(result: PolicyResult) -> tuple[ReportedRecoveries, ...]:
         )
         for kind, times in sorted(by_kind.items())
     )
-
-
-def _known(estimate: Estimate) -> ReportedEstimate:
-    return ReportedEstimate(mean=estimate.mean, half_width=estimate.half_width)
-
-
-def _estimate(estimate: Estimate | None) -> ReportedEstimate | None:
-    return None if estimate is None else _known(estimate)

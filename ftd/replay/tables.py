@@ -8,8 +8,8 @@ from rich.text import Text
 
 from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import format_duration, format_size, plural
-from ftd.replay.comparison import CONFIDENCE, PRECISION
-from ftd.replay.report import ReplayedPolicy, ReplayReport, ReportedEstimate
+from ftd.replay.comparison import CONFIDENCE, PRECISION, Estimate
+from ftd.replay.report import ReplayedPolicy, ReplayReport
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 """A table: its header and its rows. The first column has names, the others numbers."""
@@ -154,12 +154,12 @@ def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], begin: int, e
     return table
 
 
-def _number(estimate: ReportedEstimate, digits: int) -> str:
+def _number(estimate: Estimate, digits: int) -> str:
     text = f"{estimate.mean:,.{digits}f}"
     return text if estimate.half_width is None else f"{text} ± {estimate.half_width:,.{digits}f}"
 
 
-def _percent(estimate: ReportedEstimate) -> str:
+def _percent(estimate: Estimate) -> str:
     text = f"{estimate.mean:.1%}"
     return text if estimate.half_width is None else f"{text} ± {estimate.half_width:.1%}"
 

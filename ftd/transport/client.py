@@ -101,7 +101,7 @@ class ClusterClient:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def envelope(self) -> dict[str, str]:
+    def envelope(self) -> dict[str, Any]:
         """Return the fields that every request begins with."""
         return {"request": secrets.token_hex(8), "reply": self.client_id}
 
@@ -183,10 +183,8 @@ class ClusterClient:
         found: list[dict[str, Any]] = []
         after = 0
         while True:
-            envelope = self.envelope()
             request = HistoryRequest(
-                request=envelope["request"],
-                reply=envelope["reply"],
+                **self.envelope(),
                 what="steps" if what == "steps" else "events",
                 after=after,
                 limit=newest or 1000,

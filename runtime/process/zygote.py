@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -147,7 +147,8 @@ def serve(requests: int, notices: int, lifeline: int | None) -> None:
             return
         if wakeup_read in readable:
             os.read(wakeup_read, 4096)
-            reap(notices)
+            for pid, status in reap():
+                notify(notices, Exited(pid=pid, status=status))
         if requests in readable:
             data = os.read(requests, 65536)
             if not data:
@@ -172,8 +173,8 @@ def _carry_out(request: ZygoteRequest, notices: int, private: tuple[int, ...]) -
             notify(notices, DeviceCheckBegan(number=request.number, device=request.device, pid=pid))
 
 
-def reap(notices: int) -> None:
-    """Report every child process that has ended."""
+def reap() -> Iterator[tuple[int, int]]:
+    """Yield the pid of every child process that has ended, and its exit code or the negative number of its signal."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -181,7 +182,7 @@ def reap(notices: int) -> None:
             return
         if pid == 0:
             return
-        notify(notices, Exited(pid=pid, status=os.waitstatus_to_exitcode(status)))
+        yield pid, os.waitstatus_to_exitcode(status)
 
 
 def fork(run: Callable[[], int], private: tuple[int, ...]) -> int:

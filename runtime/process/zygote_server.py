@@ -55,7 +55,8 @@ class Server:
             readable, _, _ = select.select(sockets, [], [])
             if wakeup_read in readable:
                 os.read(wakeup_read, 4096)
-                self._reap()
+                for pid, status in zygote.reap():
+                    _answer(self.zygotes.pop(pid), status)
             if self.listener in readable:
                 self.requests.append(self.listener.accept()[0])
             for connection in [one for one in self.requests if one in readable]:
@@ -86,16 +87,6 @@ class Server:
             self.zygotes[pid] = connection
         for descriptor in streams:
             os.close(descriptor)
-
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            _answer(self.zygotes.pop(pid), os.waitstatus_to_exitcode(status))
 
 
 def _answer(connection: socket.socket, status: int | None) -> None:

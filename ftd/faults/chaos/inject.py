@@ -6,9 +6,9 @@ from typing import cast
 
 from ftd.errors import ConfigurationError, RequestRejected
 from ftd.faults.chaos.targets import ClusterLayout, resolve_targets
-from ftd.faults.chaos.values import Fault, NamedNodes, NodeFault, Scenario
+from ftd.faults.chaos.values import Fault, NamedNodes, Scenario
 from ftd.transport.client import ClusterClient
-from ftd.transport.wire.public import ChaosRequest
+from ftd.transport.wire.public import ChaosRequest, NodeFault
 
 
 def require_remote(scenario: Scenario, origin: str) -> None:
@@ -94,10 +94,8 @@ class RemoteInjector:
             raise ConfigurationError(f"{error}; nothing was injected", field=scenario.name) from None
 
     async def _ask(self, fault: Fault, node: str, *, dry_run: bool = False) -> None:
-        envelope = self._client.envelope()
         request = ChaosRequest(
-            request=envelope["request"],
-            reply=envelope["reply"],
+            **self._client.envelope(),
             do=cast(NodeFault, fault.do),
             target=fault.process,
             device=fault.device,

@@ -18,6 +18,7 @@ from ftd.errors import ConfigurationError
 from ftd.faults.chaos import values as v
 from ftd.faults.chaos.expectations import ExpectTable, parse_expectations
 from ftd.transport.wire.catalogue import EVENTS
+from ftd.transport.wire.public import BadDevice, NodeFault
 from statemachine.timing import Timing
 
 _TRIGGERS = ("at_step", "after_s", "on_event", "in_phase", "after_fault")
@@ -68,7 +69,7 @@ class FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     drop: float | None = None
     duplicate: float | None = None
     late_s: float | None = None
-    how: v.BadDevice | None = None
+    how: BadDevice | None = None
     restart_after_s: float | None = None
     expect: ExpectTable = ExpectTable()
 
@@ -157,7 +158,7 @@ def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
     return v.Fault(
         id=table.id or number,
         trigger=trigger,
-        do=cast(v.NodeFault | v.LocalFault, table.do),
+        do=cast(NodeFault | v.LocalFault, table.do),
         target=target,
         delay_s=table.delay_s or 0.0,
         process="node" if isinstance(target, v.CentralService) else _process(table),
@@ -323,19 +324,8 @@ def _cluster(table: ClusterTable, where: str, directory: Path) -> v.ClusterSetup
     for name, value in table.timing.items():
         require_one_of(name, known, f"{where}.timing")
         require_at_least(0, value, f"{where}.timing.{name}")
-    return v.ClusterSetup(
-        job=directory / table.job,
-        nodes=table.nodes,
-        devices_per_node=table.devices_per_node,
-        steps=table.steps,
-        broker=table.broker,
-        coordinators=table.coordinators,
-        network=table.network,
-        memory_mib=table.memory_mib,
-        disk_mib=table.disk_mib,
-        timing=tuple(table.timing.items()),
-        override=table.override,
-    )
+    checked = {"job": directory / table.job, "timing": tuple(table.timing.items())}
+    return v.ClusterSetup(**msgspec.structs.asdict(table) | checked)
 
 
 def _require(holds: bool, message: str) -> None:

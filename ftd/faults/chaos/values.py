@@ -9,26 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-NodeFault = Literal[
-    "kill",
-    "term",
-    "stop",
-    "hang",
-    "raise",
-    "slow",
-    "flip",
-    "corrupt",
-    "bad_device",
-    "disconnect",
-    "lossy",
-    "fill_memory",
-    "fill_disk",
-]
-"""Faults that a node injects into itself when it is asked over MQTT."""
+from ftd.transport.wire.public import BadDevice, NodeFault
+
 LocalFault = Literal["start", "cut"]
 """Faults that need control of the processes and the network: a cluster that was started for the scenario."""
-BadDevice = Literal["wrong", "slow", "hung"]
-"""Behaviour of a bad device in the tests of health checks."""
 Process = Literal["node", "trainer"]
 Service = Literal["coordinator", "broker"]
 RolePosition = Literal["rank 0", "first stage", "last stage", "owner", "owners", "pipeline", "spare"]

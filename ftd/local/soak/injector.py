@@ -10,7 +10,7 @@ from typing import Any
 from ftd.errors import FtdError, PeerError
 from ftd.faults.chaos.inject import RemoteInjector
 from ftd.faults.chaos.targets import read_layout
-from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes, NodeFault, Process
+from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes, Process
 from ftd.local.cluster import BROKER, LocalCluster
 from ftd.local.soak.draw import CENTRAL_FAULTS, IMPAIRING, DrawnFault
 from ftd.local.soak.monitor import SoakMonitor
@@ -18,6 +18,7 @@ from ftd.local.soak.report import FaultRecord
 from ftd.processes import child_pids, read_tail
 from ftd.tasks import cancel_all, start_task
 from ftd.transport.client import ClusterClient
+from ftd.transport.wire.public import NodeFault
 
 _GOOD_STATES = frozenset({"HEALTHY", "SNAP", "COMPLETED"})
 _SETTLED_S = 1.0

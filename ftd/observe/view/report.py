@@ -6,6 +6,7 @@ twice, and the event of an injected fault may arrive after the recovery that it 
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -54,6 +55,8 @@ MAX_EVENTS = 20_000
 """Largest number of events in a report; the newest stay."""
 _LAYOUTS = frozenset({"pipelines", "considered", "pipelines_before", "pipelines_after"})
 """Details that the report has elsewhere, and whose size grows with the cluster."""
+
+_SAME_IN_RECOVERIES = {one.name for one in fields(Completed)} & {one.name for one in fields(ReportedRecovery)}
 
 
 def build_report(run: RunModel) -> Report:
@@ -193,33 +196,21 @@ class _Builder:
         )
 
     def _recovery(self, details: Completed) -> ReportedRecovery:
+        same = {name: getattr(details, name) for name in _SAME_IN_RECOVERIES}
+        changed: dict[str, Any] = {
+            "nodes": tuple(details.nodes),
+            "detected_how": self._noticed_by(details),
+            "method": details.method or "",
+            "reason": details.reason or "",
+            "pipelines_before": _pipelines(details.pipelines_before),
+            "pipelines_after": _pipelines(details.pipelines_after),
+        }
         return ReportedRecovery(
-            cause=details.cause,
+            **same | changed,
             node=next(iter(details.nodes), None),
-            nodes=tuple(details.nodes),
-            detected_how=self._noticed_by(details),
-            measured_from=details.measured_from,
             at_s=self._since(details.detected_at),
-            detected_ms=details.detected_ms,
-            waited_ms=details.waited_ms,
-            quiesce_ms=details.quiesce_ms,
-            plan_ms=details.plan_ms,
-            state_ms=details.state_ms,
-            resume_ms=details.resume_ms,
-            total_ms=details.total_ms,
             commit_gap_ms=self._gap_ms(details.step),
-            rolled_back_steps=details.rolled_back_steps,
-            recomputed_steps=details.recomputed_steps,
-            tier=details.tier,
-            bytes_moved=details.bytes_moved,
-            method=details.method or "",
-            reason=details.reason or "",
             decision=self._run.decisions.get(details.generation),
-            generation=details.generation,
-            generations_tried=details.generations_tried,
-            step=details.step,
-            pipelines_before=_pipelines(details.pipelines_before),
-            pipelines_after=_pipelines(details.pipelines_after),
         )
 
     def _noticed_by(self, details: Completed) -> str | None:

@@ -233,6 +233,26 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
 
+NodeFault = Literal[
+    "kill",
+    "term",
+    "stop",
+    "hang",
+    "raise",
+    "slow",
+    "flip",
+    "corrupt",
+    "bad_device",
+    "disconnect",
+    "lossy",
+    "fill_memory",
+    "fill_disk",
+]
+"""Faults that a node injects into itself when it is asked over MQTT."""
+BadDevice = Literal["wrong", "slow", "hung"]
+"""Behaviour of a bad device in the tests of health checks."""
+
+
 class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Order for a fault, on ``chaos/<node>``. The node obeys it only if its configuration has ``chaos =
     true``.
@@ -240,21 +260,7 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     request: str
     reply: str
-    do: Literal[
-        "kill",
-        "term",
-        "stop",
-        "hang",
-        "raise",
-        "slow",
-        "flip",
-        "corrupt",
-        "bad_device",
-        "disconnect",
-        "lossy",
-        "fill_memory",
-        "fill_disk",
-    ]
+    do: NodeFault
     target: Literal["node", "trainer"] = "node"
     device: int | None = None
     """Device of one trainer; default: all trainers of the node."""
@@ -270,7 +276,7 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
     late_s: float | None = None
     """Longest delay of a message (``lossy``)."""
-    how: Literal["wrong", "slow", "hung"] | None = None
+    how: BadDevice | None = None
     """Behaviour of the device in health checks (``bad_device``); default: wrong."""
     seed: int = 0
     """Seed of the fault's random numbers (``lossy``)."""
