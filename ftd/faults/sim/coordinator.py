@@ -15,7 +15,7 @@ from ftd.faults.sim.journals import decode_outbox
 from ftd.faults.sim.network import JOURNAL, TOPICS, SimNetwork
 from ftd.faults.sim.oracle import JournalView
 from ftd.faults.sim.planning import SimPlanning
-from ftd.faults.sim.process import ProcessLoop, SimClock
+from ftd.faults.sim.process import ProcessHost, ProcessLoop, SimClock
 from ftd.faults.sim.session import SimTransport
 from ftd.faults.sim.world import World
 from ftd.transport.wire.coordinator_messages import JournalCopy, decode_copy
@@ -38,7 +38,7 @@ STATE_PERIOD_S = 1.0
 """The shortest time between two publications of the cluster's state, which only standbys read here."""
 
 
-class SimCoordinator:
+class SimCoordinator(ProcessHost):
     """The host of one coordinator. When its process is killed, everything but the journal is lost."""
 
     def __init__(
@@ -80,14 +80,6 @@ class SimCoordinator:
         """Callback for each state of the cluster that it publishes."""
 
     # --- the process -------------------------------------------------------------------------------
-
-    @property
-    def up(self) -> bool:
-        return self.loop.alive
-
-    @property
-    def frozen(self) -> bool:
-        return self.loop.frozen
 
     @property
     def leading(self) -> bool:
@@ -184,14 +176,6 @@ class SimCoordinator:
         """Restart the host without the end of what was not forced to the disk."""
         self.disk.lose_power(self.world.rng)
         self.clock.since_boot_s /= 2  # The clock never shows less than zero, like real clocks.
-
-    def freeze(self, for_s: float) -> None:
-        if self.up and not self.frozen:
-            self.loop.freeze()
-            self.world.call_later(for_s, self.loop.thaw)
-
-    def thaw(self) -> None:
-        self.loop.thaw()
 
     # --- what users want ---------------------------------------------------------------------------
 

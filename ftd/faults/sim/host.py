@@ -9,6 +9,7 @@ from ftd.faults.sim.arena import SimArena, is_unrecoverable, layers_of_group
 from ftd.faults.sim.checkpoint_store import SimCheckpointStore
 from ftd.faults.sim.network import SimNetwork
 from ftd.faults.sim.oracle import Oracle
+from ftd.faults.sim.process import ProcessHost, ProcessLoop
 from ftd.node.ports import TrainerProcess
 from statemachine.messages.cluster import Resume
 from statemachine.messages.trainer import Report
@@ -38,7 +39,7 @@ class StagedLayers:
     """Layers with borrowed bytes that have changed, which trainers notice."""
 
 
-class SimHost(ABC):
+class SimHost(ProcessHost, ABC):
     """Interface of the host for its trainers and for the parts of its daemon."""
 
     def __init__(
@@ -54,6 +55,7 @@ class SimHost(ABC):
         self.oracle, self.world, self.versions = oracle, oracle.world, oracle.versions
         self.network, self.checkpoint_store, self.hosts = network, checkpoint_store, hosts
         self.name, self.step_timing = name, step_timing
+        self.loop = ProcessLoop(self.world)
         self.data_cut = False
         """Whether the other hosts are out of reach."""
         self.slowness = 1.0
@@ -71,16 +73,6 @@ class SimHost(ABC):
         """Number of the next builds that fail."""
         self.max_scan_s = self.max_read_s = self.max_send_s = 0.0
         """The longest extra time for the scan of its memory, for reading a snapshot, and for sending a copy."""
-
-    @property
-    @abstractmethod
-    def up(self) -> bool:
-        """Whether the daemon is running."""
-
-    @property
-    @abstractmethod
-    def frozen(self) -> bool:
-        """Whether the daemon is stopped."""
 
     @property
     @abstractmethod

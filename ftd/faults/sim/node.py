@@ -52,7 +52,6 @@ class SimNode(SimHost):
         super().__init__(groups.oracle, network, checkpoint_store, nodes, name, step_timing)
         self.groups, self.devices = groups, devices
         self.clock = SimClock(self.world)
-        self.loop = ProcessLoop(self.world)
         self.loop.alive = False
         self.process: _Process | None = None
         """The newest process of the daemon, alive or not."""
@@ -70,14 +69,6 @@ class SimNode(SimHost):
         """Callback for each event of the daemon."""
 
     # --- the daemon ------------------------------------------------------------------------------
-
-    @property
-    def up(self) -> bool:
-        return self.loop.alive
-
-    @property
-    def frozen(self) -> bool:
-        return self.loop.frozen
 
     @property
     def incarnation(self) -> int:
@@ -133,12 +124,6 @@ class SimNode(SimHost):
         self.process.trainers.kill_all()
         self.arena.persisting = None
         self.network.drop(self.name)
-
-    def freeze(self, for_s: float) -> None:
-        """SIGSTOP the daemon: messages wait for it, and its timers are late."""
-        if self.up and not self.frozen:
-            self.loop.freeze()
-            self.world.call_later(for_s, self.loop.thaw)
 
     def signal(self, number: int) -> None:
         """Send a signal to the daemon."""

@@ -212,6 +212,30 @@ class ProcessLoop(asyncio.BaseEventLoop):
         return not self.alive
 
 
+class ProcessHost:
+    """A host on which simulated processes run, one after the other."""
+
+    world: World
+    loop: ProcessLoop
+    """The loop of the newest process."""
+
+    @property
+    def up(self) -> bool:
+        """Whether the process is running."""
+        return self.loop.alive
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the process is stopped."""
+        return self.loop.frozen
+
+    def freeze(self, for_s: float) -> None:
+        """SIGSTOP the process: messages wait for it, and its timers are late."""
+        if self.up and not self.frozen:
+            self.loop.freeze()
+            self.world.call_later(for_s, self.loop.thaw)
+
+
 def _nothing() -> None:
     return
 

@@ -147,7 +147,7 @@ class SimulationRun(Simulation):
             self.network.heal(name)
         upgrade_faults.finish(self)
         for coordinator in self.coordinators:
-            coordinator.thaw()
+            coordinator.loop.thaw()
             coordinator.restart()
         for node in self.nodes.values():
             node.clear_faults()
