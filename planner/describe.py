@@ -3,25 +3,18 @@
 Nothing is printed here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from planner.preview import Preview
 from planner.stages.costs import StageCosts
 from planner.timeline import Timeline, timeline
-from planner.values import Policy, Recompute, Template, Within
+from planner.values import Policy, StageTemplate, Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageRow:
+class StageRow(StageTemplate):
     """One stage of a template, with the memory of each of its devices and the times of one microbatch."""
 
-    first_layer: int
-    end_layer: int
-    node_offset: int
-    devices: int
-    recompute: Recompute
-    within: Within
-    replicas: int
     memory_bytes: int
     undivided_bytes: int
     """Part of it that is whole on each device although the stage divides its state: frozen parameters and buffers."""
@@ -157,10 +150,7 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
         link_ms=tuple(links_ms),
         stages=tuple(
             StageRow(
-                first_layer=stage.first_layer,
-                end_layer=stage.end_layer,
-                node_offset=stage.node_offset,
-                devices=stage.devices,
+                **{field.name: getattr(stage, field.name) for field in fields(stage)},
                 memory_bytes=size,
                 undivided_bytes=costs.memory.breakdown(
                     stage.first_layer,
@@ -171,9 +161,6 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
                     stage.within,
                     stage.replicas,
                 ).undivided,
-                recompute=stage.recompute,
-                within=stage.within,
-                replicas=stage.replicas,
                 forward_ms=forward_ms,
                 backward_ms=backward_ms,
             )

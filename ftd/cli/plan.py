@@ -191,21 +191,13 @@ def _as_json(
     document: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
         "planning_s": planning_s,
-        **{key: getattr(policy, key) for key in PlannerOptions.__struct_fields__},
-        "nodes": description.nodes,
-        "devices_per_node": policy.devices_per_node,
-        "layers": description.layers,
-        "tolerate": policy.tolerate,
-        "microbatches": policy.microbatches,
-        "microbatch_rows": policy.microbatch_rows,
-        "memory_limit_bytes": description.memory_limit_bytes,
+        **_fields(policy, *PlannerOptions.__struct_fields__),
+        **_fields(description, "nodes", "layers", "memory_limit_bytes"),
+        **_fields(policy, "devices_per_node", "tolerate", "microbatches", "microbatch_rows"),
         "activation_checkpointing": policy.activation_checkpointing,
         "templates": [_template_json(row) for row in description.templates],
         "instantiation": {
-            "iteration_ms": description.iteration_ms,
-            "samples_per_s": description.samples_per_s,
-            "bubble_ratio": description.bubble_ratio,
-            "idle_nodes": description.idle_nodes,
+            **_fields(description, "iteration_ms", "samples_per_s", "bubble_ratio", "idle_nodes"),
             "pipelines": [_pipeline_json(row) for row in description.pipelines for _ in range(row.count)],
         },
     }
@@ -221,40 +213,31 @@ def _as_json(
 
 
 def _template_json(row: "TemplateRow") -> dict[str, Any]:
+    costs = (
+        "recompute",
+        "within",
+        "replicas",
+        "forward_ms",
+        "backward_ms",
+        "memory_bytes",
+        "undivided_bytes",
+    )
     return {
-        "nodes": row.nodes,
-        "objective_ms": row.objective_ms,
-        "lower_bound_ms": row.lower_bound_ms,
-        "proved_optimal": row.proved_optimal,
-        "microbatches": row.microbatches,
+        **_fields(
+            row, "nodes", "objective_ms", "lower_bound_ms", "proved_optimal", "microbatches", "memory_bytes"
+        ),
         "stages": [[stage.first_layer, stage.end_layer, stage.devices] for stage in row.stages],
-        "memory_bytes": row.memory_bytes,
-        "stage_costs": [
-            {
-                "node": stage.node_offset,
-                "recompute": stage.recompute,
-                "within": stage.within,
-                "replicas": stage.replicas,
-                "forward_ms": stage.forward_ms,
-                "backward_ms": stage.backward_ms,
-                "memory_bytes": stage.memory_bytes,
-                "undivided_bytes": stage.undivided_bytes,
-            }
-            for stage in row.stages
-        ],
+        "stage_costs": [{"node": stage.node_offset, **_fields(stage, *costs)} for stage in row.stages],
     }
 
 
 def _pipeline_json(row: "PipelineRow") -> dict[str, Any]:
-    return {
-        "nodes": row.nodes,
-        "microbatches": row.microbatches,
-        "step_ms": row.step_ms,
-        "makespan_ms": row.makespan_ms,
-        "sync_ms": row.sync_ms,
-        "bubble_ratio": row.bubble_ratio,
-        "memory_bytes": row.memory_bytes,
-    }
+    names = ("nodes", "microbatches", "step_ms", "makespan_ms", "sync_ms", "bubble_ratio", "memory_bytes")
+    return _fields(row, *names)
+
+
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _check_json(check: "CrossCheck | SolverError") -> dict[str, Any]:
@@ -270,15 +253,18 @@ def _check_json(check: "CrossCheck | SolverError") -> dict[str, Any]:
 def _protection_json(protection: "SnapshotProtection") -> dict[str, Any]:
     import msgspec
 
+    names = (
+        "scheme",
+        "reason",
+        "guarantee",
+        "overhead",
+        "node_bytes",
+        "arena_bytes",
+        "arena_peak_bytes",
+        "buddy",
+    )
     return {
-        "scheme": protection.scheme,
-        "reason": protection.reason,
-        "guarantee": protection.guarantee,
-        "overhead": protection.overhead,
-        "node_bytes": protection.node_bytes,
-        "arena_bytes": protection.arena_bytes,
-        "arena_peak_bytes": protection.arena_peak_bytes,
+        **_fields(protection, *names),
         "replicas": msgspec.to_builtins(protection.replicas),
-        "buddy": protection.buddy,
         "groups": msgspec.to_builtins(protection.groups),
     }
