@@ -407,27 +407,25 @@ class Checkpoint:
         with self.location.open(self.directory, file.name) as opened:
             return decode_description(opened.read(), file.name)
 
-    def read_layer(self, layer: int, flow: RateLimiter | None = None) -> tuple[bytes, LayerHeader, Bytes]:
+    def read_layer(self, layer: int) -> tuple[bytes, LayerHeader, Bytes]:
         """Return the header as bytes, the decoded header, and the payload. ``LayerStates.unpack`` takes the
         first and the last. The payload belongs to the caller.
 
         :raises CorruptDataError: a byte differs from what was written.
         :raises LocationError: it cannot be read.
-        :raises TransferCancelledError: the rate limiter was cancelled.
         """
-        return read_layer_file(self.location, self.directory, self.manifest.layers[layer], flow)
+        return read_layer_file(self.location, self.directory, self.manifest.layers[layer])
 
-    def verify(self, flow: RateLimiter | None = None) -> tuple[str, ...]:
+    def verify(self) -> tuple[str, ...]:
         """Read everything and return descriptions of what differs from what was written. It needs the memory
         of one chunk.
 
         :raises LocationError: something cannot be read.
-        :raises TransferCancelledError: the rate limiter was cancelled.
         """
         problems, headers = [], []
         for file in self.manifest.layers:
             try:
-                headers.append(verify_layer_file(self.location, self.directory, file, flow))
+                headers.append(verify_layer_file(self.location, self.directory, file))
             except CorruptDataError as error:
                 problems.append(str(error))
         try:

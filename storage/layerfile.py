@@ -65,7 +65,8 @@ def write_layer_file(
             digest.update(chunk)
             yield chunk
             payload_bytes += len(chunk)
-            _go_on(flow, len(chunk))
+            if flow is not None and not flow.acquire(len(chunk)):
+                raise TransferCancelledError("cancelled")
         # Before the file gets its name: reject what is not the state of a layer.
         decode_header(header, layer, payload_bytes)
         digest.update(end)
@@ -94,44 +95,43 @@ def read_header(location: CheckpointLocation, directory: str, file: LayerFile) -
 
 
 def read_layer_file(
-    location: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
+    location: CheckpointLocation, directory: str, file: LayerFile
 ) -> tuple[bytes, LayerHeader, Bytes]:
     """Return the header as bytes, the decoded header, and the payload.
 
     :raises CorruptDataError: a byte differs from what was written.
     """
-    payload, digest = np.empty(file.payload_bytes, dtype=np.uint8), xxhash.xxh3_128()
-    with location.open(directory, file.name) as source:
-        for chunk in _cut([payload]):
-            _fill(source, chunk, file)
-            digest.update(chunk)
-            _go_on(flow, len(chunk))
-        header = _header(source, file)
-    digest.update(_ending(header))
-    _check_digest(digest.hexdigest(), file)
+    payload = np.empty(file.payload_bytes, dtype=np.uint8)
+    header = _read(location, directory, file, _cut([payload]))
     return header, decode_header(header, file.layer, file.payload_bytes), payload
 
 
-def verify_layer_file(
-    location: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
-) -> LayerHeader:
+def verify_layer_file(location: CheckpointLocation, directory: str, file: LayerFile) -> LayerHeader:
     """Read the whole file with the memory of one chunk, and return its header.
 
     :raises CorruptDataError: a byte differs from what was written.
     """
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
+    buffer, size = memoryview(bytearray(CHUNK_BYTES)), file.payload_bytes
+    chunks = (buffer[: min(CHUNK_BYTES, size - start)] for start in range(0, size, CHUNK_BYTES))
+    return decode_header(_read(location, directory, file, chunks), file.layer, size)
+
+
+def _read(
+    location: CheckpointLocation, directory: str, file: LayerFile, chunks: Iterable[memoryview]
+) -> bytes:
+    """Read the payload into the chunks, check the whole file, and return its header."""
+    digest = xxhash.xxh3_128()
     with location.open(directory, file.name) as source:
-        left = file.payload_bytes
-        while left:
-            chunk = buffer[: min(left, CHUNK_BYTES)]
+        for chunk in chunks:
             _fill(source, chunk, file)
             digest.update(chunk)
-            left -= len(chunk)
-            _go_on(flow, len(chunk))
         header = _header(source, file)
     digest.update(_ending(header))
-    _check_digest(digest.hexdigest(), file)
-    return decode_header(header, file.layer, file.payload_bytes)
+    if digest.hexdigest() != file.digest:
+        raise CorruptDataError(
+            f"{file.name}: its bytes are not what was written (digest {digest.hexdigest()})"
+        )
+    return header
 
 
 def _ending(header: bytes) -> bytes:
@@ -167,13 +167,3 @@ def _fill(source: BinaryIO, chunk: memoryview, file: LayerFile) -> None:
         if not count:
             raise CorruptDataError(f"{file.name} ends too early")
         done += count
-
-
-def _check_digest(digest: str, file: LayerFile) -> None:
-    if digest != file.digest:
-        raise CorruptDataError(f"{file.name}: its bytes are not what was written (digest {digest})")
-
-
-def _go_on(flow: RateLimiter | None, size_bytes: int) -> None:
-    if flow is not None and not flow.acquire(size_bytes):
-        raise TransferCancelledError("cancelled")
