@@ -9,17 +9,16 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from ftd.config.profile_document import (
-    MAX_DEVICES,
     SCHEMA,
     SCHEMA_NAME,
     SCHEMA_VERSION,
     LayerEntry,
     LayerTimesFile,
     ProfileDocument,
-    SpreadEntry,
     TimedLayer,
 )
 from ftd.errors import ConfigurationError
+from runtime.wire.measurement import MAX_DEVICES, TimingSpread
 
 
 def check_schema(tree: dict[str, Any]) -> None:
@@ -100,7 +99,7 @@ def _check_measured(layer: LayerEntry, rows: int, field: str) -> None:
                 )
 
 
-def _check_spread(spread: SpreadEntry, field: str) -> None:
+def _check_spread(spread: TimingSpread, field: str) -> None:
     names = ("minimum_ms", "lower_quartile_ms", "median_ms", "upper_quartile_ms", "maximum_ms")
     for low, high in pairwise(names):
         if getattr(spread, low) > getattr(spread, high):

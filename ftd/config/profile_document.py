@@ -9,49 +9,31 @@ from typing import Annotated, Any
 
 import msgspec
 
+from runtime.wire.measurement import (
+    MAX_BYTES,
+    MAX_DEVICES,
+    AllReduceTiming,
+    Count,
+    PointToPointTiming,
+    RowTimings,
+    SizeBytes,
+    TimeMs,
+)
+
 SCHEMA_NAME = "ftd-profile"
 SCHEMA_VERSION = 1
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
 MAX_LAYERS = 1000
 """Limit because the planner's tables grow with the square of the number of layers."""
-MAX_DEVICES = 1024
-"""Largest number of devices of one stage."""
-
-# The upper limits keep every sum that the planner makes finite and every size inside 64 bits.
-MAX_MS = 1e9
-MAX_BYTES = 2**50
-MAX_COUNT = 2**31
 MAX_BYTES_PER_S = 1e18
 MAX_FLOPS = 1e30
-TimeMs = Annotated[float, msgspec.Meta(ge=0, le=MAX_MS)]
 Flops = Annotated[float, msgspec.Meta(gt=0, le=MAX_FLOPS)]
-SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Devices = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
 Text = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all entries: only the declared fields are allowed."""
-
-
-class SpreadEntry(_Entry, frozen=True, kw_only=True):
-    """Spread of repeated measurements, in ascending order."""
-
-    repeats: Count
-    minimum_ms: TimeMs
-    lower_quartile_ms: TimeMs
-    median_ms: TimeMs
-    upper_quartile_ms: TimeMs
-    maximum_ms: TimeMs
-
-
-class RowsEntry(_Entry, frozen=True, kw_only=True):
-    """Measurements of one layer on one device with this number of rows."""
-
-    rows: Count
-    forward: SpreadEntry
-    backward: SpreadEntry
 
 
 class SplitEntry(_Entry, frozen=True, kw_only=True):
@@ -123,7 +105,7 @@ class LayerEntry(_Entry, frozen=True, kw_only=True):
     """Times on several devices; a missing number of devices d is modelled as ⌈rows / d⌉ / rows of the time of
     one.
     """
-    measured: tuple[RowsEntry, ...] = ()
+    measured: tuple[RowTimings, ...] = ()
     """Raw measurements, most rows first."""
 
 
@@ -134,28 +116,13 @@ class LinkEntry(_Entry, frozen=True, kw_only=True):
     bytes_per_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_BYTES_PER_S)]
 
 
-class PointToPointEntry(_Entry, frozen=True, kw_only=True):
-    """Measured time of sending this many bytes from one device to another, one way."""
-
-    size_bytes: SizeBytes
-    time: SpreadEntry
-
-
-class AllReduceEntry(_Entry, frozen=True, kw_only=True):
-    """Measured time of summing this many bytes over a group of devices."""
-
-    members: Annotated[int, msgspec.Meta(ge=2, le=MAX_DEVICES)]
-    size_bytes: SizeBytes
-    time: SpreadEntry
-
-
 class NetworkEntry(_Entry, frozen=True, kw_only=True):
     """Measurements to which ``link`` and ``ring`` were fitted, and the quality of the fit."""
 
     where: Text
     """Endpoints and medium of the measurement."""
-    point_to_point: tuple[PointToPointEntry, ...]
-    all_reduce: tuple[AllReduceEntry, ...]
+    point_to_point: tuple[PointToPointTiming, ...]
+    all_reduce: tuple[AllReduceTiming, ...]
     link_error: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
     """Typical deviation of a measurement from the fit: 0.1 is a tenth more or less."""
     ring_error: Annotated[float, msgspec.Meta(ge=0, le=1e9)]

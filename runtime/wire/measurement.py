@@ -9,10 +9,22 @@ one ``LinkMeasurements``.
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import msgspec
 
 from planner.values import ModelProfile
+
+MAX_DEVICES = 1024
+"""Largest number of devices of one stage."""
+
+# The upper limits keep every sum that the planner makes finite and every size inside 64 bits.
+MAX_MS = 1e9
+MAX_BYTES = 2**50
+MAX_COUNT = 2**31
+TimeMs = Annotated[float, msgspec.Meta(ge=0, le=MAX_MS)]
+SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 
 INVALID_EXIT = 2
 """Exit code if the user has to change something; the last line of stderr says what."""
@@ -25,21 +37,21 @@ class MeasurementProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     total: int
 
 
-class TimingSpread(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of repeated measurements."""
+class TimingSpread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The distribution of repeated measurements, in ascending order."""
 
-    repeats: int
-    minimum_ms: float
-    lower_quartile_ms: float
-    median_ms: float
-    upper_quartile_ms: float
-    maximum_ms: float
+    repeats: Count
+    minimum_ms: TimeMs
+    lower_quartile_ms: TimeMs
+    median_ms: TimeMs
+    upper_quartile_ms: TimeMs
+    maximum_ms: TimeMs
 
 
-class RowTimings(msgspec.Struct, frozen=True, kw_only=True):
+class RowTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of one layer on one device for a number of rows."""
 
-    rows: int
+    rows: Count
     forward: TimingSpread
     backward: TimingSpread
 
@@ -72,18 +84,18 @@ class LinkMeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """Approximate limit of the time for all measurements, in seconds."""
 
 
-class PointToPointTiming(msgspec.Struct, frozen=True, kw_only=True):
+class PointToPointTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The time of sending a number of bytes from one device to another, in one direction."""
 
-    size_bytes: int
+    size_bytes: SizeBytes
     time: TimingSpread
 
 
-class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
+class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The time of summing a number of bytes over a group of devices."""
 
-    members: int
-    size_bytes: int
+    members: Annotated[int, msgspec.Meta(ge=2, le=MAX_DEVICES)]
+    size_bytes: SizeBytes
     time: TimingSpread
 
 

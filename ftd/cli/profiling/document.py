@@ -35,9 +35,13 @@ def build_profile_document(
     if links is not None and links.sent:
         link_fit, ring_fit = fit_link(links), fit_ring(links)
         link, ring = _entry(link_fit), _entry(ring_fit)
-        measured = msgspec.to_builtins({"point_to_point": links.sent, "all_reduce": links.reduced})
-        errors = {"link_error": link_fit.error, "ring_error": ring_fit.error}
-        network = msgspec.convert({"where": links.where, **measured, **errors}, NetworkEntry)
+        network = NetworkEntry(
+            where=links.where,
+            point_to_point=links.sent,
+            all_reduce=links.reduced,
+            link_error=link_fit.error,
+            ring_error=ring_fit.error,
+        )
     return ProfileDocument(
         schema=SCHEMA,
         microbatch_rows=profile.microbatch_rows,

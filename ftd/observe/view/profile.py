@@ -4,10 +4,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, ProfileDocument, SpreadEntry
+from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, ProfileDocument
 from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import format_size, plural
 from planner.values import Link
+from runtime.wire.measurement import TimingSpread
 
 _MAX_COUNTS = 6
 """Largest number of columns in the table of stages; beyond it, only powers of two and the largest count are
@@ -56,7 +57,7 @@ def _shards(document: ProfileDocument) -> str:
     return f"{shards}\n{tensor}; computed, not measured"
 
 
-def format_spread(entry: SpreadEntry) -> str:
+def format_spread(entry: TimingSpread) -> str:
     """Return the median and half of the interquartile range: ``1.52 ± 0.04``."""
     half_ms = (entry.upper_quartile_ms - entry.lower_quartile_ms) / 2
     digits = 3 if entry.median_ms < 1 else 2 if entry.median_ms < 100 else 1

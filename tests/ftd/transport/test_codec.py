@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.config.profile_document import (
-    MAX_BYTES,
-    MAX_BYTES_PER_S,
-    MAX_COUNT,
-    MAX_DEVICES,
-    MAX_LAYERS,
-    MAX_MS,
-)
+from ftd.config.profile_document import MAX_BYTES_PER_S, MAX_LAYERS
 from ftd.errors import WireError
 from ftd.transport.wire import codec
 from ftd.transport.wire.codec import (
@@ -63,6 +56,7 @@ from planner.values import (
     TensorSplit,
     Transfer,
 )
+from runtime.wire.measurement import MAX_BYTES, MAX_COUNT, MAX_DEVICES, MAX_MS
 from statemachine.agent.commands import STEPS_PER_MESSAGE
 from statemachine.effects import EmitEvent
 from statemachine.messages.cluster import (
