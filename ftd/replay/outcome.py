@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -23,21 +23,21 @@ class Span:
     samples: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Recovery:
     """One interruption: from the first pause to the next time at which the job runs. Changes of the cluster that
     come before that belong to it.
     """
 
     at_s: float
-    seconds: dict[Category, float]
+    seconds: dict[Category, float] = field(default_factory=dict)
     """Length of the pauses by category. The time of waiting for nodes is not part of it."""
-    lost: int
+    lost: int = 0
     """Nodes that were removed."""
-    added: int
-    rolled_back: bool
+    added: int = 0
+    rolled_back: bool = False
     """Whether iterations that counted were lost, apart from the one in flight."""
-    redone_s: float
+    redone_s: float = 0.0
     """Computing time that was lost."""
 
     @property

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ftd.replay.outcome import Outcome, Recovery, Span
 from ftd.replay.policy import (
@@ -150,18 +150,6 @@ class _Delayed:
     lost: int
 
 
-@dataclass(slots=True)
-class _OpenRecovery:
-    """A recovery that goes on."""
-
-    at_s: float
-    seconds: dict[Category, float] = field(default_factory=dict)
-    lost: int = 0
-    added: int = 0
-    rolled_back: bool = False
-    redone_s: float = 0.0
-
-
 def _only_runs(reaction: Reaction) -> bool:
     """Return whether a reaction changes nothing but the pace, so that a checkpoint that is being taken goes on."""
     running = reaction.running
@@ -193,7 +181,7 @@ class _Account:
         self._stalling = False
         """Whether the first pause is the stall of a checkpoint."""
         self._recoveries: list[Recovery] = []
-        self._recovery: _OpenRecovery | None = None
+        self._recovery: Recovery | None = None
 
     @property
     def is_running(self) -> bool:
@@ -224,7 +212,7 @@ class _Account:
         if reaction.saved_s is not None:
             self._save(reaction.saved_s)
         if reaction.pauses and self._recovery is None:
-            self._recovery = _OpenRecovery(self.at_s)
+            self._recovery = Recovery(at_s=self.at_s)
         if self._recovery is not None:
             self._recovery.lost += lost
             self._recovery.added += self.came
@@ -302,7 +290,8 @@ class _Account:
     def _run(self, running: Running, until_s: float) -> None:
         """Run iterations until ``until_s`` or the next checkpoint that stalls."""
         if self._recovery is not None:
-            self._end_recovery(self._recovery)
+            self._recoveries.append(self._recovery)
+            self._recovery = None
         seconds = until_s - self.at_s
         first_s = running.iteration_s * (1 - self._progress)
         checkpoints = running.checkpoints
@@ -331,19 +320,6 @@ class _Account:
         self._compute(running, rest_s)
         self._progress = rest_s / running.iteration_s
         self.at_s += rest_s
-
-    def _end_recovery(self, recovery: _OpenRecovery) -> None:
-        self._recovery = None
-        self._recoveries.append(
-            Recovery(
-                at_s=recovery.at_s,
-                seconds=recovery.seconds,
-                lost=recovery.lost,
-                added=recovery.added,
-                rolled_back=recovery.rolled_back,
-                redone_s=recovery.redone_s,
-            )
-        )
 
     def _compute(self, running: Running, seconds: float) -> None:
         computing_s = seconds * running.efficiency

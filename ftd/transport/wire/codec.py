@@ -80,11 +80,7 @@ class _FromNode(msgspec.Struct, frozen=True, kw_only=True):
     body: msgspec.Raw
 
 
-class _ToNode(msgspec.Struct, frozen=True, kw_only=True):
-    node: str
-    incarnation: int
-    type: str
-    body: msgspec.Raw
+class _ToNode(_FromNode, frozen=True, kw_only=True):
     cause: str
 
 

@@ -17,7 +17,6 @@ from statemachine.cluster.durable.records import (
     JournalState,
     NodeRecord,
     PersistingRecord,
-    RecoveryRecord,
     ReplicasRecord,
     assemble,
     columns,
@@ -76,7 +75,7 @@ def _field_names(kind: type, *left_out: str) -> tuple[str, ...]:
 
 _FACTS = NodeFacts.__struct_fields__
 _STATUS_FIELDS = _field_names(NodeRecord, "incarnation", "facts", "snapshots")
-_RECOVERY_FIELDS = _field_names(RecoveryRecord, "before")
+_RECOVERY_FIELDS = _field_names(ActiveRecovery, "before", "committed_at")
 _REPLICAS_FIELDS = _field_names(ReplicasRecord)
 _RESUMED_FIELDS = _field_names(Resumption, "plan")
 """Fields of ``Resumption`` that the journal has under their names with ``resumed_`` before them."""
@@ -353,10 +352,8 @@ def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
     old = journal.recovery
     if old is None:
         return None
-    values = _values(old, _RECOVERY_FIELDS) | {name: _not_after(getattr(old, name), at) for name in MOMENTS}
-    if old.began_at is None:
-        values["began_at"] = values["detected_at"]
-    return ActiveRecovery(**values | {"nodes": list(old.nodes)}, before=old.before)
+    moments: dict[str, Any] = {name: _not_after(getattr(old, name), at) for name in MOMENTS}
+    return dataclasses.replace(old, **moments)
 
 
 def _read_state(journal: JournalState, resumption: Resumption | None, at: float) -> State:

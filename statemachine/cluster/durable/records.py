@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from planner.values import Device, PipelinePlacement, Plan, StatePart
+from planner.values import Device, Plan, StatePart
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.loss_spikes import LossSpikes
+from statemachine.cluster.phases import ActiveRecovery
 from statemachine.cluster.skipped_updates import SkippedUpdates
 from statemachine.messages.values import (
     CheckpointRecord,
@@ -19,7 +20,6 @@ from statemachine.messages.values import (
     HeldPart,
     HeldSnapshot,
     Job,
-    MeasuredFrom,
     NodeErrors,
     NodeFacts,
     NodeFailure,
@@ -73,25 +73,6 @@ class GenerationRecord:
     members: tuple[str, ...]
     resume_sent: bool
     sources: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryRecord:
-    cause: str
-    nodes: tuple[str, ...]
-    detected_how: str | None
-    detected_at: float
-    tried: int
-    recomputed_steps: int
-    before: tuple[PipelinePlacement, ...] = ()
-    rolled_back_steps: int = 0
-    tier: str | None = None
-    quiesced_at: float | None = None
-    planned_at: float | None = None
-    resumed_at: float | None = None
-    began_at: float | None = None
-    measured_from: MeasuredFrom = "detection"
-    waited_until: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +142,7 @@ class JournalState:
     step_s: float
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     attempt: GenerationRecord | None = None
-    recovery: RecoveryRecord | None = None
+    recovery: ActiveRecovery | None = None
     resumed_generation: int = 0
     resumed_step: int = 0
     resumed_vote: Vote | None = None
@@ -210,6 +191,8 @@ def assemble(durable: Any) -> dict[str, Any]:
         whole["attempt"] = {**written.attempt, "expected": written.expected, "members": written.members}
     if written.recovery is not None:
         whole["recovery"] = {**written.recovery, "before": written.before}
+        if whole["recovery"].get("began_at") is None:  # An older program measured it from the detection.
+            whole["recovery"]["began_at"] = whole["recovery"].get("detected_at")
     if written.plan is not None:
         whole["plan"] = {**written.plan, "pipelines": written.pipelines}
     return whole
