@@ -196,19 +196,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
         node.failures, node.quarantine = old.failures, old.quarantine
     c.nodes[name] = node
     c.rejected.pop((name, incarnation), None)
-    node.feed(NodeEvent.HEALTHY)
-    node.heard_at = c.at
-    c.dirty = True
-    c.persist()
-    c.emit(
-        "NodeJoined",
-        f"{name} at {hello.facts.host} with {count_noun(hello.facts.devices, 'device')}",
-        node=name,
-        devices=hello.facts.devices,
-        host=hello.facts.host,
-        incarnation=incarnation,
-    )
-    c.publish()
+    _join(c, node, f"{name} at {hello.facts.host} with {count_noun(hello.facts.devices, 'device')}")
     return True
 
 
@@ -233,13 +221,17 @@ def may_return(c: Cluster, node: NodeMachine) -> bool:
 
 
 def take_back(c: Cluster, node: NodeMachine) -> None:
+    _join(c, node, f"{node.name} is back with its state: nothing was resumed without it")
+
+
+def _join(c: Cluster, node: NodeMachine, reason: str) -> None:
     node.feed(NodeEvent.HEALTHY)
     node.heard_at = c.at
     c.dirty = True
     c.persist()
     c.emit(
         "NodeJoined",
-        f"{node.name} is back with its state: nothing was resumed without it",
+        reason,
         node=node.name,
         devices=node.facts.devices,
         host=node.facts.host,
