@@ -61,7 +61,34 @@ optimizer computes for one weight, chunks of state in transfer, and small blocks
 """
 
 
-def wide_job(directory: Path, *, width: int, device_mib: float, within: str = "replicate") -> JobData:
+def write_equal_blocks(path: Path) -> None:
+    """Write a profile of the wide module in which all blocks take equally long, so that plans and what they park
+    do not depend on how busy this machine was when it measured them. The sizes are as they are measured.
+    """
+    size = 8 * WIDTH**2
+    block = {
+        "forward_ms": 0.3,
+        "backward_ms": 0.7,
+        "parameter_bytes": size,
+        "gradient_bytes": size,
+        "optimizer_bytes": 2 * size + 4,
+        "activation_bytes": 2 * 2 * 8 * WIDTH,
+        "output_bytes": 2 * 8 * WIDTH,
+        "working_bytes": size + 3 * 2 * 8 * WIDTH,
+        "split": [{"devices": 2, "forward_ms": 0.2, "backward_ms": 0.5, "activation_bytes": 2 * 8 * WIDTH}],
+    }
+    around = {key: 0 for key in block if key.endswith("_bytes")} | {"forward_ms": 0.01, "backward_ms": 0.0}
+    document = {
+        "schema": "ftd-profile/1",
+        "microbatch_rows": 2,
+        "layers": [around, *[block] * BLOCKS, around],
+    }
+    path.write_bytes(msgspec.json.encode(document))
+
+
+def wide_job(
+    directory: Path, *, width: int, device_mib: float, within: str = "replicate", profile: str = ""
+) -> JobData:
     path = directory / "wide.toml"
     path.write_text(
         f"""
@@ -79,6 +106,7 @@ failures = 0
 [planner]
 within_node = "{within}"
 device_memory_mib = {device_mib}
+{profile}
 [snapshot]
 every_steps = 5
 protection = "buddy"
@@ -136,7 +164,16 @@ def test_shards_of_a_model_that_fills_the_devices_survive_a_join_and_a_kill(
     base_mib = largest_private_mib(ground.pids.values())
     ground.stop_job()
     with MemoryGuard(ground.pids.values) as guard:
-        run = ground.submit(wide_job(tmp_path, width=WIDTH, device_mib=PLANNED_SHARD_MIB, within="shard"))
+        write_equal_blocks(tmp_path / "blocks.json")
+        run = ground.submit(
+            wide_job(
+                tmp_path,
+                width=WIDTH,
+                device_mib=PLANNED_SHARD_MIB,
+                within="shard",
+                profile='profile = "blocks.json"',
+            )
+        )
         assert nodes_of(ground.state["pipelines"]) == [4]
         ground.until_step(3)
         ground.on_loop(ground.cluster.start_node("node-4"))
