@@ -17,7 +17,6 @@ import mmap
 import os
 import random
 import secrets
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 """Values in Linux's <sys/mman.h>; this version of Python does not define them."""
 _NOISE_BYTES = 1 << 22
 """Size of the noise that tensors map, a multiple of the size of a page."""
+_STRIDE_BYTES = 37 * mmap.PAGESIZE
+"""Distance between the starts of the noise of one tensor and the next."""
 LARGE_BYTES = 1 << 16
 """Size in bytes from which a tensor gets no memory."""
 
@@ -407,6 +408,9 @@ class DeferredModule:
             self._values[name] = (
                 tensor.detach() if place is None or recording.was_written_elsewhere(place) else place
             )
+        places = [place for place in self._values.values() if isinstance(place, StorageView)]
+        self._numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        """Numbers of places, one for all names of a tensor."""
         lasting = {id(tensor): _as_meta(tensor) for tensor in state.values()}
         for module in root.modules():
             for table in _tables(module):
@@ -454,13 +458,14 @@ class DeferredModule:
         made: dict[str, Tensor] = {}
         exact: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            kept = not isinstance(self._values[name], StorageView) or not isinstance(tensor, nn.Parameter)
-            if kept or not tensor.is_floating_point():
+            place = self._values[name]
+            kept = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
+            if kept or not isinstance(place, StorageView):
                 exact[name] = made[name] = torch.empty_like(tensor.detach(), device=device)
             elif tensor.dim() < 2:
                 made[name] = torch.ones_like(tensor.detach(), device=device)
             else:
-                made[name] = _noise(tensor.dtype).make(name, tensor.detach(), device)
+                made[name] = _noise(tensor.dtype).make(self._numbers[place], tensor.detach(), device)
         self.fill(exact)
         return made
 
@@ -686,9 +691,9 @@ class Noise:
         self._file = os.memfd_create("noise")
         os.write(self._file, values.to(dtype).view(torch.uint8).numpy().tobytes())
 
-    def make(self, name: str, like: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor of noise with the shape and strides of ``like``, the same each time for a name."""
-        first = zlib.crc32(name.encode()) % (_NOISE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    def make(self, number: int, like: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor of noise with the shape and strides of ``like``, the same each time for a number."""
+        first = number * _STRIDE_BYTES % _NOISE_BYTES
         elements = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
         if device.type == "cpu":
             memory = self._mapped(elements * like.dtype.itemsize, first).view(like.dtype)

@@ -1,5 +1,6 @@
 """Tests of deferred modules: a model is built without memory, and each of its tensors gets its original value."""
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from runtime.deferred import DeferredModule, ModelRecorder, Noise, Recording, UntrackedWriteError
-from tests.helpers.architectures import ARCHITECTURES, lora
+from runtime.layers.model import Model
+from tests.helpers.architecture_runs import job_of
+from tests.helpers.architectures import ARCHITECTURES, build, lora
 from tests.helpers.harness import ROOT
 
 
@@ -153,6 +156,17 @@ def test_values_of_adapters() -> None:
     assert check_equal(lambda: lora(ARCHITECTURES["llama"].make()), 0) > 8
 
 
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_the_parts_of_a_model_without_memory_are_compared_with_the_whole(architecture: str) -> None:
+    """Both runs have the same values, whatever the names by which they refer to a tied tensor."""
+    job = job_of(architecture, precision="float32")
+    training = build(architecture)
+    assert callable(training.model)
+    made, recording = deferred(training.model, large_bytes=1)
+    model = Model(dataclasses.replace(training, model=DeferredModule(made.float(), recording)), job)
+    assert not model.held_layers
+
+
 def test_tied_tensors_stay_tied() -> None:
     made, recording = deferred(Unusual, large_bytes=0)
     whole = DeferredModule(made, recording).materialise()
@@ -273,14 +287,33 @@ def test_memory_is_that_of_the_largest_tensors() -> None:
     assert float(found.stdout) < 8 * 16
 
 
+def test_a_tied_tensor_has_the_same_noise_by_each_of_its_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.between, self.last = (
+                nn.Linear(256, 256),
+                nn.Linear(256, 256),
+                nn.Linear(256, 256),
+            )
+            self.last.weight = self.first.weight
+
+    module = DeferredModule(*deferred(Tied))
+    found = []
+    for name in ("first", "between", "last"):
+        with module.materialised([module.root.get_submodule(name)], torch.device("cpu")):
+            found.append(module.root.get_parameter(f"{name}.weight").detach().clone())
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
 def test_noise_fills_tensors_of_any_size_and_is_the_same_each_time() -> None:
     like = torch.empty(1500, 1001, device="meta").t()  # Larger than the noise, and not row-major.
     noise = Noise(torch.float32)
-    one, other = (noise.make("one", like, torch.device("cpu")) for _ in range(2))
+    one, other = (noise.make(1, like, torch.device("cpu")) for _ in range(2))
     assert one.shape == like.shape and one.stride() == like.stride()
     assert torch.equal(one, other) and 0.019 < float(one.std()) < 0.021
-    assert not torch.equal(one, noise.make("another", like, torch.device("cpu")))
+    assert not torch.equal(one, noise.make(2, like, torch.device("cpu")))
     before = other.clone()
     one.zero_()
     assert torch.equal(other, before), "a tensor that is written to has memory of its own"
-    assert torch.equal(noise.make("one", like, torch.device("cpu")), before)
+    assert torch.equal(noise.make(1, like, torch.device("cpu")), before)
