@@ -57,6 +57,7 @@ from runtime.zero.sharded_optimizer import is_elementwise
 from statemachine.messages.trainer import TrainingData
 
 _WARM_UPS = 2
+"""Number of repeats that do not count; one for a layer that takes so long that noise is small in comparison."""
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
 _SHORT_S = 0.03
 """A layer is measured again, up to the largest number of repeats, until it has taken this long."""
@@ -370,7 +371,7 @@ def _repeat(given: _LayerInput, *, warm_ups: int, most: int) -> _Times:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         end = device_time_s(device)
         spent_s = end - began
-        if repeat >= warm_ups or spent_s > _LONG_S:
+        if repeat >= (warm_ups if spent_s <= _ENOUGH_S else min(warm_ups, 1)) or spent_s > _LONG_S:
             forwards.append(middle - start)
             backwards.append(end - middle)
         enough = _FEW_REPEATS if spent_s > _ENOUGH_S else _FEWEST_REPEATS
@@ -478,30 +479,25 @@ def _as_received(x: Activation | None) -> Activation | None:
 def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
     """Return the bytes that the user's optimizer keeps for each parameter, from a step on the meta device.
 
-    An optimizer that cannot do such a step (a fused one) makes a real one for one parameter of zeros at a
-    time.
+    Parameters of one shape, dtype and group have equal state. An optimizer that cannot do such a step makes a
+    real one for one parameter of zeros at a time.
     """
     named = model.named_parameters(range(model.layer_count))
     if not named:
         return {}
-    try:
-        return _state_bytes(training, named, {name for name, _ in named}, torch.device("meta"))
-    except Exception:
-        pass
     nothing = _zeros_like(named, set(), model.device)
     groups = {
         id(parameter): number
         for number, group in enumerate(training.optimizer(nothing).param_groups)
         for parameter in group["params"]
     }
-    known: dict[tuple[int | None, torch.Size, torch.dtype], int] = {}
-    found = {}
-    for name, parameter in nothing:
-        key = groups.get(id(parameter)), parameter.shape, parameter.dtype
-        if key not in known:
-            known[key] = _state_bytes(training, named, {name}, model.device)[name]
-        found[name] = known[key]
-    return found
+    keys = {name: (groups.get(id(value)), value.shape, value.dtype) for name, value in nothing}
+    alike = {key: name for name, key in keys.items()}
+    try:
+        found = _state_bytes(training, named, set(alike.values()), torch.device("meta"))
+    except Exception:
+        found = {name: _state_bytes(training, named, {name}, model.device)[name] for name in alike.values()}
+    return {name: found[alike[key]] for name, key in keys.items()}
 
 
 def _shard_problem(training: Training, model: Model) -> str | None:
