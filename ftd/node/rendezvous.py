@@ -133,6 +133,11 @@ class RendezvousServer:
     def port(self) -> int:
         return self._port
 
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Generations that hold keys or connections now: at most one once older trainers have ended."""
+        return tuple(self._generations)
+
     async def start(self) -> None:
         """:raises OSError: the address cannot be bound."""
         self._server = await asyncio.start_server(self._serve, self._host, self._port)
