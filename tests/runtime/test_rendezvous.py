@@ -111,7 +111,7 @@ def test_generations_have_their_own_name_spaces_and_old_ones_end(server: ServerT
     assert not new.check(["key"])
     with pytest.raises(StoreError, match="generation 1 is over; 2 is forming"):
         store(server, 1)
-    assert tuple(server.server._generations) == (2,)
+    assert server.server.generations == (2,)
     old.close()
     new.close()
 
@@ -119,9 +119,9 @@ def test_generations_have_their_own_name_spaces_and_old_ones_end(server: ServerT
 def test_the_keys_of_a_generation_are_removed_with_its_last_connection(server: ServerThread) -> None:
     one = store(server)
     one.set("key", b"value")
-    assert tuple(server.server._generations) == (1,)
+    assert server.server.generations == (1,)
     one.close()
-    eventually(lambda: tuple(server.server._generations) == ())
+    eventually(lambda: server.server.generations == ())
 
 
 def test_a_wrong_token_is_rejected(server: ServerThread) -> None:
