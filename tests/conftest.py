@@ -61,15 +61,13 @@ SERVICES = (
     ("tests/e2e/",),
 )
 """Tests of running daemons, in two halves; a test belongs to the first half that names it. All other tests go
-to the worker that finishes its half first.
+to the workers that have no half, or have finished theirs.
 """
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n 2``, let each worker run half of the tests of running daemons one by one, then a share of the
-    others.
-    """
+    """Let two workers run half of the tests of running daemons each, one by one, then a share of the others."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneServiceAtATime(LoadScopeScheduling):
@@ -113,13 +111,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select quick tests with ``--quick``, and forbid them to start processes. Without it, a test of real processes
-    may run twice, and the summary names it: on a shared machine, any of them may be stopped for seconds.
-    """
+    """Select quick tests with ``--quick``, and forbid them to start processes."""
     if not config.getoption("--quick"):
-        for item in items:
-            if any(item.get_closest_marker(m) for m in ("processes", "e2e")):
-                item.add_marker(pytest.mark.flaky(reruns=1))
         return
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in ("processes", "long"))]
     config.hook.pytest_deselected(items=left_out)
