@@ -1,5 +1,5 @@
 """Peak memory of each trainer from the start of a job to its end: the measurement of the model, training, and
-reconfigurations by a join, and by the losses and returns of a trainer and of a node.
+reconfigurations by a join, and by the losses and returns of two trainers and of a node.
 
     python -m benchmarks.memory                        # a llama of about 200 million parameters, four nodes
     python -m benchmarks.memory --steps-between 6
@@ -176,8 +176,9 @@ class Run:
         driver = self._driver
         await driver.start_node("node-4")
         await self._reconfigured("a node has joined", 5)
-        os.kill(self.trainers.pid_of("node-1"), signal.SIGKILL)
-        await self._reconfigured("a trainer was lost and is back", 5)
+        for node in ("node-1", "node-3"):
+            os.kill(self.trainers.pid_of(node), signal.SIGKILL)
+            await self._reconfigured("a trainer was lost and is back", 5)
         await driver.cluster.kill("node-2")
         await driver.start_node("node-2")
         await self._reconfigured("a node was lost and is back", 5)
