@@ -74,7 +74,7 @@ test: setup mosquitto promtool chromium check
 	$(BIN)/pytest -n 3 --reruns 1 --no-loadscope-reorder --max-worker-restart 2
 
 quick: setup
-	$(BIN)/pytest -n 2 --quick
+	$(BIN)/pytest -n 3 --quick
 
 # Nodes that share a GPU slow each other's health checks down.
 gpu-test: setup mosquitto

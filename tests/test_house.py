@@ -161,6 +161,7 @@ def test_processes_do_not_pickle_through_torch_or_multiprocessing() -> None:
     assert [where(p) for p in MODULES if pickling.search(p.read_text(encoding="utf-8"))] == []
 
 
+@pytest.mark.processes
 def test_every_target_of_the_makefile_can_be_made() -> None:
     targets = set(re.findall(r"^# make (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert {"demo", "test", "gpu-test"} <= targets

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import recovery
 from benchmarks.peers.torchft import find_problem
 
+pytestmark = pytest.mark.processes
+
 
 def environment(directory: Path, script: str) -> Path:
     (directory / "bin").mkdir()

@@ -18,6 +18,8 @@ from ftd.faults.sim.scenario_setup import make_scenario_setup, unsupported_fault
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.events import NodeVanished
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCENARIOS = sorted((EXAMPLES / "chaos").glob("*.toml"))
 SEEDS = range(3)

@@ -10,6 +10,8 @@ from ftd.faults.sim.faults import power_cut
 from ftd.faults.sim.simulation import SeedOverrides, Simulation, protections
 from ftd.faults.sim.simulation_run import run_seed
 
+pytestmark = pytest.mark.long
+
 SEEDS = 5
 Fault = Callable[[Simulation], None]
 

@@ -98,6 +98,7 @@ def test_the_table_says_that_it_is_simulated() -> None:
     assert "Simulated" in text and "where the time went" in text
 
 
+@pytest.mark.processes
 def test_the_benchmark_measures_the_cpu_time_of_the_command() -> None:
     failures = replay_speed.FAILURE_MODEL.format(nodes=4, hours=1, mean_h=4, repair_h=0.2)
     assert 0.1 < replay_speed.replay_s("gpt2", failures, "--policy", "ftd") < replay_speed.LARGE_S

@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from ftd.node.health import HealthChecker
 from ftd.node.supervisor import TrainerSupervisor
 from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
@@ -17,6 +19,7 @@ from statemachine.agent.events import HealthCheckEnded
 from statemachine.events import Event
 from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, PlantedFault, ReplicaPeer
 
+pytestmark = pytest.mark.processes
 LIMIT_S = 60.0
 
 
