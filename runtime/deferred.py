@@ -16,7 +16,6 @@ import ctypes
 import mmap
 import os
 import random
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,7 +161,7 @@ class _Generators:
 
     def skip_to(self, generator: torch.Generator, stream: _RandomStream, words: int) -> None:
         """Let further operations draw from the stream as if so many words had been drawn."""
-        state = marked(stream.state_at(0), secrets.randbits(32))
+        state = marked(stream.state_at(0), len(self._skipped) + 1)
         self._skipped[state.numpy().tobytes()] = stream, words
         generator.set_state(state)
 
@@ -180,7 +179,7 @@ class _Operation:
     function: Any
     arguments: Any
     """(positional, by keyword)"""
-    position: "_Position | None"
+    position: _Position | None
     """Position of the generator before the call."""
     results: tuple[StorageView, ...]
     """Views to which the returned tensors are written; empty for an in-place operation."""

@@ -50,10 +50,7 @@ def skip(state: Tensor, draws: int) -> Tensor:
     :param state: as ``torch.Generator.get_state`` returns it.
     """
     if draws <= _FEW:
-        generator = torch.Generator()
-        generator.set_state(state)
-        torch.empty(draws, dtype=torch.uint8).random_(generator=generator)  # Uses one word for each value.
-        return generator.get_state()
+        return _after("random_", torch.uint8, state, draws)  # It draws one word for each value.
     return _jump(state, draws)
 
 
@@ -70,7 +67,7 @@ def draws_of(kind: str, dtype: torch.dtype, count: int) -> int | None:
 def marked(state: Tensor, mark: int) -> Tensor:
     """Return another state of the same seed.
 
-    :param mark: a number of 32 bits.
+    :param mark: a number other than 0, of 32 bits; each gives a state of its own.
     """
     made = state.numpy().copy()
     made[_STATE].view(np.int64)[1] ^= mark
@@ -91,6 +88,7 @@ def _rule(kind: str, dtype: torch.dtype) -> Callable[[int], int] | None:
 
 
 def _after(kind: str, dtype: torch.dtype, state: Tensor, count: int) -> Tensor:
+    """Return the generator's state after ``count`` values were drawn."""
     generator = torch.Generator()
     generator.set_state(state)
     getattr(torch.empty(count, dtype=dtype), kind)(generator=generator)
