@@ -57,17 +57,21 @@ from runtime.zero.sharded_optimizer import is_elementwise
 from statemachine.messages.trainer import TrainingData
 
 _WARM_UPS = 2
-"""Number of repeats that do not count; one for a layer that takes so long that noise is small in comparison."""
+"""Number of repeats that do not count; one fewer for a layer that takes so long that noise is small in comparison.
+Where the layer's memory is measured, that is the first of them.
+"""
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
 _SHORT_S = 0.03
 """A layer is measured again, up to the largest number of repeats, until it has taken this long."""
 _ENOUGH_S = 0.1
 """A layer that has taken this long is measured only a few times, because noise is small in comparison."""
 _FEW_REPEATS = 3
-_LONG_S = 0.5
+_LONG_S = 0.3
 """A layer that has taken this long is not measured again, because noise is small in comparison."""
 _EQUAL_WITHIN = 1.5
-"""A layer that looks like an earlier one is measured separately if its time differs by more than this factor."""
+"""A layer that looks like an earlier one is measured separately if its forward pass takes longer or shorter by more
+than this factor.
+"""
 _RECOMPUTE_MODES: dict[ActivationCheckpointing, tuple[Recompute, ...]] = {
     "none": (),
     "full": ("full",),
@@ -86,18 +90,6 @@ class _Times:
     rows: int
     forwards: list[float]
     backwards: list[float]
-
-    def agrees(self, other: "_Times") -> bool:
-        """Return whether a repeat takes about as long as one of ``other``."""
-        own_s, other_s = (
-            statistics.median(map(sum, zip(times.forwards, times.backwards, strict=True)))
-            for times in (self, other)
-        )
-        return max(own_s, other_s) <= _EQUAL_WITHIN * min(own_s, other_s)
-
-    def add(self, other: "_Times") -> None:
-        self.forwards.extend(other.forwards)
-        self.backwards.extend(other.backwards)
 
     def measured(self) -> RowTimings:
         return RowTimings(
@@ -177,13 +169,14 @@ def profile_model(
                 given = _LayerInput(model=model, layer=layer, x=activation, batch=batch, rows=rows)
                 signature = _layer_signature(given)
                 equal = times_by_signature.setdefault(signature, {})
-                times = _time_layer(given, "none", equal)
+                warm = signature not in peak_bytes
+                if warm:
+                    peak_bytes[signature] = _peak_bytes(given)
+                times = _time_layer(given, "none", equal, warm=warm)
                 if peak is not None:
                     if signature not in flops:
                         flops[signature] = count_flops(partial(given.outputs, _as_received(activation)))
                     total_flops += flops[signature]
-                if signature not in peak_bytes:
-                    peak_bytes[signature] = _peak_bytes(given)
                 parts, problem = _measure_parts(given, counts, equal)
                 unmeasured += [problem] if problem else []
                 kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
@@ -340,20 +333,25 @@ def _measure_recomputation(
     return recomputed, None
 
 
-def _time_layer(given: _LayerInput, mode: Recompute, equal: dict[_Case, _Times]) -> _Times:
+def _time_layer(
+    given: _LayerInput, mode: Recompute, equal: dict[_Case, _Times], *, warm: bool = False
+) -> _Times:
     """Time the forward and the backward pass.
 
-    :param equal: times of earlier layers that look the same; a repeat that agrees with them is added to
-        them.
+    :param equal: times of earlier layers that look the same. A layer shares them if a forward pass of it takes
+        about as long.
+    :param warm: whether both passes have just run, as a warm-up does.
     """
     known = equal.get((given.rows, mode))
     with given.model.override_recompute(mode):
         if known is not None:
-            few = _repeat(given, warm_ups=0, most=1)
-            if few.agrees(known):
-                known.add(few)
+            start = device_time_s(given.model.device)
+            given.outputs(_as_received(given.x))
+            own_s, known_s = device_time_s(given.model.device) - start, statistics.median(known.forwards)
+            if max(own_s, known_s) <= _EQUAL_WITHIN * min(own_s, known_s):
+                known.forwards.append(own_s)
                 return known
-        return _repeat(given, warm_ups=_WARM_UPS, most=_MOST_REPEATS)
+        return _repeat(given, warm_ups=_WARM_UPS - warm, most=_MOST_REPEATS)
 
 
 def _repeat(given: _LayerInput, *, warm_ups: int, most: int) -> _Times:
@@ -371,7 +369,7 @@ def _repeat(given: _LayerInput, *, warm_ups: int, most: int) -> _Times:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         end = device_time_s(device)
         spent_s = end - began
-        if repeat >= (warm_ups if spent_s <= _ENOUGH_S else min(warm_ups, 1)) or spent_s > _LONG_S:
+        if repeat >= (warm_ups if spent_s <= _ENOUGH_S else max(warm_ups - 1, 0)) or spent_s > _LONG_S:
             forwards.append(middle - start)
             backwards.append(end - middle)
         enough = _FEW_REPEATS if spent_s > _ENOUGH_S else _FEWEST_REPEATS
@@ -382,8 +380,11 @@ def _repeat(given: _LayerInput, *, warm_ups: int, most: int) -> _Times:
 
 def _peak_bytes(given: _LayerInput) -> int:
     """Return the most bytes that the layer's two passes take, without its parameters and their summed
-    gradients, which exist since the layer was timed. Its input counts.
+    gradients, which exist before. Its input counts.
     """
+    for tensor in given.model.tensors_of(given.layer):
+        if tensor.trainable and tensor.value.grad is None:
+            tensor.value.grad = torch.zeros_like(tensor.value)
 
     def compute() -> tuple[Tensor, ...]:
         copied = tree.tree_map_only(Tensor, torch.clone, given.x)
