@@ -115,6 +115,12 @@ def having(
     return found
 
 
+def optimizer_elements(shape: ParameterLayout, world: WorldData) -> dict[int, set[tuple[int, int]]]:
+    """Return the elements whose optimizer's state each rank owns."""
+    held = owned(world)
+    return {rank: having(shape, held, rank, "optimizer", True) for rank in {entry.rank for entry in held}}
+
+
 def needing(
     shape: ParameterLayout, world: WorldData, rank: int, what: str, zero1: bool, replicas: bool
 ) -> set[tuple[int, int]]:
@@ -190,6 +196,7 @@ def test_gather_ranges_cover_each_bucket_once_and_match_the_parts(
     shape, sizes = described
     world = without_shards(world)
     layers = {name: vector.layers for vector in shape.vectors for name in vector.names}
+    mine = optimizer_elements(shape, world)
     for bucket in derive_buckets(layers, owners_of_layer(world), sizes):
         found = gather_ranges(shape, bucket, world)
         if not found:
@@ -206,8 +213,7 @@ def test_gather_ranges_cover_each_bucket_once_and_match_the_parts(
             for e in range(sizes[name].numel)
         }
         for rank, ranges in found.items():
-            mine = having(shape, owned(world), rank, "optimizer", True)
-            assert all(places[e] in mine for start, end in ranges for e in range(start, end))
+            assert all(places[e] in mine[rank] for start, end in ranges for e in range(start, end))
 
 
 @settings(max_examples=100)
@@ -216,6 +222,7 @@ def test_cell_gather_ranges_cover_each_cell_once_and_match_the_parts(
     described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, _ = described
+    mine = optimizer_elements(shape, world)
     for number, vector in enumerate(shape.vectors):
         for cell in common_cells(world, vector.layers):
             begin, end = cell.elements(vector.numel)
@@ -224,8 +231,9 @@ def test_cell_gather_ranges_cover_each_cell_once_and_match_the_parts(
             elements = [e for ranges in found.values() for first, last in ranges for e in range(first, last)]
             assert sorted(elements) == list(range(end - begin))
             for rank, ranges in found.items():
-                mine = having(shape, owned(world), rank, "optimizer", True)
-                assert all((number, begin + e) in mine for first, last in ranges for e in range(first, last))
+                assert all(
+                    (number, begin + e) in mine[rank] for first, last in ranges for e in range(first, last)
+                )
 
 
 @settings(max_examples=100)
