@@ -240,7 +240,7 @@ class _Account:
                 self._spend("waiting", until_s - self.at_s)
             else:
                 self._run(self._running, until_s)
-        self.at_s = max(self.at_s, until_s)
+        self.at_s = until_s  # Sums of seconds round, and would miss or exceed it by a little.
 
     def _pause(self, until_s: float) -> None:
         pause = self._pauses[0]
@@ -344,7 +344,7 @@ class _Account:
             last.computing_s += computing_s
             last.reduced_s += reduced_s
             return
-        begin_s = begin_s if last is None else max(begin_s, last.end_s)
+        begin_s = max(begin_s, 0.0 if last is None else last.end_s)
         self._done.append(_Iterations(running, begin_s, self.at_s, count, computing_s, reduced_s))
 
     def _undo(self, reaction: Reaction) -> float:
