@@ -72,6 +72,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[list[NodeSlot]], dict[str, Held], dic
 
 @given(layouts())
 @settings(max_examples=300)
+@pytest.mark.long
 def test_no_assignment_moves_fewer_bytes(
     layout: tuple[list[list[NodeSlot]], dict[str, Held], dict[str, tuple[int, int]]],
 ) -> None:

@@ -71,6 +71,7 @@ def test_the_integer_program_agrees() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
+@pytest.mark.long
 def test_both_solvers_find_equally_good_shares(data: st.DataObject) -> None:
     durations = st.floats(0.001, 10.0)
     stages = st.lists(durations, min_size=1, max_size=3)

@@ -84,6 +84,7 @@ def test_a_few_mappings_are_all_enumerated() -> None:
     assert max(ratios) < 1 + 1e-11 and proved == 60
 
 
+@pytest.mark.long
 def test_where_mappings_are_too_many_bounds_hold_and_most_are_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models are the same small ones, but are treated as too large to look at every mapping."""
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
@@ -93,6 +94,7 @@ def test_where_mappings_are_too_many_bounds_hold_and_most_are_proved(monkeypatch
     assert max(ratios) < 1.02
 
 
+@pytest.mark.long
 def test_without_a_budget_to_prove_the_gap_is_stated_and_true(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", 0)
     monkeypatch.setattr(iteration, "EXPANSIONS", 0)

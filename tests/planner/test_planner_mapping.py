@@ -83,6 +83,7 @@ def test_uniform_cells_of_table_3(
 
 
 @pytest.mark.parametrize(("objective", "cases"), [("paper", 300), ("iteration", 150)])
+@pytest.mark.long
 def test_random_small_models_against_brute_force(objective: str, cases: int) -> None:
     random = Random(objective)
     infeasible = 0

@@ -71,6 +71,7 @@ def test_what_counts_as_complete_is_complete_in_elements(
 
 
 @given(reported(), st.integers(1, 5))
+@pytest.mark.long
 def test_a_cover_is_found_exactly_where_there_is_one(
     reports: dict[Device, tuple[StatePart, ...]], most: int
 ) -> None:
@@ -186,6 +187,7 @@ def test_bytes_that_move_are_what_is_lacking() -> None:
 
 
 @given(reported(), st.integers(1, 4))
+@pytest.mark.long
 def test_bytes_that_move_are_counted_element_by_element(
     reports: dict[Device, tuple[StatePart, ...]], owners: int
 ) -> None:

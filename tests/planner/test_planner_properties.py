@@ -1,5 +1,6 @@
 """Any failures and joins, in any order, give a valid plan while one is possible."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,6 +90,7 @@ def check_considered(plan: Plan) -> None:
 
 @given(planners(), st.data())
 @settings(max_examples=100)
+@pytest.mark.long
 def test_any_history_of_failures_and_joins(planner: Planner | None, data: st.DataObject) -> None:
     if planner is None:
         return

@@ -84,6 +84,7 @@ def test_recomputing_some_stages_is_quicker_than_all_and_needs_fewer_nodes_than_
     assert free.objective_ms == best(model(memory_bytes=400), policy_of("none"), 4).objective_ms
 
 
+@pytest.mark.long
 def test_no_other_choice_for_any_stage_is_better() -> None:
     """Compare with every mapping under every combination of ways to recompute that fits."""
     random, recomputing = Random(4), 0
@@ -113,6 +114,7 @@ def test_no_other_choice_for_any_stage_is_better() -> None:
 
 
 @pytest.mark.parametrize("objective", ["paper", "iteration"])
+@pytest.mark.long
 def test_the_search_is_exact_where_recomputation_decides(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def disturbed(draw: st.DrawFn) -> tuple[Planner, Plan, Situation]:
 
 @given(disturbed())
 @settings(max_examples=150)
+@pytest.mark.long
 def test_plans_that_know_slow_nodes_are_valid_and_never_slower(
     case: tuple[Planner, Plan, Situation],
 ) -> None:

@@ -284,6 +284,7 @@ def test_the_search_is_exact_where_shards_decide(objective: str, monkeypatch: py
     assert mixed >= 3 and sharded >= 8 and proved >= 20
 
 
+@pytest.mark.long
 def test_no_other_choice_for_any_stage_is_notably_better() -> None:
     """Compare with every mapping under every combination of ways that fits. The rule, both passes together,
     is not exact here: shards make the forward pass longer, recomputation only the backward pass.

@@ -374,6 +374,7 @@ option = st.one_of(
     max_examples=120,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@pytest.mark.long
 def test_any_input_gives_a_plan_or_a_usage_error(
     tmp_path: Path,
     layers: list[tuple[Any, Any]],

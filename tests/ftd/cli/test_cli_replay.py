@@ -40,6 +40,7 @@ def replayed(*options: object) -> str:
     return result.output
 
 
+@pytest.mark.long
 def test_a_trace_is_replayed_under_the_policies_that_are_named(tmp_path: Path) -> None:
     plot = tmp_path / "plot.html"
     options = ("bert-large", "--trace", TRACE, "--policy", "varuna", "--policy", "oobleck", "--plot", plot)
@@ -50,6 +51,7 @@ def test_a_trace_is_replayed_under_the_policies_that_are_named(tmp_path: Path) -
     assert plot.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.long
 def test_published_throughput_and_parameters_change_the_result(tmp_path: Path) -> None:
     parameters = tmp_path / "mine.toml"
     parameters.write_text("[varuna]\nstart_s = 100.0\n")
@@ -159,6 +161,7 @@ def test_a_wrong_option_is_reported_before_large_packages_are_loaded() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.long
 def test_advice_for_a_failure_model_is_a_document(model: Path) -> None:
     options = ("gpt2", "--failures", model, "--repeat", 1, "--advise")
     document = json.loads(replayed(*options, "--json"))

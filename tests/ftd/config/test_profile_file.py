@@ -503,6 +503,7 @@ def usable(profile: ModelProfile) -> None:
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutated())
+@pytest.mark.long
 def test_a_file_is_a_profile_or_a_configuration_error(tmp_path: Path, tree: Any) -> None:
     path = written(tmp_path, tree)
     try:
@@ -518,6 +519,7 @@ def test_a_file_is_a_profile_or_a_configuration_error(tmp_path: Path, tree: Any)
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+@pytest.mark.long
 def test_broken_bytes_are_a_profile_or_a_configuration_error(tmp_path: Path, data: st.DataObject) -> None:
     raw = bytearray(json.dumps(data.draw(st.sampled_from([own_tree(), timed_tree()]))).encode())
     for _ in range(data.draw(st.integers(1, 3))):

@@ -70,6 +70,7 @@ def test_the_loss_of_all_nodes_makes_checkpoints_matter() -> None:
     assert often.goodput > seldom.goodput + 0.01
 
 
+@pytest.mark.long
 def test_checkpoints_that_delay_training_are_as_seldom_as_in_a_running_job(tmp_path: Path) -> None:
     """Two thirds of each write of 2.2 s delay training. A running job that measured the same would choose the same."""
     trace, job = losing((10_000.0, "n5"), (40_000.0, "n4")), make_job(state_bytes=200 * MB)

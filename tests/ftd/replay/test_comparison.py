@@ -78,6 +78,7 @@ def test_the_half_width_is_that_of_students_t() -> None:
     assert estimate([1.0, 1.0, 1.01]).is_precise and not estimate([1.0]).is_precise
 
 
+@pytest.mark.long
 def test_generated_traces_are_added_until_every_policy_is_known_precisely() -> None:
     found = compare_generated(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, seed=3)
     count = len(found.traces)

@@ -37,6 +37,7 @@ def test_varuna_without_checkpoints_is_close_to_table_4_where_failures_are_rare(
         assert found["replay"] == pytest.approx(cells[0], rel=0.02)
 
 
+@pytest.mark.long
 def test_ftd_commits_most_of_all_policies_in_a_standard_setting() -> None:
     result = evaluation.bars(models=["gpt3-medium"], traces=["oobleck_fail_1h"])
     shares = result.data["oobleck_fail_1h,gpt3-medium"]
@@ -44,6 +45,7 @@ def test_ftd_commits_most_of_all_policies_in_a_standard_setting() -> None:
     assert len(result.limits) == 2 and all(limit.met for limit in result.limits)
 
 
+@pytest.mark.long
 def test_kept_gradients_and_other_assumptions_about_recycle_close_the_gap() -> None:
     shares = evaluation.gap(models=["gpt3-6.7b"], traces=["oobleck_fail_1h"]).data[
         "oobleck_fail_1h,gpt3-6.7b"
@@ -56,6 +58,7 @@ def test_kept_gradients_and_other_assumptions_about_recycle_close_the_gap() -> N
 
 
 @pytest.mark.parametrize(("model", "size", "free_gb"), [("gpt3-2.7b", 3, 19), ("gpt3-6.7b", 5, 7)])
+@pytest.mark.long
 def test_the_gradients_of_weights_cannot_wait_where_activations_are_recomputed(
     model: str, size: int, free_gb: int
 ) -> None:

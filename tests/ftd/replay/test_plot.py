@@ -48,6 +48,7 @@ def test_there_is_a_panel_for_each_policy_then_nodes_then_bars_of_the_whole_time
     assert set(shown) == set(report.used_categories) and set(shown) < set(CATEGORIES)
 
 
+@pytest.mark.long
 def test_images_are_of_their_format_and_the_same_each_time(report: ReplayReport, tmp_path: Path) -> None:
     plot_replay(report, tmp_path / "a.svg")
     plot_replay(report, tmp_path / "a.png")

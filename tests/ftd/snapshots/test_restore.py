@@ -121,6 +121,7 @@ def group(first: int, end: int, owners: Sequence[str], protection: str) -> Snaps
 
 @pytest.mark.parametrize("owners", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize(("scheme", "losses"), [("aec", 1), ("aec2", 2), ("aec+arc:1", 2), ("none", 0)])
+@pytest.mark.long
 def test_exact_bytes_after_every_loss_within_the_guarantee(owners: int, scheme: str, losses: int) -> None:
     """The nodes are a survivor, and one that owned nothing of it. Two owners withstand at most one loss."""
     losses = min(losses, owners - 1)

@@ -316,6 +316,7 @@ def test_the_devices_of_a_node_divide_its_parts(expected: Numbers) -> None:
 
 
 @pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.long
 def test_devices_that_hold_shards_restore_their_ranges(expected: Numbers, zero1: bool) -> None:
     """One node has halves of layers, another has quarters, and a third has whole layers.
 

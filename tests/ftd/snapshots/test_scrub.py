@@ -138,6 +138,7 @@ def damage(host: Host, held: ArenaSnapshot, part: SnapshotPart, byte: int, bit: 
     devices=st.integers(1, 2),
     data=st.data(),
 )
+@pytest.mark.long
 def test_any_flipped_bit_of_any_part_is_found_and_repaired(
     protection: str, owners: int, devices: int, data: st.DataObject
 ) -> None:

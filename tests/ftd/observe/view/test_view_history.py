@@ -207,6 +207,7 @@ def test_a_job_without_steps_has_a_page_without_an_image(
         plot_report(report, tmp_path / "r.png")
 
 
+@pytest.mark.long
 def test_images_have_two_formats(history: tuple[list[Json], list[Json]], tmp_path: Path) -> None:
     report = build_job_report("gpt", *history)
     plot_report(report, tmp_path / "r.png")
