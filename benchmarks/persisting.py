@@ -27,7 +27,8 @@ import numpy as np
 
 from benchmarks.checkpoints import LAYERS, LEAST, MIB, ROUNDS, Chunk, layer_header, timed, write_plainly
 from benchmarks.common import Limit, Result, command_line, main
-from ftd.snapshots.persist import Persister
+from ftd.driver import SystemClock
+from ftd.snapshots.persist import CheckpointWriter, Persister
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
@@ -123,14 +124,14 @@ class Persisting:
     async def _write(self, rate_bytes_s: float | None) -> None:
         done: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         persister = Persister(
-            node="n0",
-            arenas=self._arenas,
-            token=TOKEN,
+            writing=CheckpointWriter(node="n0", arenas=self._arenas, token=TOKEN),
+            clock=SystemClock(),
             rate_bytes_s=rate_bytes_s,
             feed=done.set_result,
             stamp=lambda: {"at": 0.0, "cause": ""},
             report_corruption=lambda job, step: lambda *details: print(*details, file=sys.stderr),
         )
+        persister.set_description(JOB, b"")
         vote = Vote(loss=0.0, gradient_norm=0.0)
         persister.begin(
             Persist(

@@ -60,21 +60,36 @@ class Persister:
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         report_corruption: Callable[[str, int], ReportCorruption],
+        description_timeout_s: float = 60.0,
     ) -> None:
+        """Create the persister of a node.
+
+        :param description_timeout_s: longest time for which layer 0 waits for the description of its model.
+            A daemon that has restarted holds snapshots before its trainer has built the model.
+        """
         self._writing, self._rate_bytes_s, self._clock = writing, rate_bytes_s, clock
         self._feed, self._stamp, self._report_corruption = feed, stamp, report_corruption
         self._order: Persist | None = None
         self._flow = RateLimiter()
         self._description: tuple[str, bytes] = ("", b"")
+        self._described = asyncio.Event()
+        self._description_timeout_s = description_timeout_s
         self._task: asyncio.Task[None] | None = None
 
     def set_description(self, job_id: str, description: bytes) -> None:
-        """Write this description into checkpoints of the job, together with layer 0 if this node writes it."""
+        """Write this description into checkpoints of the job, together with layer 0 if this node writes it.
+
+        :param description: the encoded description; empty if the model has none.
+        """
         try:
-            left_out = decode_description(description, "the description of the model").left_out
+            left_out = (
+                decode_description(description, "the description of the model").left_out
+                if description
+                else ()
+            )
         except CorruptDataError as error:
             log.warning("description_invalid", job=job_id, reason=str(error))
-            return
+            description, left_out = b"", ()
         if left_out:
             log.warning(
                 "description_incomplete",
@@ -83,6 +98,7 @@ class Persister:
                 files=left_out,
             )
         self._description = job_id, description
+        self._described.set()
 
     def begin(self, order: Persist) -> None:
         """Start to write, and feed ``PersistEnded`` when it ends. An earlier order is abandoned."""
@@ -106,11 +122,10 @@ class Persister:
 
     async def _work(self, order: Persist, flow: RateLimiter) -> None:
         began = self._clock.monotonic_s()
-        job_id, description = self._description
         try:
             layers = await self._writing.write(
                 order,
-                description if job_id == order.job_id else b"",
+                await self._description_for(order),
                 flow,
                 self._report_corruption(order.job_id, order.record.step),
             )
@@ -134,6 +149,25 @@ class Persister:
                 took_s=took_s,
             )
             self._feed(PersistEnded(**self._stamp(), answer=written))
+
+    async def _description_for(self, order: Persist) -> bytes:
+        """Return the description of the order's model, or nothing if it is not needed or does not arrive."""
+        if 0 not in order.layers:
+            return b""
+        try:
+            async with asyncio.timeout(self._description_timeout_s):
+                while self._description[0] != order.job_id:
+                    self._described.clear()
+                    await self._described.wait()
+        except TimeoutError:
+            log.warning(
+                "description_missing",
+                job=order.job_id,
+                attempt=order.attempt,
+                reason=f"no trainer of this node has described the model within {self._description_timeout_s:g} s",
+            )
+            return b""
+        return self._description[1]
 
     def _fail(self, order: Persist, detail: str) -> None:
         log.warning("persist_failed", attempt=order.attempt, step=order.record.step, reason=detail)

@@ -150,7 +150,9 @@ class Trainer:
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
 
     def _describe(self, engine: Engine, job_id: str) -> None:
-        """Send the description of the model. Training does not depend on it, so any error is only printed."""
+        """Send the description of the model. Training does not depend on it, so after any error, which is
+        printed, an empty one is sent.
+        """
         try:
             description = encode_description(
                 describe(engine.model.root_module, engine.model.training.files_from)
@@ -158,7 +160,7 @@ class Trainer:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             sys.stderr.write(f"checkpoints of this job keep no configuration of the model: {reason}\n")
-            return
+            description = b""
         self._link.send(ModelDescribed(job_id=job_id, description=description))
 
     def _set_up_snapshots(self, engine: Engine, prepare: PrepareJob) -> None:

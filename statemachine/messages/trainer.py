@@ -319,7 +319,7 @@ class ModelDescribed(Message, frozen=True, kw_only=True):
 
     job_id: str
     description: bytes
-    """Result of ``storage.description.encode_description``."""
+    """Result of ``storage.description.encode_description``; empty if the model cannot be described."""
 
 
 class TrainerQuiesced(Message, TrainerState, frozen=True, kw_only=True):

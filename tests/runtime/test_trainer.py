@@ -270,6 +270,7 @@ def test_a_model_that_cannot_be_described_is_trained_anyway(cluster: Cluster, tm
     (trainer,) = cluster.fork(1)
     data = data_for("mine.py:build", tmp_path)
     trainer.send(p.PrepareJob(job_id="job", training=data, profile=False, describe=True))
+    assert trainer.take(p.ModelDescribed).description == b""
     trainer.take(Prepared)
     eventually(lambda: b"keep no configuration of the model: ArithmeticError: boom" in trainer.output)
     trainer.close()

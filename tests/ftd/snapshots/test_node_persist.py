@@ -59,7 +59,7 @@ class Hosts:
     events: list[Event] = field(default_factory=list)
     """Events that the persister of the present test fed."""
     description: bytes = b""
-    """Description sent by the trainers of every node."""
+    """Description sent by the trainers of every node; empty if the model has none."""
 
     def write(self, sizes: Sequence[int] = (700, 33, 5000)) -> None:
         for group in GROUPS:
@@ -79,11 +79,14 @@ class Hosts:
             sources=self.sources,
         )
 
-    def persister(self, node: str, rate_bytes_s: float | None = None) -> Persister:
+    def persister(
+        self, node: str, rate_bytes_s: float | None = None, description_timeout_s: float = 60.0
+    ) -> Persister:
         return Persister(
             writing=CheckpointWriter(node=node, arenas=NodeArenas(self.root / node, devices=1), token=TOKEN),
             clock=SystemClock(),
             rate_bytes_s=rate_bytes_s,
+            description_timeout_s=description_timeout_s,
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
             report_corruption=lambda job, step: lambda *report: self.reports.append(report),
@@ -92,8 +95,7 @@ class Hosts:
     async def persist(self, node: str, order: Persist) -> LayersPersisted | PersistFailed:
         """Carry out the order and return the answer that was fed."""
         persister = self.persister(node)
-        if self.description:
-            persister.set_description(order.job_id, self.description)
+        persister.set_description(order.job_id, self.description)
         self.events.clear()
         persister.begin(order)
         await self.until(lambda: self.events)
@@ -193,15 +195,33 @@ def test_the_writer_of_layer_0_writes_the_description_of_the_model() -> None:
     with_hosts(body)
 
 
+def test_layer_0_waits_for_a_trainer_that_is_still_building_the_model() -> None:
+    async def body(hosts: Hosts) -> None:
+        persister = hosts.persister("n0")
+        persister.set_description("job-0", encode_description(ModelDescription()))
+        persister.begin(hosts.order([1]))
+        await hosts.until(lambda: hosts.events)
+        hosts.events.clear()
+        persister.begin(hosts.order([0], attempt="8"))
+        await asyncio.sleep(0.1)
+        assert not hosts.events
+        persister.set_description(JOB, encode_description(ModelDescription(aliases={"0.w": ("4.w",)})))
+        await hosts.until(lambda: hosts.events)
+        await persister.close()
+        assert list((hosts.root / "kept").rglob("description.bin"))
+
+    with_hosts(body)
+
+
 def test_a_description_of_another_job_or_a_malformed_one_is_not_written() -> None:
     async def body(hosts: Hosts) -> None:
         hosts.description = b"nonsense"
         await hosts.checkpoint()
         assert hosts.store().open().description() == ModelDescription()
-        persister = hosts.persister("n0")
+        persister = hosts.persister("n0", description_timeout_s=0.05)
         persister.set_description("job-0", encode_description(ModelDescription()))
-        persister.begin(hosts.order([0], attempt="8"))
         hosts.events.clear()
+        persister.begin(hosts.order([0], attempt="8"))
         await hosts.until(lambda: hosts.events)
         await persister.close()
         assert not list((hosts.root / "kept").rglob("description.bin"))
@@ -223,6 +243,7 @@ def test_a_stopped_order_feeds_nothing_and_the_next_one_is_written() -> None:
     async def body(hosts: Hosts) -> None:
         hosts.events.clear()
         persister = hosts.persister("n0", rate_bytes_s=1.0)
+        persister.set_description(JOB, b"")
         draft = Path(hosts.url) / f".step-{STEP:012d}.8.partial"
         persister.begin(hosts.order([0, 1], "8"))
         await hosts.until(lambda: draft.exists() and list(draft.iterdir()))
