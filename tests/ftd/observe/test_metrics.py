@@ -408,6 +408,7 @@ def test_both_formats_have_their_content_types() -> None:
     served(work, token=None)
 
 
+@pytest.mark.long
 def test_bad_clients_cannot_block_the_server() -> None:
     """Bad clients take all connections and send nothing, or too much: they are cut off, and the server answers
     again.

@@ -306,6 +306,7 @@ def test_an_unwritable_location_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     with_hosts(body)
 
 
+@pytest.mark.long
 def test_shards_of_a_peer_lost_meanwhile_are_decoded_or_the_loss_is_reported() -> None:
     """Its server stops when the third layer is requested, which is once the first is written."""
 

@@ -235,6 +235,7 @@ def test_a_block_that_arrives_corrupt_is_decoded_from_others() -> None:
         asyncio.run(main(cluster))
 
 
+@pytest.mark.long
 def test_shards_of_a_silent_node_are_decoded_from_others() -> None:
     async def main(cluster: Cluster) -> None:
         assert (await cluster.restore("n0", range(3), silent=["n2"])).decoded_groups == 1

@@ -147,6 +147,7 @@ def test_a_certificate_of_another_authority_is_rejected(authority: Authority, tm
     with_node(stranger.tls("127.0.0.1"), body)
 
 
+@pytest.mark.long
 def test_plain_http_and_tls_reject_each_other(authority: Authority) -> None:
     tls = authority.tls("127.0.0.1")
 

@@ -482,6 +482,7 @@ async def hangs_up(writer: asyncio.StreamWriter, first: int, end: int) -> None:
         (hangs_up, SIZE, "6 times"),
     ],
 )
+@pytest.mark.long
 def test_a_peer_that_breaks_the_contract_is_named(behaviour: Behaviour, size: int, says: str) -> None:
     slow = behaviour in (silence, stalls, drips)
     against(behaviour, fails(says, size), stall_s=0.3 if slow else 30.0)

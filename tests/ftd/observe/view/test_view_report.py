@@ -112,6 +112,7 @@ def test_undone_steps_that_were_not_repeated_are_left_out(event: Make, recovery:
     assert report.final.step == 7
 
 
+@pytest.mark.long
 def test_speed_is_given_in_tokens_if_the_loss_has_tokens(run_events: list[Json], event: Make) -> None:
     """The batch has 32 rows with 4096 counted tokens, and the learning rate falls."""
     submitted = event("JobSubmitted", 999.0, details={"name": "gpt", "steps": 120, "global_batch": 32})
