@@ -62,7 +62,7 @@ def write_plainly(directory: Path, payloads: list[Chunk]) -> None:
 
 def read_plainly(directory: Path) -> None:
     for path in sorted(directory.glob("*.bin")):
-        buffer = memoryview(np.empty(path.stat().st_size, dtype=np.uint8))
+        buffer = np.empty(path.stat().st_size, dtype=np.uint8).data
         with path.open("rb", buffering=0) as file:
             start = 0
             while count := file.readinto(buffer[start : start + PIECE_BYTES]):

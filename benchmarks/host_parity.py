@@ -140,10 +140,8 @@ def run_rank(protection: str, mode: str, mib: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1 if mode == "save" else 2)
     count = max(1, mib * HOSTS * (1 << 20) // (3 * 4 * WIDTH * WIDTH))
-    model = fully_shard(
-        torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))),
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-    )
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = Light(list(model.parameters()))
 
     def digest() -> str:
@@ -186,7 +184,12 @@ def measure_once(protection: str, mib: int) -> dict[str, Any]:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         hosts = [Host(place, f"h{number}") for number in range(HOSTS)]
-        stack.callback(lambda: [host.kill() for host in hosts])
+
+        def kill_all() -> None:
+            for host in hosts:
+                host.kill()
+
+        stack.callback(kill_all)
         with ranks_on(hosts, protection, mib, "save") as saved:
             found: dict[str, Any] = {
                 "own": [host.bytes_of("rank") for host in hosts],
@@ -267,6 +270,7 @@ if __name__ == "__main__":
     )
     given = parser.parse_args()
     if given.rank:
-        run_rank(*given.rank, given.mib)
+        protection, mode = given.rank
+        run_rank(protection, mode, given.mib)
     else:
         main(measure(given), given.out)

@@ -169,8 +169,8 @@ def compare_with_enumeration(result: Result) -> None:
                     quickest_ms = min(quickest_ms, max(spent))
                     compared += 1
             wrong += abs(found.iteration_ms - quickest_ms) > CLOSE * quickest_ms
-        spent = f"{time.process_time() - begun:.1f} s"
-        result.rows.append((job.name, f"all ≤ {ENUMERATED_NODES}", spent, f"{compared - seen} multisets"))
+        took = f"{time.process_time() - begun:.1f} s"
+        result.rows.append((job.name, f"all ≤ {ENUMERATED_NODES}", took, f"{compared - seen} multisets"))
     result.limits.append(Limit(name="N' ≤ 32: answers other than enumeration's", measured=wrong, limit=0))
 
 

@@ -99,7 +99,7 @@ def drop(file: Path) -> None:
 
 def measure_dlrover(venv: Path, gib: float, rounds: int) -> dict[str, Any]:
     """Return the JSON that DLRover's worker prints, or ``problem`` with the reason if it fails."""
-    command = [venv / "bin/python", Path(__file__).parent / "peers/dlrover_worker.py",
+    command = [str(venv / "bin/python"), str(Path(__file__).parent / "peers/dlrover_worker.py"),
                "--gib", str(gib), "--rounds", str(rounds)]  # fmt: skip
     before = set(SHM.glob("ckpt_shm_*"))
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:

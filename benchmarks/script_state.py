@@ -35,7 +35,7 @@ class Light(torch.optim.Optimizer):
         for p in parameters:
             self.state[p] = {"exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p)}
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         first = self.param_groups[0]["params"][0]
         with torch.no_grad():
             first.add_(1e-3)

@@ -231,9 +231,9 @@ def run(root: Path, mib: int, repeats: int, disk: Path | None) -> Result:
         for tier in ("own memory, new", "own memory, held", "a third decoded, held"):
             wall = statistics.median(wall for wall, _ in ours[tier])
             for peer in ("torch.load disk", "DCP load disk"):
-                times = statistics.median(rates[peer]) / wall
+                faster = statistics.median(rates[peer]) / wall
                 name = f"{tier} against {peer}, times"
-                result.limits.append(Limit(name=name, measured=times, limit=TIMES, at_least=True))
+                result.limits.append(Limit(name=name, measured=faster, limit=TIMES, at_least=True))
     result.notes.append("one memcpy: into existing memory, like that of a trainer that holds the layers")
     return result
 

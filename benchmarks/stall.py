@@ -17,7 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,10 @@ from runtime.engine.engine import Engine
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.snapshots.movers import HostMover
 from runtime.snapshots.schedule import CopySchedule
-from runtime.snapshots.shard_units import SnapshotBucket, shard_units, source_of
+from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units, source_of
 from runtime.streaming_stores import streaming_environment
 from statemachine.messages.trainer import ShardWritten, SnapshotReport
-from storage.arena import Arena
+from storage.arena import Arena, Bytes
 from storage.codes import make_code
 from storage.pages import collapse_pages
 from storage.shards import ShardLayout
@@ -58,6 +59,11 @@ def rates(
                 seconds.append(time.perf_counter() - started)
     one, other = (Summary(values=tuple(read_bytes / s / 1e9 for s in seconds)) for seconds in taken)
     return one, other
+
+
+def write_all(units: Sequence[ShardUnit], slot: Bytes) -> None:
+    for unit in units:
+        unit.write(slot)
 
 
 def plain_work(read_bytes: int, sources: int) -> Callable[[], object]:
@@ -98,7 +104,7 @@ def shards(result: Result, mib: int, directory: Path) -> None:
         read_bytes = sum(unit.read_bytes for unit in units)
         sources = max(len(unit.starts) for unit in units)
         plain = plain_work(read_bytes, sources)
-        rate, reference = rates(read_bytes, lambda: [u.write(slot) for u in units], plain)  # noqa: B023
+        rate, reference = rates(read_bytes, partial(write_all, units, slot), plain)
         arena.remove()
         part = rate.median / reference.median
         what = f"{scheme}, {owners} owners: XOR of {sources}" if parity else "copy"
@@ -151,7 +157,8 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
     reports: list[SnapshotReport] = []
     engine = alone(mib, directory, arena, reports)
     steps_of(engine, snaps=True)
-    one, other = (np.ones(reports[-1].size_bytes, dtype=np.uint8) for _ in range(2))
+    written = [report for report in reports if isinstance(report, ShardWritten)]
+    one, other = (np.ones(written[-1].size_bytes, dtype=np.uint8) for _ in range(2))
     steps_s: dict[str, list[float]] = {"without": [], "with": [], "with a parallel plain copy": []}
     for _ in range(rounds):
         steps_s["without"] += steps_of(engine)

@@ -81,7 +81,9 @@ def policy_of(
 def plan(cell: Cell) -> Planned:
     """Plan one cell for both interpretations and both objectives, without sharing caches between them."""
     profile = load_profile(cell.profile)
-    seconds, objective_ms, proved = {}, {}, True
+    seconds: dict[str, float] = {}
+    objective_ms: dict[str, float] = {}
+    proved = True
     paper_step_ms = 0.0
     for split in READINGS:
         began = time.process_time()

@@ -84,7 +84,11 @@ def alternate(precision: str, compiled: bool, pairs: int) -> dict[str, Any]:
         compile_blocks(model)
     optimizer = make_optimizer(list(model.parameters()), 3e-4)
     text = Text(128)
-    ours_s, plain_s, ours_cpu_s, plain_cpu_s, apart = [], [], [], [], 0.0
+    ours_s: list[float] = []
+    plain_s: list[float] = []
+    ours_cpu_s: list[float] = []
+    plain_cpu_s: list[float] = []
+    apart = 0.0
     for step in range(1, pairs + SKIP_STEPS + 1):
         turns = ("ours", "plain") if step % 2 else ("plain", "ours")
         for turn in turns:
@@ -166,7 +170,8 @@ def service_s(steps: int, nodes: int) -> list[float]:
 
 def compare_service(result: Result, nodes: int, rounds: int, steps: int) -> None:
     peer = "plain script" if nodes == 1 else f"DDP on {nodes} processes"
-    ours, theirs = [], []
+    ours: list[float] = []
+    theirs: list[float] = []
     for number in range(rounds):
         sides = [(ours, service_s), (theirs, script_s)]
         for times, run in sides if number % 2 else reversed(sides):
