@@ -189,5 +189,8 @@ def test_copies_that_are_released_too_early_are_found(monkeypatch: pytest.Monkey
 
 
 def test_a_description_that_does_not_reach_the_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Persister, "set_description", lambda self, job_id, description: None)
+    set_description = Persister.set_description
+    monkeypatch.setattr(
+        Persister, "set_description", lambda self, job_id, _: set_description(self, job_id, b"")
+    )
     found("without the description", overrides=SeedOverrides(checkpoints=True))
