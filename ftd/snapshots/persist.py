@@ -81,15 +81,13 @@ class Persister:
 
         :param description: the encoded description; empty if the model has none.
         """
+        left_out: tuple[str, ...] = ()
         try:
-            left_out = (
-                decode_description(description, "the description of the model").left_out
-                if description
-                else ()
-            )
+            if description:
+                left_out = decode_description(description, "the description of the model").left_out
         except CorruptDataError as error:
             log.warning("description_invalid", job=job_id, reason=str(error))
-            description, left_out = b"", ()
+            description = b""
         if left_out:
             log.warning(
                 "description_incomplete",
@@ -121,11 +119,12 @@ class Persister:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _work(self, order: Persist, flow: RateLimiter) -> None:
+        description = await self._description_for(order)
         began = self._clock.monotonic_s()
         try:
             layers = await self._writing.write(
                 order,
-                await self._description_for(order),
+                description,
                 flow,
                 self._report_corruption(order.job_id, order.record.step),
             )
