@@ -39,11 +39,14 @@ class SharedCluster:
         self._ground: Playground | None = None
 
     def of(self, devices: int) -> Playground:
-        """Return a cluster whose nodes have this number of devices."""
+        """Return a cluster whose nodes have this number of devices.
+
+        Its nodes are not set aside for repeated failures, since those that tests cause add up.
+        """
         if self._ground is None or self._ground.devices != devices:
             self.close()
             self._ground = self._open.enter_context(
-                playground(devices_per_node=devices, timing={"scrub_s": 0.5})
+                playground(devices_per_node=devices, quarantine=False, timing={"scrub_s": 0.5})
             )
         return self._ground
 
