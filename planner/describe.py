@@ -17,7 +17,7 @@ class StageRow(StageTemplate):
 
     memory_bytes: int
     undivided_bytes: int
-    """Part of it that is whole on each device although the stage divides its state: frozen parameters and buffers."""
+    """Part of it that is whole on each device although the stage divides its state: buffers."""
     forward_ms: float
     backward_ms: float
 

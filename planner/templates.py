@@ -186,15 +186,15 @@ def _tightest(costs: StageCosts, nodes: int) -> str:
     if stage.devices > 1:
         where += f" on {stage.devices} devices, {describe_within(stage.mode.within, stage.mode.replicas)},"
         problem = costs.profile.shard_problem if costs.policy.within_node == "auto" else None
-    frozen = (
-        f", {_short(memory.undivided)} of them frozen and whole on each device" if memory.undivided else ""
+    buffers = (
+        f", {_short(memory.undivided)} of them buffers, whole on each device" if memory.undivided else ""
     )
     gathered = f"gathered of a layer at a time {_short(memory.gathered)}, " if memory.gathered else ""
     working = f", one layer at a time {_short(memory.working)}" if memory.working else ""
     alive = in_flight(stage.stages_after, costs.policy.microbatches)
     return (
         f"the stage of {where} needs {_size(stage.size_bytes)} per device (parameters "
-        f"{_short(memory.parameters)}{frozen}, gradients {_short(memory.gradients)}, optimizer "
+        f"{_short(memory.parameters)}{buffers}, gradients {_short(memory.gradients)}, optimizer "
         f"{_short(memory.optimizer)}, {gathered}{_KEPT[stage.mode.recompute]} of {alive} microbatches in flight "
         f"{_short(memory.activations)}{working}) and a device has {_size(costs.memory.limit_bytes or 0)}"
         + (f"; it cannot be sharded: {problem}" if problem else "")

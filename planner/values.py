@@ -105,6 +105,8 @@ class LayerProfile:
     ``activation_bytes`` and the summed gradients: the gradient of a parameter before it is added to the sum,
     and values between operations.
     """
+    buffer_bytes: int = 0
+    """Part of ``parameter_bytes`` in persistent buffers, which are whole on each device of a stage."""
     tensor: TensorSplit | None = None
     """``None``: tensor parallelism divides no part of the layer, and each device computes all of it."""
     split: tuple[SplitTime, ...] = ()

@@ -95,6 +95,8 @@ class LayerEntry(_Entry, frozen=True, kw_only=True):
     """Largest number of bytes that the two passes of one microbatch need for a moment, in addition to
     ``activation_bytes`` and the summed gradients.
     """
+    buffer_bytes: SizeBytes = 0
+    """Part of ``parameter_bytes`` in persistent buffers, which are whole on each device of a stage."""
     full: RecomputationEntry | None = None
     """Recomputation of the whole layer; null: the layer holds its input and repeats its forward pass."""
     selective: RecomputationEntry | None = None

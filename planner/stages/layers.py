@@ -47,12 +47,8 @@ def layer_ms(
 
 
 def divided_bytes(layer: LayerProfile) -> int:
-    """Return the bytes of the layer's parameters that shards divide: the trainable ones.
-
-    Frozen parameters and buffers are whole on each device. A profile does not list them: they are the
-    excess of the parameters over the gradients.
-    """
-    return min(layer.parameter_bytes, layer.gradient_bytes)
+    """Return the bytes of the layer's parameters, which shards divide; buffers are whole on each device."""
+    return max(layer.parameter_bytes - layer.buffer_bytes, 0)
 
 
 def explain_no_tensor_split(profile: ModelProfile, devices: int = 1) -> str | None:
@@ -113,17 +109,18 @@ def shard_ms(profile: ModelProfile, layer: LayerProfile, devices: int) -> tuple[
     """Return how much longer forward and backward of one microbatch of one layer take on shards than on
     replicas.
 
-    Each pass gathers the layer's parameters, and the backward pass reduces and scatters its gradients: each
-    time ``devices`` − 1 hops of a ring, with one device's share of the bytes. Recomputation needs no more: it
-    gathers what the backward pass of the layer needs anyway. Computation is assumed to hide none of the
-    gathering. The times are computed, not measured.
+    Each pass gathers the layer's parameters, and the backward pass reduces and scatters the gradients of those
+    that are trained: each time ``devices`` − 1 hops of a ring, with one device's share of the bytes.
+    Recomputation needs no more: it gathers what the backward pass of the layer needs anyway. Computation is
+    assumed to hide none of the gathering. The times are computed, not measured.
     """
-    if devices == 1 or not layer.gradient_bytes:
-        return 0.0, 0.0
     inner = profile.inner or profile.ring
-    gather_ms = (devices - 1) * inner.time_ms(divided_bytes(layer) / devices)
-    scatter_ms = (devices - 1) * inner.time_ms(layer.gradient_bytes / devices)
-    return gather_ms, gather_ms + scatter_ms
+
+    def ring_ms(size_bytes: int) -> float:
+        return (devices - 1) * inner.time_ms(size_bytes / devices) if size_bytes else 0.0
+
+    gather_ms = ring_ms(divided_bytes(layer))
+    return gather_ms, gather_ms + ring_ms(layer.gradient_bytes)
 
 
 def expected_ms(

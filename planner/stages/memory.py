@@ -3,7 +3,7 @@
 The devices of a stage split each microbatch by rows, so activations shrink with their number. As replicas,
 every device holds the parameters, gradients and optimizer state of all the stage's layers. As shards, each
 of k devices holds a k-th of them and the buffers of the layer that is gathered at the time: twice the
-parameters and once the gradients of the largest. Frozen parameters and buffers are whole on every device.
+parameters and once the gradients of the largest. Buffers are whole on every device.
 Tensor-parallel devices hold a k-th, too, and columns of some weights with their gradients; they gather the
 parameters that are not divided; and each has the activations of all rows, a part of which is divided. If
 a tensor-parallel stage has r replicas, all of this holds for each group of k / r devices, with an r-th of the
@@ -45,9 +45,7 @@ class StageMemory:
     gathered: int
     """Parameters and gradients of the largest layer while its shards are gathered; 0 for replicas."""
     undivided: int = 0
-    """Part of ``parameters`` that is whole on each device although the stage divides its state: frozen parameters
-    and buffers.
-    """
+    """Part of ``parameters`` that is whole on each device although the stage divides its state: buffers."""
     working: int
     """Gradients and values between operations of the layer that needs most of them while it is computed; a
     part of ``gathered`` for devices that hold parts.
@@ -105,7 +103,7 @@ class MemoryModel:
             return 0, working
         # What is gathered contains the whole layer's gradients, of which ``working`` contains the largest.
         gathered = _gathered_bytes(layer, within)
-        return gathered, max(0, working - divided_bytes(layer))
+        return gathered, max(0, working - layer.gradient_bytes)
 
     def _kept_and_working(
         self, recompute: Recompute, devices: int, within: Within, replicas: int

@@ -447,6 +447,7 @@ class Engine:
         groups = {
             cell.owners
             for vector in self.sharding.shape.vectors
+            if vector.trained
             for cell in common_cells(world, vector.layers)
         }
         groups |= {
@@ -669,9 +670,8 @@ class Engine:
             yield from self.states.changing_tensors(layer)
             return
         tensors = [tensor for tensor in self.model.tensors_of(layer) if tensor.kind == "parameter"]
-        own = self.sharding.own_tensors({tensor.name for tensor in tensors if tensor.trainable})
-        for tensor in tensors:
-            yield from own[tensor.name] if tensor.trainable else [tensor.value.detach()]
+        for own in self.sharding.own_tensors([tensor.name for tensor in tensors]).values():
+            yield from own
 
     def _flip_bit(self) -> None:
         """Flip a bit of the first parameter here, as an injected fault."""

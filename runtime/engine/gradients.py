@@ -101,7 +101,7 @@ class GradientBuffers:
         communicator: Communicator,
         shards: StageShards | None,
     ) -> "GradientBuffers":
-        """Return buffers for cells of vectors.
+        """Return buffers for cells of trained vectors.
         :param shards: this rank's shards, if its own stage shards.
         """
         gradients = cls(model, communicator)
@@ -111,7 +111,7 @@ class GradientBuffers:
         parameters = dict(model.named_parameters(range(model.layer_count)))
         for number, vector in reversed(list(enumerate(shape.vectors))):
             cells = common_cells(world, vector.layers)
-            if not any(communicator.rank in cell.owners for cell in cells):
+            if not vector.trained or not any(communicator.rank in cell.owners for cell in cells):
                 continue
             if shards is None:
                 begin = 0

@@ -157,13 +157,14 @@ class Model:
         low = self._precision.compute is not None
         self._loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)
         self._tensors = self._shared_tensors()
-        self._trainable = [t for t in self._tensors if t.trainable]
+        self._parameters = [t for t in self._tensors if t.kind == "parameter"]
+        self._trainable = [t for t in self._parameters if t.trainable]
         count = self._structure.layer_count
         self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(count)]
         self._held = frozenset(range(count) if self._initial is None else ())
         self._shards: ShardedParameters | None = None
         self._shared: frozenset[int] = frozenset()
-        """Layers whose trainable parameters are in shards; their other tensors are whole here."""
+        """Layers whose parameters are in shards; their buffers are whole here."""
         self._version = 0
         self._check: Callable[[], None] = _no_check
         self._values: FiniteValues | None = None
@@ -302,20 +303,31 @@ class Model:
         return {t.name: tuple(t.layers) for t in self._trainable}
 
     @property
+    def frozen_layers(self) -> dict[str, tuple[int, ...]]:
+        """All parameters that are not trained in model order, each with the layers that use it."""
+        return {t.name: tuple(t.layers) for t in self._parameters if not t.trainable}
+
+    @property
     def parameter_sizes(self) -> dict[str, ParameterSize]:
+        """Sizes of all parameters, trainable or not."""
         return {
             t.name: ParameterSize(numel=t.value.numel(), dtype=dtype_name(t.value.dtype))
-            for t in self._trainable
+            for t in self._parameters
         }
 
-    def named_parameters(self, layers: Collection[int]) -> list[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, layers: Collection[int], *, frozen: bool = False
+    ) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters of ``layers`` by canonical name, in model order, tied ones once.
 
         ``materialise`` replaces the parameter objects, so do not keep them after the set of held layers has
         changed.
+
+        :param frozen: return those that are not trained, too.
         """
         wanted = frozenset(layers)
-        return [(t.name, _parameter(t)) for t in self._trainable if not wanted.isdisjoint(t.layers)]
+        those = self._parameters if frozen else self._trainable
+        return [(t.name, _parameter(t)) for t in those if not wanted.isdisjoint(t.layers)]
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """Return the layers that use the parameter, ascending; a tied parameter has more than one."""
@@ -344,10 +356,8 @@ class Model:
     # --- held layers ----------------------------------------------------------------------------
 
     def make_contiguous(self) -> None:
-        """Make every trainable parameter row-major in memory, so that ranges of its memory are ranges of its
-        elements.
-        """
-        for tensor in self._trainable:
+        """Make every parameter row-major in memory, so that ranges of its memory are ranges of its elements."""
+        for tensor in self._parameters:
             if not tensor.value.is_contiguous():
                 tensor.replace(tensor.value.detach().contiguous())
                 self._version += 1
@@ -357,7 +367,7 @@ class Model:
         self._held -= frozenset(layers)
         self._version += 1
         for tensor in self._tensors:
-            kept = self._held if tensor.trainable else self._held | self._shared
+            kept = self._held if tensor.kind == "parameter" else self._held | self._shared
             if kept.isdisjoint(tensor.layers) and not tensor.value.is_meta:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device="meta"))
 
@@ -370,11 +380,11 @@ class Model:
     def park(self, layers: Collection[int], own: Collection[int], whole: Collection[int]) -> None:
         """Move the memory of ``layers`` from the device to the host, until ``unpark`` or ``drop``.
 
-        :param own: layers of this rank's next stage, whose buffers and frozen parameters stay; ``whole``:
-            those of them whose parameters stay, too.
+        :param own: layers of this rank's next stage, whose buffers stay; ``whole``: those of them whose
+            parameters stay, too.
         """
         for tensor in self._tensors:
-            stays = whole if tensor.trainable else own
+            stays = whole if tensor.kind == "parameter" else own
             moves = not set(layers).isdisjoint(tensor.layers) and set(stays).isdisjoint(tensor.layers)
             if moves and not tensor.value.is_meta:
                 tensor.replace(copy_to_host_memory(tensor.value.detach()))
@@ -392,16 +402,16 @@ class Model:
     def shard(self, layers: Collection[int], shards: ShardedParameters | None) -> None:
         """Run ``layers``, and no others, with parameters from ``shards`` from now on.
 
-        Whole parameters that are held, too, stay as they are until they are dropped. The other tensors of
-        these layers are not dropped.
+        Whole parameters that are held, too, stay as they are until they are dropped. The buffers of these
+        layers are not dropped.
         """
         self._shards, self._shared = shards, frozenset(layers)
         self._version += 1
 
-    def materialise_untrained(self, layers: Collection[int]) -> None:
-        """Allocate the layers' tensors other than trainable parameters, uninitialised if they were dropped."""
+    def materialise_buffers(self, layers: Collection[int]) -> None:
+        """Allocate the layers' persistent buffers, uninitialised if they were dropped."""
         for layer in sorted(layers):
-            self._allocate(tensor for tensor in self.tensors_of(layer) if not tensor.trainable)
+            self._allocate(tensor for tensor in self.tensors_of(layer) if tensor.kind == "buffer")
 
     @contextmanager
     def whole_layer(self, layer: int) -> Iterator[None]:

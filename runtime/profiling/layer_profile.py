@@ -255,6 +255,7 @@ def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_byt
         optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),
         activation_bytes=0,
         output_bytes=output_bytes,
+        buffer_bytes=sum(sizes[t.name] for t in tensors if t.kind == "buffer"),
     )
 
 

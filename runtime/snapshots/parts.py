@@ -7,7 +7,7 @@ parallel with training. Their description and buffers are copied at once (``stor
 
 from torch import Tensor
 
-from runtime.layers.model import Model, ModelTensor
+from runtime.layers.model import Model
 from runtime.precision import dtype_name
 from runtime.snapshots.capture import TrainerCapture, padded_bytes
 from runtime.snapshots.groups import LayerGroup
@@ -85,7 +85,7 @@ def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
         homes={
             tensor.name: home
             for tensor in tensors
-            if tensor.trainable and (home := min(tensor.layers)) != layer
+            if tensor.kind == "parameter" and (home := min(tensor.layers)) != layer
         },
     )
 
@@ -93,8 +93,7 @@ def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
 def _part_of(
     one: PartState, model: Model, sharding: ShardedState, bucket: SnapshotBucket, first: int
 ) -> LayerPart:
-    """Add the part's bytes to the bucket: its slices of trained parameters, and the same share of the frozen
-    ones.
+    """Add the part's bytes to the bucket: its slices of parameters, and the optimizer's state for them.
 
     :param first: offset in the bucket at which the part of the group's first layer begins.
     """
@@ -126,7 +125,7 @@ def _part_of(
     for mine in one.slices:
         cut = mine.slice
         own = sharding.value_of(cut) if mine.value is None else mine.value
-        add(cut.name, "parameter", "", own, cut.start, cut.end - cut.start)
+        add(cut.name, "parameter", "", own, cut.start, cut.end - cut.start, frozen=not mine.trained)
         for key, value in mine.state.items():
             if not isinstance(value, Tensor):
                 scalars.setdefault(cut.name, {})[key] = value
@@ -134,12 +133,6 @@ def _part_of(
                 add(cut.name, "optimizer", key, value, 0, None)
             else:
                 add(cut.name, "optimizer", key, value, cut.start, cut.end - cut.start)
-    for tensor in model.tensors_of(one.layer):
-        if _frozen(tensor):
-            flat = tensor.value.detach().reshape(-1)
-            flat = model.runtime.to_host(flat) if one.replica else flat
-            start, end = (flat.numel() * bound // one.of for bound in (one.start, one.end))
-            add(tensor.name, "parameter", "", flat[start:end], start, end - start, frozen=True)
     return LayerPart(
         layer=one.layer,
         offset=begin - first,
@@ -147,7 +140,3 @@ def _part_of(
         ranges=tuple(runs),
         scalars=scalars,
     )
-
-
-def _frozen(tensor: ModelTensor) -> bool:
-    return tensor.kind == "parameter" and not tensor.trainable

@@ -73,11 +73,11 @@ class ParameterGather:
     def add_cells(
         self, shape: ParameterLayout, world: WorldData, value_of: Callable[[ParameterSlice], Tensor]
     ) -> None:
-        """Add the gathering of this rank's elements of vectors, for worlds in which stages shard.
+        """Add the gathering of this rank's elements of trained vectors, for worlds in which stages shard.
 
         :param value_of: returns the memory of elements that this rank has.
         """
-        for vector in shape.vectors:
+        for vector in [one for one in shape.vectors if one.trained]:
             for cell in common_cells(world, vector.layers):
                 start, end = cell.elements(vector.numel)
                 owners = cell.owners

@@ -93,7 +93,11 @@ class PartStates:
                 of=1,
                 replica=False,
                 slices=[
-                    SliceState(slice=one, state=_flattened(self._optimization.whole_states.get(one.name, {})))
+                    SliceState(
+                        slice=one,
+                        state=_flattened(self._optimization.whole_states.get(one.name, {})),
+                        trained=vector.trained,
+                    )
                     for vector in self._shape.vectors_of_layer(layer, tied=True)
                     if layer == min(set(here).intersection(vector.layers))
                     for one in vector.slices(0, vector.numel)
@@ -114,13 +118,13 @@ class PartStates:
         slices = []
         for vector in vectors:
             for one in vector.slices(*vector.part_range(start, end, of)):
-                state = self._state_of(one, host=replica)
+                state = self._state_of(one, host=replica) if vector.trained else {}
                 value = self._optimization.value_of(one)
                 if replica:
                     kept: Tensor | None = value.to("cpu", copy=True)
                 else:
                     kept = value if self._optimization.in_shards(one.name) else None
-                slices.append(SliceState(slice=one, state=state, value=kept))
+                slices.append(SliceState(slice=one, state=state, value=kept, trained=vector.trained))
         return PartState(layer=layer, start=start, end=end, of=of, replica=replica, slices=slices)
 
     def park(self, layers: Collection[int]) -> None:
@@ -177,12 +181,12 @@ class PartStates:
         :param values: the elements that this rank has of each parameter, with their memory.
         :param vectors: vectors of which it keeps optimizer state with the layer.
         :param shards: memory of the values if the stage shards.
-        :returns: the tensors to fill, untrained ones included, ascending by the offset of their bytes in the layer's
+        :returns: the tensors to fill, buffers included, ascending by the offset of their bytes in the layer's
             payload.
         :raises StateError: the optimizer's state cannot be divided.
         """
         layer = header.layer
-        untrained = {t.name: t.value.detach() for t in self._model.tensors_of(layer) if not t.trainable}
+        buffers = {t.name: t.value.detach() for t in self._model.tensors_of(layer) if t.kind == "buffer"}
         kept: dict[str, list[SliceState]] = {}
         for start, end, of in parts:
             slices = [
@@ -190,6 +194,7 @@ class PartStates:
                     slice=one,
                     state=dict(header.scalars.get(one.name, {})),
                     value=None if shards is None else shards.value_of(one),
+                    trained=vector.trained,
                 )
                 for vector in vectors
                 for one in vector.slices(*vector.part_range(start, end, of))
@@ -200,8 +205,8 @@ class PartStates:
             self.held = [*self.held, part]
         targets: list[PayloadTarget] = []
         for entry in header.entries:
-            if entry.name in untrained:
-                targets.append((entry.offset, untrained[entry.name]))
+            if entry.name in buffers:
+                targets.append((entry.offset, buffers[entry.name]))
             elif entry.role == "optimizer":
                 targets += [self._restored_target(entry, own) for own in kept.get(entry.name, ())]
             elif entry.name in values:
@@ -290,9 +295,13 @@ class PartStates:
         return covering[-1]
 
     def digest(self, part: PartState) -> bytes:
-        """Return a digest of 16 bytes over values and optimizer state, which an owner and its replica share."""
+        """Return a digest of 16 bytes over trained values and optimizer state, which an owner and its replica
+        share.
+        """
         digest = xxhash.xxh3_128()
         for one in part.slices:
+            if not one.trained:
+                continue
             value = self._value_of(one)
             tensors: dict[str, Tensor | Scalar] = {"": value, **one.state}
             for key in sorted(tensors):
@@ -377,7 +386,7 @@ class PartStates:
 
         if transfer.content == "rest":
             for shared in self._model.tensors_of(transfer.layer):
-                if not shared.trainable:
+                if shared.kind == "buffer":
                     whole = ParameterSlice(name=shared.name, start=0, end=shared.value.numel())
                     add(whole, shared.kind, "", shared.value.detach())
         else:
@@ -497,7 +506,7 @@ class PartStates:
         return came == [
             (t.name, t.kind, "", 0, t.value.numel(), dtype_name(t.value.dtype))
             for t in self._model.tensors_of(transfer.layer)
-            if not t.trainable
+            if t.kind == "buffer"
         ]
 
 

@@ -1,10 +1,11 @@
 """Layers in parts: who has which elements of a layer, and who sends which elements to whom. The functions are
 pure and do not use torch.
 
-A layer's trainable parameters of one dtype, flattened in model order, are one *vector*. Parameters that
-are tied between the same layers are a separate vector, which belongs to the first of these layers. A
-*part* of a layer is a range of fractions of it, ``(start, end, of)``: elements ``[start·n // of, end·n //
-of)`` of every vector of n elements. ``runtime.zero.cells`` says who owns which parts under a plan.
+A layer's trainable parameters of one dtype, flattened in model order, are one *vector*, and so are its frozen
+ones, which have neither gradients nor optimizer state. Parameters that are tied between the same layers are a
+separate vector, which belongs to the first of these layers. A *part* of a layer is a range of fractions of it,
+``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of every vector of n elements.
+``runtime.zero.cells`` says who owns which parts under a plan.
 
 After a change, each rank of the new world needs the parameters of its layers (whole, or its share of
 them), the optimizer's state of its new parts, and that of the parts that it holds a replica of (AOR).
@@ -56,6 +57,7 @@ class ParameterVector:
     dtype: str
     names: tuple[str, ...]
     offsets: tuple[int, ...]
+    trained: bool = True
 
     @property
     def layer(self) -> int:
@@ -88,9 +90,8 @@ class ParameterVector:
 class PartTransfer:
     """The transfer of elements ``[start, end)`` of vector ``vector`` from ``source`` to ``target``.
 
-    ``parameters`` are their values, ``optimizer`` the optimizer's state for them, and ``rest`` everything
-    else that belongs to ``layer``: persistent buffers and parameters that are not trained (``vector`` is
-    -1).
+    ``parameters`` are their values, ``optimizer`` the optimizer's state for them, and ``rest`` the persistent
+    buffers of ``layer`` and the schedule (``vector`` is -1).
     """
 
     source: int
@@ -114,22 +115,30 @@ class ParameterLayout:
         parameter_layers: Mapping[str, tuple[int, ...]],
         sizes: Mapping[str, ParameterSize],
         vector_keys: Mapping[str, str] = MappingProxyType({}),
+        frozen: Collection[str] = (),
     ) -> "ParameterLayout":
         """Return the layout of a model.
 
-        :param parameter_layers: trainable parameters in model order, with the layers that use each.
+        :param parameter_layers: parameters in model order, with the layers that use each.
         :param vector_keys: keys of parameters; only parameters with equal keys share a vector.
+        :param frozen: names of those that are not trained. Their vectors are the last ones.
         """
-        found: dict[tuple[tuple[int, ...], str, str], tuple[list[str], list[int]]] = {}
+        found: dict[tuple[bool, tuple[int, ...], str, str], tuple[list[str], list[int]]] = {}
         for name, layers in parameter_layers.items():
-            key = tuple(sorted(layers)), sizes[name].dtype, vector_keys.get(name, "")
+            key = name in frozen, tuple(sorted(layers)), sizes[name].dtype, vector_keys.get(name, "")
             names, offsets = found.setdefault(key, ([], [0]))
             names.append(name)
             offsets.append(offsets[-1] + sizes[name].numel)
         return cls(
             vectors=tuple(
-                ParameterVector(layers=layers, dtype=dtype, names=tuple(names), offsets=tuple(offsets))
-                for (layers, dtype, _), (names, offsets) in sorted(found.items())
+                ParameterVector(
+                    layers=layers,
+                    dtype=dtype,
+                    names=tuple(names),
+                    offsets=tuple(offsets),
+                    trained=not still,
+                )
+                for (still, layers, dtype, _), (names, offsets) in sorted(found.items())
             )
         )
 
@@ -340,6 +349,8 @@ def _needed(
     using = own.intersection(vector.layers)
     if not using:
         return []
+    if what == "optimizer" and not vector.trained:
+        return []
     if what == "parameters" or not zero1:
         return _merged(
             [vector.part_range(*owned) for owned in owned_parts(world, rank, min(using), zero1=False)]
@@ -355,7 +366,7 @@ def _needed(
 def _rest(
     layers: Mapping[int, set[int]], held: Sequence[PartData]
 ) -> list[tuple[int, PartTransfer, list[int]]]:
-    """Return the transfers of everything but trainable parameters.
+    """Return the transfers of everything but parameters.
 
     A rank that holds any part of a layer was an owner of it, and has its buffers.
     """

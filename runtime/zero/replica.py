@@ -48,7 +48,8 @@ class ReplicaUpdater:
         monitor: ProgressMonitor,
     ) -> None:
         self.parts = list(parts)
-        self.slices: list[SliceState] = [one for part in parts for one in part.slices]
+        self.slices: list[SliceState] = [one for part in parts for one in part.slices if one.trained]
+        """Slices that an update changes."""
         self.error: Exception | None = None
         """Error that ended the thread; the parts are invalid then."""
         self._optimizer, self._parameters = optimization.make_replica_optimizer(self.slices)

@@ -48,6 +48,8 @@ class SliceState:
     """The optimizer's own state, not a copy; it changes in place. It is empty before the first step."""
     value: Tensor | None = None
     """Values of a replica, in host memory, or those in a shard. Other values are in the model."""
+    trained: bool = True
+    """Whether the optimizer updates the values; frozen ones have no state."""
     parked: bool = False
     """Whether state and values are in host memory because the device has no room for them."""
 
@@ -73,10 +75,11 @@ class ShardedOptimization(Optimization):
             states = self._optimizer.state
             self.whole_states = {name: states[p] for name, p in self._objects.items() if states.get(p)}
             states.clear()
+        self.refresh_parameters()
 
     def set_slices(self, slices: Iterable[SliceState]) -> None:
         """Run the optimizer over these slices of the current parameters, with these states, from now on."""
-        self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
+        self.refresh_parameters()
         self._slices, self._whole_parameters = [], {}
         if self._optimizer is None:
             return
@@ -84,6 +87,8 @@ class ShardedOptimization(Optimization):
             group["params"] = []
         self._optimizer.state.clear()
         for one in slices:
+            if not one.trained:
+                continue
             parameter = nn.Parameter(self.value_of(one.slice))
             self._slices.append((one.slice, parameter))
             if one.slice == self.whole_slice(one.slice.name):
@@ -105,8 +110,8 @@ class ShardedOptimization(Optimization):
     def make_replica_optimizer(
         self, slices: Sequence[SliceState]
     ) -> tuple[Optimizer | None, list[nn.Parameter]]:
-        """Return an optimizer with the same options over the values of ``slices``, in host memory, and its
-        parameters.
+        """Return an optimizer with the same options over the values of ``slices``, which are trained and in host
+        memory, and its parameters.
         """
         if self._optimizer is None:
             return None, []
@@ -174,7 +179,8 @@ class ShardedOptimization(Optimization):
 
     def refresh_parameters(self) -> None:
         """Take over the model's current parameter objects."""
-        self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
+        everything = range(self._model.layer_count)
+        self._objects = dict(self._model.named_parameters(everything, frozen=True))
 
     def release_dropped(self) -> None:
         # The states of parts are held and released together with the parts.

@@ -84,7 +84,10 @@ class ShardedState:
         self._monitor = monitor
         self._plan = model.tensor_plan if tensor_parallel else None
         apart = {} if self._plan is None else self._plan.vector_keys
-        self.shape = ParameterLayout.from_parameters(model.parameter_layers, model.parameter_sizes, apart)
+        still = model.frozen_layers
+        self.shape = ParameterLayout.from_parameters(
+            model.parameter_layers | still, model.parameter_sizes, apart, frozen=still.keys()
+        )
         self.states = PartStates(model, optimization, self.shape)
         self.states.hold_whole(range(model.layer_count))
         self.replica: ReplicaUpdater | None = None
@@ -153,7 +156,7 @@ class ShardedState:
         if is_sharded(stage):
             self._memory = self._shard_memory(stage, rank)
             self._model.shard(own, None)
-            self._model.materialise_untrained(own)
+            self._model.materialise_buffers(own)
         else:
             for layer in own:
                 self._model.materialise(layer)
@@ -294,7 +297,7 @@ class ShardedState:
             if provided:
                 self._model.drop([layer])
                 self._optimization.refresh_parameters()
-        self._model.materialise_untrained(own)
+        self._model.materialise_buffers(own)
 
     def _vectors_of(
         self, layer: int, own: Collection[int], *, tied: bool = False

@@ -2,11 +2,12 @@
 ZeRO-3).
 
 Each of the k devices of a stage that shards keeps a k-th of each vector (``runtime.zero.parts``) of its
-layers: parameters, summed gradients and the optimizer's state. Before a layer runs, forward or backward,
-its vectors are gathered while the previous layer still runs; after it they are freed. Instead of a gathered
-parameter, autograd saves a note of its position, and the backward pass gathers the vector again. As soon as
-a vector's gradient of a microbatch is complete, it is reduced among the devices, and each adds its range to
-its sum for the step.
+layers: parameters, frozen ones included, summed gradients and the optimizer's state. Before a layer runs,
+forward or backward, its vectors are gathered while the previous layer still runs; after it they are freed.
+Instead of a gathered parameter, autograd saves a note of its position, and the backward pass gathers the vector
+again. As soon as a vector's gradient of a microbatch is complete, it is reduced among the devices, and each adds
+its range to its sum for the step. A frozen vector has no gradient that would end its use: it is freed when the
+backward pass of other code begins.
 
 The devices compute the same layers on different rows, so they reach the same operations in the same order.
 If rows influence each other and cannot be split, all devices compute all rows. The gradients then need no
@@ -188,11 +189,16 @@ class StageShards:
         self._same_rows = same_rows
         self.memory = memory
         self.vectors, self.ranges, self.values = memory.vectors, memory.ranges, memory.values
-        self.gradients = {number: torch.zeros_like(value) for number, value in self.values.items()}
+        self._frozen = frozenset(n for n in self.vectors if not shape.vectors[n].trained)
+        self.gradients = {
+            number: torch.zeros_like(value)
+            for number, value in self.values.items()
+            if number not in self._frozen
+        }
         """Sums over the microbatches of the step, and over the devices of the stage as far as they have been
-        reduced.
+        reduced, of each trained vector.
         """
-        tensors = {t.name: t for layer in layers for t in model.tensors_of(layer) if t.trainable}
+        tensors = {t.name: t for layer in layers for t in model.tensors_of(layer)}
         self._tensors = {
             number: [tensors[name] for name in shape.vectors[number].names] for number in self.vectors
         }
@@ -223,6 +229,16 @@ class StageShards:
         order = [self._used[scope] for scope in model.code_scopes(layers) if self._used[scope]]
         self._after = dict(pairwise(order))
         self._before = dict(pairwise(reversed(order)))
+        scopes = [scope for scope in self._used.values() if scope]
+        self._beside = {
+            number: scope
+            for scope in scopes
+            for number in scope
+            if sum(number in other for other in scopes) == 1
+        }
+        """Vectors that are used where a vector is, itself included, for those that are used in one place only."""
+        self._noted: set[int] = set()
+        """Vectors that some backward pass needs."""
         self._reductions: deque[_Reduction] = deque()
         self._uses = dict.fromkeys(self.vectors, 0)
         """Number of uses of each vector in forward passes whose backward pass is still to come."""
@@ -311,7 +327,7 @@ class StageShards:
                 self._whole.pop(storage, None)
 
     def _differentiable(self, number: int) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or number in self._frozen:
             return self.gather(number)
         if self._in_forward:
             self._uses[number] += 1
@@ -336,6 +352,7 @@ class StageShards:
         number = self._whole.get(tensor.untyped_storage()._cdata)
         if number is None or tensor.dtype != self.values[number].dtype:
             return tensor
+        self._noted.add(number)
         return _Note(number, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _load(self, kept: Any) -> Tensor:
@@ -344,9 +361,21 @@ class StageShards:
             assert isinstance(kept, Tensor)
             return kept
         if kept.vector not in self._regathered:
-            self._regathered[kept.vector] = self.gather(kept.vector)
-            self._begin(self._before.get((kept.vector,), ()))
+            self._regather(kept.vector)
         return self._regathered[kept.vector].as_strided(kept.size, kept.stride, kept.offset)
+
+    def _regather(self, vector: int) -> None:
+        """Gather a vector for the backward pass together with those beside it, in the same order on all devices,
+        and free frozen vectors of other code.
+        """
+        beside = self._beside.get(vector, (vector,))
+        if vector not in self._everywhere:
+            for number in self._frozen.intersection(self._regathered).difference(beside, self._everywhere):
+                del self._regathered[number]
+        for number in beside:
+            if number in self._noted and number not in self._regathered:
+                self._regathered[number] = self.gather(number)
+        self._begin(tuple(number for number in self._before.get(beside, ()) if number in self._noted))
 
     # --- communication with the stage's other devices ------------------------------------------------
 

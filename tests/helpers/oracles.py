@@ -87,6 +87,7 @@ def random_model(random: Random, objective: str = "iteration") -> tuple[ModelPro
             optimizer_bytes=random.randint(0, 9),
             activation_bytes=random.randint(0, 9),
             output_bytes=random.randint(0, 9),
+            buffer_bytes=random.choice([0, 0, random.randint(0, 9)]),
             full=Recomputation(activation_bytes=random.randint(0, 6), recompute_ms=time_ms(0.5))
             if random.random() < 0.5
             else None,
@@ -237,11 +238,10 @@ def stage_ms(
             again = measured_again.recompute_ms * (there / x.forward_ms if x.forward_ms else 1.0)
         forward_ms += there * rows / profile.microbatch_rows
         backward_ms += (back + again) * rows / profile.microbatch_rows
-        if within == "shard" and devices > 1 and x.gradient_bytes:
-            trained = min(x.parameter_bytes, x.gradient_bytes)
+        if within == "shard" and devices > 1:
             gather_ms, scatter_ms = (
-                (devices - 1) * (inner.latency_ms + size / devices / inner.bytes_per_s * 1e3)
-                for size in (trained, x.gradient_bytes)
+                (devices - 1) * (inner.latency_ms + size / devices / inner.bytes_per_s * 1e3) if size else 0.0
+                for size in (max(x.parameter_bytes - x.buffer_bytes, 0), x.gradient_bytes)
             )
             forward_ms += gather_ms
             backward_ms += gather_ms + scatter_ms
@@ -292,10 +292,10 @@ def stage_bytes(
     if within == "shard" and devices > 1:
         state, gathered = 0, 0
         for x in layers:
-            trained = min(x.parameter_bytes, x.gradient_bytes)
-            state += x.parameter_bytes - trained
-            state += sum(ceil(size / devices) for size in (trained, x.gradient_bytes, x.optimizer_bytes))
-            gathered = max(gathered, 2 * trained + x.gradient_bytes)
+            divided = max(x.parameter_bytes - x.buffer_bytes, 0)
+            state += x.parameter_bytes - divided
+            state += sum(ceil(size / devices) for size in (divided, x.gradient_bytes, x.optimizer_bytes))
+            gathered = max(gathered, 2 * divided + x.gradient_bytes)
         state += gathered
     rows = -(-policy.microbatch_rows // devices)
     scales = []

@@ -251,7 +251,10 @@ def test_the_profile_says_why_a_model_cannot_be_sharded() -> None:
     problem = profile_model(Model(own, data), data).profile.shard_problem
     assert problem == "its optimizer Momentum is not known to update each element by itself"
     coupled = training_of([nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)])
-    assert profile_model(Model(coupled, data), data).profile.shard_problem is None
+    profile = profile_model(Model(coupled, data), data).profile
+    assert profile.shard_problem is None
+    # The running mean and variance of six features, and the number of batches.
+    assert [layer.buffer_bytes for layer in profile.layers] == [0, 2 * 6 * 8 + 8, 0]
 
 
 def test_measuring_leaves_the_model_pristine() -> None:
@@ -275,6 +278,7 @@ def test_a_layer_without_gradients_costs_nothing_backwards() -> None:
     training.layers[0].requires_grad_(False)
     profile = profile_model(Model(training, data), data).profile
     assert profile.layers[0].gradient_bytes == profile.layers[0].optimizer_bytes == 0
+    assert profile.layers[0].parameter_bytes > 0 == profile.layers[0].buffer_bytes
     assert profile.layers[0].backward_ms < profile.layers[1].backward_ms
 
 

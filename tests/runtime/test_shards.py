@@ -118,7 +118,9 @@ def test_a_layer_is_gathered_twice_for_a_microbatch_also_if_it_recomputes(
         fleet.enter(fleet.engines, (msgspec.structs.replace(one, stages=stages),))
         gathered.clear()
         fleet.steps(1)
-    assert gathered == {(layer,): 2 * one.microbatches for layer in range(4)} | {(0, 3): 4 * one.microbatches}
+    # The backward pass of an embedding does not need its weight, except where it recomputes.
+    times = {(0,): 1 if mode == "none" else 2, (1,): 2, (2,): 2, (3,): 2, (0, 3): 4}
+    assert gathered == {layers: count * one.microbatches for layers, count in times.items()}
 
 
 @pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])

@@ -55,10 +55,8 @@ def render_plan(
         title = Text.assemble((f"Pipeline {name}", "bold"), (f"  {_template_line(template)}", "dim"))
         parts += ["", title, _stages_table(template, description.memory_limit_bytes)]
         if whole := max(stage.undivided_bytes for stage in template.stages):
-            frozen = (
-                f"frozen parameters and buffers are whole on each device: up to {format_size(whole)} of it"
-            )
-            parts.append(Text(frozen, style="dim"))
+            buffers = f"buffers are whole on each device: up to {format_size(whole)} of it"
+            parts.append(Text(buffers, style="dim"))
     parts += ["", *(_comparison(description, other) if other is not None else ()), closing_line(description)]
     return Group(*parts, *([] if check is None else [_check_line(check)]))
 

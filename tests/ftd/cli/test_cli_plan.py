@@ -226,14 +226,12 @@ def test_stages_that_are_sharded_are_shown(tmp_path: Path) -> None:
     assert cost["forward_ms"] == pytest.approx(4 * (0.5 + 0.15))
     assert cost["backward_ms"] == pytest.approx(4 * (1.0 + 0.3))
     shown = ftd(*options, "--memory", "2600B")
-    assert "1×2 sharded" in shown and "2, sharded" in shown and "frozen" not in shown
-    partly = {**one, "gradient_bytes": 30}
+    assert "1×2 sharded" in shown and "2, sharded" in shown and "buffers" not in shown
+    partly = {**one, "buffer_bytes": 70}
     path.write_text(json.dumps(tree | {"layers": [partly] * 4}))
-    frozen = planned(*options, "--within-node", "shard")["templates"][0]["stage_costs"]
-    assert [cost["undivided_bytes"] for cost in frozen] == [4 * 70]
-    assert "frozen parameters and buffers are whole on each device: up to 280 B" in ftd(
-        *options, "--within-node", "shard"
-    )
+    costs = planned(*options, "--within-node", "shard")["templates"][0]["stage_costs"]
+    assert [cost["undivided_bytes"] for cost in costs] == [4 * 70]
+    assert "buffers are whole on each device: up to 280 B" in ftd(*options, "--within-node", "shard")
     path.write_text(json.dumps(tree))
     page = plot.read_text()
     assert "layers 0–3 · 2 GPUs, sharded" in page and "<td>2, sharded</td>" in page.replace(
