@@ -9,7 +9,7 @@ import pytest
 
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
-from tests.helpers.playground import RELATIVE, Playground, Run, playground, tiny_job, training_data
+from tests.helpers.playground import FROZEN, RELATIVE, Playground, Run, playground, tiny_job, training_data
 from tests.helpers.reference import load, reference_losses
 
 REFERENCE_STEPS = 200
@@ -87,6 +87,13 @@ def tied_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     """Return the same with the weights of the first and the last layer tied."""
     directory = tmp_path_factory.mktemp("tied-reference")
     return _losses_of(tiny_job(directory, delay_s=0.0, arguments="tied = true"), REFERENCE_STEPS // 4)
+
+
+@pytest.fixture(scope="session")
+def frozen_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """Return the same with these weights tied, and all weights frozen."""
+    job = tiny_job(tmp_path_factory.mktemp("frozen-reference"), delay_s=0.0, arguments=FROZEN)
+    return _losses_of(job, REFERENCE_STEPS // 4)
 
 
 def _losses_of(job: JobData, at_once: int) -> Callable[[int], list[float]]:

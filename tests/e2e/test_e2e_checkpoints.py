@@ -19,7 +19,7 @@ from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
 from runtime.checkpoint_reader import FtdCheckpointReader
 from storage.checkpoint import CheckpointStore
-from tests.helpers.playground import HOME, RELATIVE, Json, Playground, Run, playground, write_job
+from tests.helpers.playground import FROZEN, HOME, RELATIVE, Json, Playground, Run, playground, write_job
 from tests.helpers.tiny import build
 
 SameLosses = Callable[[Run], None]
@@ -234,15 +234,28 @@ def test_sharded_state_is_restored_without_shards_on_other_hosts(
     assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
 
 
-@pytest.mark.parametrize("within", ["shard", "tensor"])
+@pytest.mark.parametrize(
+    ("within", "reference", "arguments"),
+    [
+        ("shard", "tied_reference", "tied = true"),
+        ("shard", "frozen_reference", FROZEN),
+        ("tensor", "tied_reference", "tied = true"),
+    ],
+    ids=["shard", "frozen-shard", "tensor"],
+)
 def test_parts_on_devices_are_rolled_back_to_and_restored_as_replicas(
-    ground: Playground, tmp_path: Path, tied_reference: Reference, within: str
+    ground: Playground,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    within: str,
+    reference: str,
+    arguments: str,
 ) -> None:
     """Each of the four nodes has all layers, in halves on its two devices: any single node is enough to roll
     back.
     """
-    url = tmp_path / "kept"
-    job = checkpoint_job(tmp_path, within=within, failures=3, arguments="tied = true")
+    url, undisturbed = tmp_path / "kept", request.getfixturevalue(reference)
+    job = checkpoint_job(tmp_path, within=within, failures=3, arguments=arguments)
     run = ground.submit(job)
     ground.until_event("CheckpointCompleted")
     stages = [stage for pipeline in ground.state["pipelines"] for stage in pipeline["stages"]]
@@ -253,14 +266,14 @@ def test_parts_on_devices_are_rolled_back_to_and_restored_as_replicas(
     )
     details = until_rolled_back(ground, run)
     assert details["tier"] == "memory"
-    check(ground.stop_job(), tied_reference)
+    check(ground.stop_job(), undisturbed)
 
     ground.inject(do="kill", node="node-3")
     newest = steps_in(url)[0]
-    run = ground.submit(checkpoint_job(tmp_path, steps=newest + 12, arguments="tied = true"))
+    run = ground.submit(checkpoint_job(tmp_path, steps=newest + 12, arguments=arguments))
     resumed = ground.until_event("JobResumed")
     assert (resumed["step"], resumed["details"]["tier"]) == (newest, "persistent")
-    check(ground.finish(), tied_reference)
+    check(ground.finish(), undisturbed)
     assert (min(run.losses), max(run.losses)) == (newest + 1, newest + 12)
 
 

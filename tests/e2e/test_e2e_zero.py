@@ -10,7 +10,7 @@ import pytest
 
 from ftd.config.job import load_job_data
 from ftd.transport.wire.public import JobData
-from tests.helpers.playground import RELATIVE, Playground, Run, write_job
+from tests.helpers.playground import FROZEN, RELATIVE, Playground, Run, write_job
 
 Reference = Callable[[int], list[float]]
 
@@ -23,9 +23,12 @@ def sharded_job(
     delay_s: float = 0.005,
     failures: int = 3,
     two_node_replicas: bool = False,
+    **options: str,
 ) -> JobData:
     """Return a job with four pipelines of one node each: every node has a quarter of the optimizer's state."""
-    path = write_job(directory, failures=failures, delay_s=delay_s, two_node_replicas=two_node_replicas)
+    path = write_job(
+        directory, failures=failures, delay_s=delay_s, two_node_replicas=two_node_replicas, **options
+    )
     text = path.read_text().replace("[training]\n", "[training]\nzero1 = true\n")
     table = f'[snapshot]\nevery_steps = {every_steps}\nprotection = "{protection}"\n'
     path.write_text(text + table)
@@ -76,10 +79,15 @@ def test_without_replicas_all_nodes_roll_back_to_the_snapshot(
     assert not run.named("ShardCorrupted")
 
 
+@pytest.mark.parametrize(
+    ("losses", "options"),
+    [("reference", {}), ("frozen_reference", {"within_node": "shard", "arguments": FROZEN})],
+    ids=["replicas", "frozen-shards"],
+)
 def test_replicas_in_snapshots_make_up_for_a_lost_host(
-    ground: Playground, tmp_path: Path, reference: Reference
+    ground: Playground, tmp_path: Path, request: pytest.FixtureRequest, losses: str, options: dict[str, str]
 ) -> None:
-    run = ground.submit(sharded_job(tmp_path, "arc:1+aor", every_steps=5))
+    run = ground.submit(sharded_job(tmp_path, "arc:1+aor", every_steps=5, **options))
     ground.until_event("SnapshotCompleted", times=2)
     ground.play(
         {"after_s": 0, "do": "kill", "node": "node-1"},
@@ -88,7 +96,7 @@ def test_replicas_in_snapshots_make_up_for_a_lost_host(
     details = ground.until_event("RolledBack")["details"]
     assert details["tier"] == "decoded"
     ground.until_step(details["from_step"] + 5)
-    check_losses(ground.stop_job(), reference)
+    check_losses(ground.stop_job(), request.getfixturevalue(losses))
     assert not run.named("ShardCorrupted")
 
 

@@ -45,6 +45,8 @@ HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}
 """Devices of a node → memory of each in MiB, such that two nodes hold the test job's six layers and one does
 not.
 """
+FROZEN = "tied = true\nfrozen = true"
+"""Arguments of the test job: two layers share a weight, and only biases are trained."""
 HOME = ("node-0", "node-1", "node-2", "node-3")
 Json = dict[str, Any]
 T = TypeVar("T")

@@ -104,6 +104,7 @@ def build(
     bad_disk: str = "",
     samples: int = 600,
     tied: bool = False,
+    frozen: bool = False,
     held_out: int = 0,
     hold: str = "",
     lost_device: str = "",
@@ -112,6 +113,7 @@ def build(
     """Return the training.
 
     :param tied: the last layer shares the first one's weight.
+    :param frozen: train only the biases, and nothing of the second layer.
     :param split: devices of a stage can compute parts of all layers but the first and the last.
     :param held_out: number of samples of an evaluation; if it is positive, the largest error is a metric.
     """
@@ -123,6 +125,10 @@ def build(
     ]
     if tied:
         made[-1][0].weight = made[0][0].weight
+    if frozen:
+        for layer in made:
+            layer[0].weight.requires_grad_(False)
+        made[1].requires_grad_(False)
     return Training(
         layers=made,
         loss=functional.mse_loss,
