@@ -63,7 +63,7 @@ def state_bytes(engine: Engine) -> int:
         for one in part.slices:
             assert one.value is not None
             kept = [one.value, *(v for v in one.state.values() if isinstance(v, torch.Tensor))]
-            total += sum(tensor.nbytes for tensor in kept) + one.value.nbytes
+            total += sum(tensor.nbytes for tensor in kept) + (one.value.nbytes if one.trained else 0)
     return total
 
 
