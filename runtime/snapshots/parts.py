@@ -125,6 +125,8 @@ def _part_of(
     for mine in one.slices:
         cut = mine.slice
         own = sharding.value_of(cut) if mine.value is None else mine.value
+        # Nothing updates frozen values, so a replica has none of its own.
+        own = model.runtime.to_host(own) if one.replica and not mine.trained else own
         add(cut.name, "parameter", "", own, cut.start, cut.end - cut.start, frozen=not mine.trained)
         for key, value in mine.state.items():
             if not isinstance(value, Tensor):

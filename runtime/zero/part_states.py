@@ -120,7 +120,7 @@ class PartStates:
             for one in vector.slices(*vector.part_range(start, end, of)):
                 state = self._state_of(one, host=replica) if vector.trained else {}
                 value = self._optimization.value_of(one)
-                if replica:
+                if replica and vector.trained:
                     kept: Tensor | None = value.to("cpu", copy=True)
                 else:
                     kept = value if self._optimization.in_shards(one.name) else None
@@ -128,12 +128,12 @@ class PartStates:
         return PartState(layer=layer, start=start, end=end, of=of, replica=replica, slices=slices)
 
     def park(self, layers: Collection[int]) -> None:
-        """Move the held parts of these layers to host memory; replicas are there already."""
+        """Move the held parts of these layers to host memory; what replicas update is there already."""
         for part in self._kept:
-            if part.layer not in layers or part.replica:
+            if part.layer not in layers:
                 continue
             for one in part.slices:
-                if one.parked:
+                if one.parked or (part.replica and one.trained):
                     continue
                 for key, value in one.state.items():
                     if isinstance(value, Tensor) and value.dim():

@@ -47,7 +47,7 @@ class SliceState:
     state: ParameterState = field(default_factory=dict)
     """The optimizer's own state, not a copy; it changes in place. It is empty before the first step."""
     value: Tensor | None = None
-    """Values of a replica, in host memory, or those in a shard. Other values are in the model."""
+    """Trained values of a replica, in host memory, or those in a shard. Other values are in the model."""
     trained: bool = True
     """Whether the optimizer updates the values; frozen ones have no state."""
     parked: bool = False

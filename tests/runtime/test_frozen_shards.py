@@ -165,3 +165,41 @@ def test_training_continues_from_whole_layers_in_files(
         fleet.steps(1)
         fleet.votes = votes | {step: fleet.votes[step] for step in (3, 4)}
         check_losses(fleet, expected)
+
+
+def doubled(layers: int) -> Pipelines:
+    """Return two pipelines of one stage: its devices have shards in one and whole layers in the other."""
+    return (
+        pipeline((0, layers, [0, 1]), first_microbatch=0, microbatches=2, sharded=True),
+        pipeline((0, layers, [2, 3]), first_microbatch=2, microbatches=2),
+    )
+
+
+def turned(layers: int) -> Pipelines:
+    """Return the same with whole layers where shards were."""
+    return (
+        pipeline((0, layers, [3, 2]), first_microbatch=0, microbatches=2, sharded=True),
+        pipeline((0, 2, [1]), (2, layers, [0]), first_microbatch=2, microbatches=2),
+    )
+
+
+def test_replicas_have_no_copies_of_frozen_values_and_survive_being_parked(expected: list[PlainStep]) -> None:
+    with Fleet(job(zero1=True), 4) as fleet:
+        layers = fleet.engines[0].model.layer_count
+        fleet.enter(fleet.engines, doubled(layers))
+        fleet.steps(1)
+        for engine in fleet.engines:
+            assert engine.sharding is not None
+            parts = [part for part in engine.sharding.states.held if part.replica]
+            frozen = [one for part in parts for one in part.slices if not one.trained]
+            for one in frozen:
+                here = engine.sharding.value_of(one.slice)
+                assert one.value is None or one.value.data_ptr() == here.data_ptr()
+        fleet.parked = {rank: tuple(range(layers)) for rank in range(4)}
+        fleet.enter(fleet.engines, turned(layers))
+        fleet.enter(fleet.engines[:2], spread(layers, 2))
+        fleet.parked = {}
+        fleet.steps(1)
+        fleet.enter([*fleet.engines, *fleet.join(2)], turned(layers))
+        fleet.steps(1)
+        check_losses(fleet, expected)
