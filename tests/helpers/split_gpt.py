@@ -90,12 +90,14 @@ def build(
     inner_dropout: float = 0.0,
     plan: dict[str, str] | None = None,
     tied: bool = False,
+    frozen: bool = False,
     held_out: bool = False,
     shape: tuple[int, int] | None = None,
 ) -> Training:
     """Return the training.
 
     :param tied: two blocks share a weight that the plan splits.
+    :param frozen: layer norms and the embedding are not trained; the plan splits none of them.
     :param shape: number and size of the heads as attention reads them; by default the number follows from
         the tensor.
     """
@@ -103,12 +105,17 @@ def build(
     if tied:
         blocks[1].up.weight = blocks[0].up.weight
 
+    embedding = nn.Embedding(WORDS, width)
+    if frozen:
+        for module in (embedding, *(norm for block in blocks for norm in (block.norm_1, block.norm_2))):
+            module.requires_grad_(False)
+
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> Any:
         return torch.optim.AdamW([p for _, p in named], lr=1e-2)
 
     return Training(
         layers=[
-            nn.Embedding(WORDS, width),
+            embedding,
             *blocks,
             Head(width),
         ],

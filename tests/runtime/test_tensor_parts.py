@@ -86,6 +86,17 @@ def test_losses_equal_those_of_one_process(
         assert [fleet.losses[step] for step in range(1, 4)] == pytest.approx(expected[:3], rel=1e-9)
 
 
+def test_frozen_parameters_that_are_not_split_are_gathered() -> None:
+    data = job(arguments={"frozen": True})
+    expected = reference_run(load(data), data, 4)[0]
+    with Fleet(data, 11) as fleet:
+        fleet.enter(fleet.engines, MIXED)
+        fleet.steps(2)
+        fleet.enter(fleet.engines[:4], STAGES_OF_TWO)
+        fleet.steps(2)
+        assert [fleet.losses[step] for step in range(1, 5)] == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_layers_may_recompute(expected: list[float], mode: Recompute) -> None:
     stages = (stage(0, 3, (0, 1), recompute=mode), stage(3, 5, (2, 3), recompute=mode))
