@@ -230,13 +230,13 @@ class StageShards:
         self._after = dict(pairwise(order))
         self._before = dict(pairwise(reversed(order)))
         scopes = [scope for scope in self._used.values() if scope]
-        self._beside = {
+        self._scopes = {
             number: scope
             for scope in scopes
             for number in scope
             if sum(number in other for other in scopes) == 1
         }
-        """Vectors that are used where a vector is, itself included, for those that are used in one place only."""
+        """All vectors of the code that uses a vector, for vectors that are used in one place only."""
         self._noted: set[int] = set()
         """Vectors that some backward pass needs."""
         self._reductions: deque[_Reduction] = deque()
@@ -365,17 +365,17 @@ class StageShards:
         return self._regathered[kept.vector].as_strided(kept.size, kept.stride, kept.offset)
 
     def _regather(self, vector: int) -> None:
-        """Gather a vector for the backward pass together with those beside it, in the same order on all devices,
-        and free frozen vectors of other code.
+        """Gather a vector for the backward pass together with those of the same code, in the same order on all
+        devices, and free frozen vectors of other code.
         """
-        beside = self._beside.get(vector, (vector,))
+        scope = self._scopes.get(vector, (vector,))
         if vector not in self._everywhere:
-            for number in self._frozen.intersection(self._regathered).difference(beside, self._everywhere):
+            for number in self._frozen.intersection(self._regathered).difference(scope, self._everywhere):
                 del self._regathered[number]
-        for number in beside:
+        for number in scope:
             if number in self._noted and number not in self._regathered:
                 self._regathered[number] = self.gather(number)
-        self._begin(tuple(number for number in self._before.get(beside, ()) if number in self._noted))
+        self._begin(tuple(number for number in self._before.get(scope, ()) if number in self._noted))
 
     # --- communication with the stage's other devices ------------------------------------------------
 

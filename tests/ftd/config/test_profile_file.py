@@ -78,6 +78,7 @@ def own_tree() -> Tree:
                 "activation_bytes": 64,
                 "output_bytes": 32,
                 "working_bytes": 40,
+                "buffer_bytes": 30,
                 "full": {"activation_bytes": 32, "recompute_ms": 1.4},
                 "selective": {"activation_bytes": 48, "recompute_ms": 0.25},
                 "tensor": {
@@ -148,6 +149,7 @@ def test_a_file_becomes_a_profile(tmp_path: Path) -> None:
         activation_bytes=64,
         output_bytes=32,
         working_bytes=40,
+        buffer_bytes=30,
         full=Recomputation(activation_bytes=32, recompute_ms=1.4),
         selective=Recomputation(activation_bytes=48, recompute_ms=0.25),
         tensor=TensorSplit(
