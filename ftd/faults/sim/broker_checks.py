@@ -95,7 +95,7 @@ class BrokerChecks:
         """Check that the broker retains the own state of a node that has been connected for a while."""
         network, settled_at = self._network, self._invariants.world.now - STATE_S
         connection = network.connection_of(node.name)
-        if connection is None or max(connection.since, node.started_at) > settled_at:
+        if connection is None or max(connection.since, node.serving_since) > settled_at:
             return
         if not node.up or node.frozen or node.agent.rejected or not network.reaches(node.name):
             return

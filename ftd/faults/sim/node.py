@@ -1,6 +1,7 @@
 """A simulated host: processes of the real ``Node`` run on it one after the other, with simulated trainers."""
 
 import asyncio
+import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,7 +58,8 @@ class SimNode(SimHost):
         """The newest process of the daemon, alive or not."""
         self.exited = False
         """Whether the daemon exited by itself."""
-        self.started_at = 0.0
+        self.serving_since = math.inf
+        """Time from which on the daemon handles events; before that it looks through its memory."""
         self.removed_at: float | None = None
         """Time at which the host was removed for good."""
         self.trainers: dict[int, SimTrainer] = {}
@@ -94,7 +96,7 @@ class SimNode(SimHost):
             self.loop.enter(self.process.supervisor.on_report, trainer, report)
 
     def start(self) -> None:
-        self.exited, self.started_at = False, self.world.now
+        self.exited, self.serving_since = False, math.inf
         self.trainers = {}
         self.resumes.clear()
         loop = self.loop = ProcessLoop(self.world)
@@ -240,6 +242,7 @@ class _Process(Node):
     """The real node with hooks that observe it and change nothing."""
 
     def __init__(self, of: SimNode, loop: ProcessLoop) -> None:
+        self._of = of
         self.commands = 0
         """Number of commands that were addressed to this incarnation."""
         self.storage = SimSnapshotStorage(of)
@@ -272,6 +275,7 @@ class _Process(Node):
         """Serve until the node has left. A process that is killed releases nothing."""
         await self.start()
         await self.introduce()
+        self._of.serving_since = self._of.world.now
         await self.run()
         await self.close()
 
