@@ -453,8 +453,8 @@ class Invariants(Oracle):
             return
         if name in named_nodes(journal):
             self.violated(f"{name} is removed, but the job's journal names it")
-        if not self.resumed_job:
-            return  # The state is that of step 0, which every trainer can build.
+        if not self.known_step:
+            return  # The state is that of step 0, which every new trainer builds.
         counting = [
             trainer
             for node in self.nodes.values()
