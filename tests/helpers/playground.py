@@ -433,7 +433,7 @@ def write_job(
     directory: Path,
     *,
     steps: int = 100_000,
-    delay_s: float = 0.002,
+    delay_s: float = 0.005,
     devices: int = 2,
     two_node_replicas: bool = False,
     within_node: str = "auto",
@@ -444,8 +444,8 @@ def write_job(
 ) -> Path:
     """Write the test job to a file.
 
-    :param delay_s: delay of each layer. A new node imports torch, which takes long while steps use all
-        processors; jobs that wait for a node leave it time this way.
+    :param delay_s: delay of each layer. Without it steps would use all processors, which other tests need, and
+        nodes that start.
     :param within_node: how devices of a stage share its work; with any value but "auto", every stage has
         two devices.
     :param two_node_replicas: a copy of the model needs two nodes with this number of ``devices``.
