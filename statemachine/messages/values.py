@@ -458,7 +458,7 @@ class DeviceReport(TrainerState, frozen=True, kw_only=True):
     device: int
 
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol between the daemons and trainers of a cluster. Raise it with every change that a
 side which does not know it would misunderstand.
 """

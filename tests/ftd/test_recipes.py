@@ -141,10 +141,10 @@ def test_the_recipe_for_nodes(mosquitto: RunningBroker, environment: dict[str, s
 
 
 def test_the_subscriber_in_python(mosquitto: RunningBroker, start: Callable[[str], Running]) -> None:
-    lines = publish(
-        mosquitto, start(recipe("subscriber.py")), ["StepCommitted", "NodeLost", "RecoveryCompleted"], 1
-    )
-    assert "warning  NodeLost  a sentence for people" in lines[0]
+    events = ["StepCommitted", "NodeLost", "RecoveryCompleted"]
+    lines = publish(mosquitto, start(recipe("subscriber.py")), events, 2)
+    # It may have subscribed between these events, and then prints the second one first.
+    assert any("warning  NodeLost  a sentence for people" in line for line in lines)
     assert not any("StepCommitted" in line for line in lines)
 
 
