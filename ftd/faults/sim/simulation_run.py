@@ -158,6 +158,16 @@ class SimulationRun(Simulation):
         # Nodes that were drained or asked to leave also return in the end.
         self.world.call_later(25.0, self._restart_drained)
         self.world.call_later(25.0, self._readmit_repaired)
+        if self.snapshot.every_steps:
+            self.world.call_later(25.0, self._resume_snapshots)
+
+    def _resume_snapshots(self) -> None:
+        """Switch snapshots on again, if a request switched them off: a job whose loss spikes goes back further each
+        time.
+        """
+        job = self.coordinator.machine.job
+        if job is not None and job.snapshot.paused:
+            self.coordinator.request_snapshots(every_steps=self.snapshot.every_steps)
 
     def _restart_drained(self) -> None:
         for name, state in self.coordinator.machine.public_state()["nodes"].items():
