@@ -58,6 +58,7 @@ class ParameterVector:
     names: tuple[str, ...]
     offsets: tuple[int, ...]
     trained: bool = True
+    """Whether training changes its parameters. Frozen ones have neither gradients nor optimizer state."""
 
     @property
     def layer(self) -> int:
@@ -136,9 +137,9 @@ class ParameterLayout:
                     dtype=dtype,
                     names=tuple(names),
                     offsets=tuple(offsets),
-                    trained=not still,
+                    trained=not is_frozen,
                 )
-                for (still, layers, dtype, _), (names, offsets) in sorted(found.items())
+                for (is_frozen, layers, dtype, _), (names, offsets) in sorted(found.items())
             )
         )
 

@@ -49,7 +49,7 @@ class SliceState:
     value: Tensor | None = None
     """Trained values of a replica, in host memory, or those in a shard. Other values are in the model."""
     trained: bool = True
-    """Whether the optimizer updates the values; frozen ones have no state."""
+    """Whether the optimizer updates the values. Frozen values have no state."""
     parked: bool = False
     """Whether state and values are in host memory because the device has no room for them."""
 

@@ -84,9 +84,9 @@ class ShardedState:
         self._monitor = monitor
         self._plan = model.tensor_plan if tensor_parallel else None
         apart = {} if self._plan is None else self._plan.vector_keys
-        still = model.frozen_layers
+        frozen = model.frozen_layers
         self.shape = ParameterLayout.from_parameters(
-            model.parameter_layers | still, model.parameter_sizes, apart, frozen=still.keys()
+            model.parameter_layers | frozen, model.parameter_sizes, apart, frozen=frozen.keys()
         )
         self.states = PartStates(model, optimization, self.shape)
         self.states.hold_whole(range(model.layer_count))

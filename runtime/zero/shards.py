@@ -17,7 +17,7 @@ ranges of elements as in the rest of the project, parameters may be tied, and a 
 run in windows.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -229,12 +229,9 @@ class StageShards:
         order = [self._used[scope] for scope in model.code_scopes(layers) if self._used[scope]]
         self._after = dict(pairwise(order))
         self._before = dict(pairwise(reversed(order)))
-        scopes = [scope for scope in self._used.values() if scope]
+        places = Counter(number for scope in self._used.values() for number in scope)
         self._scopes = {
-            number: scope
-            for scope in scopes
-            for number in scope
-            if sum(number in other for other in scopes) == 1
+            number: scope for scope in self._used.values() for number in scope if places[number] == 1
         }
         """All vectors of the code that uses a vector, for vectors that are used in one place only."""
         self._noted: set[int] = set()
