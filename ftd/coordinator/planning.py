@@ -473,9 +473,12 @@ async def _started(process: PlanProcess) -> PlanProcess:
 
 
 def _warm_up() -> None:
-    """Import the planner, and keep the garbage collector from scanning what stays in memory, and from running
-    at every thousand objects. It takes tens of milliseconds each time, possibly on the path of a failure.
+    """Import the planner and what it imports late, and keep the garbage collector from scanning what stays in
+    memory, and from running at every thousand objects. It takes tens of milliseconds each time, possibly on
+    the path of a failure.
     """
+    import scipy.optimize  # noqa: F401
+
     import planner.planner
     import planner.precomputed  # noqa: F401
 

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from planner.changes.cover import Held, Masks, StateNeeds, cover, layers_of, whole_layers
 from planner.changes.transition import MemoryHeadroom
@@ -371,6 +370,9 @@ def solve(cost: Floats) -> list[int]:
     """Return the row of each column with the least sum; there are no more columns than rows."""
     if (cost == cost[0, 0]).all():
         return list(range(cost.shape[1]))
+    # It takes half a second to import, and processes that only precompute do not need it.
+    from scipy.optimize import linear_sum_assignment
+
     rows, columns = linear_sum_assignment(cost)
     chosen = [0] * cost.shape[1]
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
