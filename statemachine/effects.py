@@ -5,8 +5,9 @@ of the protocol: a ``PersistState`` that precedes a command must be durable befo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from planner.values import Plan, Situation
 from statemachine.messages import trainer
@@ -24,29 +25,25 @@ from statemachine.messages.values import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
+class Effect(Struct, frozen=True, kw_only=True):
     cause: str
 
 
 # --- both machines -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer(Effect):
+class SetTimer(Effect, frozen=True, kw_only=True):
     """Deliver ``TimerFired(name)`` after ``delay_s``; this replaces a pending timer of that name."""
 
     name: str
     delay_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelTimer(Effect):
+class CancelTimer(Effect, frozen=True, kw_only=True):
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmitEvent(Effect):
+class EmitEvent(Effect, frozen=True, kw_only=True):
     """Publish an event on the MQTT event stream and log it. ``name`` is a past-tense fact, such as
     ``NodeLost``.
     """
@@ -60,8 +57,7 @@ class EmitEvent(Effect):
     """JSON-compatible details of the event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordSteps(Effect):
+class RecordSteps(Effect, frozen=True, kw_only=True):
     """Add steps that another coordinator reported, and that nodes remember, to the coordinator's history."""
 
     steps: tuple[EmitEvent, ...]
@@ -71,8 +67,7 @@ class RecordSteps(Effect):
 # --- the cluster machine -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendCommand(Effect):
+class SendCommand(Effect, frozen=True, kw_only=True):
     node: str
     incarnation: int
     command: Command
@@ -82,8 +77,7 @@ class SendCommand(Effect):
         return ToNode(node=self.node, incarnation=self.incarnation, command=self.command, cause=self.cause)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BroadcastCommand(Effect):
+class BroadcastCommand(Effect, frozen=True, kw_only=True):
     """Send the same command to several nodes as one message: either all of them are sent it, or none is.
 
     The broker does not order it relative to what ``SendCommand`` sends to one of them.
@@ -98,25 +92,21 @@ class BroadcastCommand(Effect):
         return ToNodes(receivers=self.receivers, command=self.command, cause=self.cause)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PersistState(Effect):
+class PersistState(Effect, frozen=True, kw_only=True):
     """Make ``ClusterMachine.durable_state()`` durable before going on to the next effect."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishCluster(Effect):
+class PublishCluster(Effect, frozen=True, kw_only=True):
     """Publish ``ClusterMachine.public_state()`` as a retained message."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveNode(Effect):
+class RemoveNode(Effect, frozen=True, kw_only=True):
     """Delete what the broker retains about a node that was removed."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildTemplates(Effect):
+class BuildTemplates(Effect, frozen=True, kw_only=True):
     """Precompute templates and instantiations for up to ``max_nodes``; answered by TemplatesReady or
     TemplatesFailed.
 
@@ -130,15 +120,13 @@ class BuildTemplates(Effect):
     """Number of nodes that are present, which is the likeliest number to plan for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelTemplates(Effect):
+class CancelTemplates(Effect, frozen=True, kw_only=True):
     """Stop precomputing for ``BuildTemplates``, because the job is over."""
 
     job_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputePlan(Effect):
+class ComputePlan(Effect, frozen=True, kw_only=True):
     """Compute a plan for ``generation``; answered by PlanReady or PlanImpossible of the same generation."""
 
     generation: int
@@ -147,8 +135,7 @@ class ComputePlan(Effect):
     """Requested protection of its snapshots; PlanReady has the one that was chosen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAhead(Effect):
+class PlanAhead(Effect, frozen=True, kw_only=True):
     """Compute a plan in advance, while the nodes that are left report what they hold after a loss.
 
     The plan is for what they will likely report, so that ComputePlan can be answered at once. This effect
@@ -163,8 +150,7 @@ class PlanAhead(Effect):
     horizon_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparePlan(Effect):
+class ComparePlan(Effect, frozen=True, kw_only=True):
     """Compute what a new plan would save while ``generation`` continues to train; answered by PlanCompared."""
 
     generation: int
@@ -172,8 +158,7 @@ class ComparePlan(Effect):
     """Situation with the current plan as ``previous``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckDrain(Effect):
+class CheckDrain(Effect, frozen=True, kw_only=True):
     """Check whether there is a plan without these nodes while ``generation`` continues to train; answered by
     DrainChecked.
     """
@@ -184,8 +169,7 @@ class CheckDrain(Effect):
     """Situation of all other nodes, with the current plan as ``previous``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRestore(Effect):
+class CheckRestore(Effect, frozen=True, kw_only=True):
     """Check whether this snapshot can be restored from these nodes' shards; answered by RestoreChecked."""
 
     generation: int
@@ -196,8 +180,7 @@ class CheckRestore(Effect):
     """Nodes whose part a present replica peer holds as a copy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitCheckpoint(Effect):
+class CommitCheckpoint(Effect, frozen=True, kw_only=True):
     """Write the manifest of a checkpoint whose layers are all on the disk, then remove old checkpoints.
 
     Answered by CheckpointCommitted or CheckpointCommitFailed.
@@ -210,8 +193,7 @@ class CommitCheckpoint(Effect):
     layers: tuple[LayerFile, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbandonCheckpoint(Effect):
+class AbandonCheckpoint(Effect, frozen=True, kw_only=True):
     """Remove what was written for an abandoned attempt, unless it was committed in the meantime."""
 
     job: Job
@@ -219,8 +201,7 @@ class AbandonCheckpoint(Effect):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportCheckpoint(Effect):
+class ExportCheckpoint(Effect, frozen=True, kw_only=True):
     """Export a complete checkpoint for ``from_pretrained``; answered by ExportCompleted or ExportFailed."""
 
     job: Job
@@ -229,8 +210,7 @@ class ExportCheckpoint(Effect):
     """Time after which the export is abandoned."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FindCheckpoint(Effect):
+class FindCheckpoint(Effect, frozen=True, kw_only=True):
     """Find the newest complete checkpoint of this job; answered by CheckpointFound."""
 
     generation: int
@@ -239,8 +219,7 @@ class FindCheckpoint(Effect):
     """Steps whose checkpoints turned out to be corrupt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRequest(Effect):
+class AnswerRequest(Effect, frozen=True, kw_only=True):
     """Answer a client's request (submit, stop, drain, snapshot)."""
 
     request: str
@@ -255,15 +234,13 @@ class AnswerRequest(Effect):
 # --- the agent machine -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendSignal(Effect):
+class SendSignal(Effect, frozen=True, kw_only=True):
     """Send a signal to the coordinator. It is dropped while the broker is away: Hello reports the state again."""
 
     signal: Signal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishNode(Effect):
+class PublishNode(Effect, frozen=True, kw_only=True):
     """Publish the node's retained state for outside tools."""
 
     state: NodeState
@@ -272,15 +249,13 @@ class PublishNode(Effect):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartTrainer(Effect):
+class StartTrainer(Effect, frozen=True, kw_only=True):
     """Fork a trainer for ``device``; TrainerConnected or TrainerFailed follows later."""
 
     device: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillTrainer(Effect):
+class KillTrainer(Effect, frozen=True, kw_only=True):
     """End the trainer's whole process group: SIGTERM, and SIGKILL after ``grace_s`` (0: SIGKILL at once).
 
     No TrainerFailed follows for a process that was ended this way.
@@ -290,23 +265,20 @@ class KillTrainer(Effect):
     grace_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareTrainer(Effect):
+class PrepareTrainer(Effect, frozen=True, kw_only=True):
     device: int
     job: Job
     profile: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstructTrainer(Effect):
+class InstructTrainer(Effect, frozen=True, kw_only=True):
     """Send this instruction to the trainer of ``device``."""
 
     device: int
     instruction: Quiesce | trainer.StartSnapshot | trainer.RetainLocalSnapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeTrainer(Effect):
+class ResumeTrainer(Effect, frozen=True, kw_only=True):
     """Send this ``Resume`` to the trainer of ``device``; with a ``restore``, after its layers are staged.
 
     StagingFailed follows instead if they cannot be reconstructed.
@@ -316,22 +288,19 @@ class ResumeTrainer(Effect):
     resume: Resume
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PersistLayers(Effect):
+class PersistLayers(Effect, frozen=True, kw_only=True):
     """Write these layers as files of a checkpoint, in the background; answered by PersistEnded."""
 
     order: Persist
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopPersisting(Effect):
+class StopPersisting(Effect, frozen=True, kw_only=True):
     """Stop what ``PersistLayers`` began, if it is still under way; no answer is needed."""
 
     attempt: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendSnapshotCopy(Effect):
+class SendSnapshotCopy(Effect, frozen=True, kw_only=True):
     """Send this node's part of a snapshot to its replica peer; answered by SnapshotCopyCommitted or
     SnapshotCopyFailed.
 
@@ -344,8 +313,7 @@ class SendSnapshotCopy(Effect):
     replica_peer: ReplicaPeer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetainSnapshotCopies(Effect):
+class RetainSnapshotCopies(Effect, frozen=True, kw_only=True):
     """Retain the snapshot of ``order.step``, which is complete everywhere.
 
     Copies of older snapshots may be overwritten, and what this node holds of this one is verified and
@@ -355,15 +323,13 @@ class RetainSnapshotCopies(Effect):
     order: RetainSnapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveSnapshots(Effect):
+class RemoveSnapshots(Effect, frozen=True, kw_only=True):
     """Free what the node's memory holds of the job's snapshots, since the job is over."""
 
     job_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunHealthCheck(Effect):
+class RunHealthCheck(Effect, frozen=True, kw_only=True):
     """Test every device, and the links to these peers; answered by ``HealthCheckEnded``. It ends the check
     under way.
     """
@@ -372,16 +338,13 @@ class RunHealthCheck(Effect):
     peers: tuple[ReplicaPeer, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopHealthCheck(Effect):
+class StopHealthCheck(Effect, frozen=True, kw_only=True):
     """End the health check under way, without an answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenewIncarnation(Effect):
+class RenewIncarnation(Effect, frozen=True, kw_only=True):
     """Reconnect to the broker as a new incarnation after a fence, and feed ``AgentStarted`` again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitDaemon(Effect):
+class ExitDaemon(Effect, frozen=True, kw_only=True):
     code: int

@@ -4,16 +4,16 @@ cluster machine.
 Each carries ``at`` (seconds on one monotonic clock) and ``cause``, the id that its effects inherit.
 """
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from planner.values import ModelProfile, Plan
 from statemachine.messages.cluster import FromNode
 from statemachine.messages.values import CheckpointRecord, Job, ProtectionChoice, SkippedCheckpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(Struct, frozen=True, kw_only=True):
     at: float
     cause: str
 
@@ -21,35 +21,30 @@ class Event:
 # --- both machines -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired(Event):
+class TimerFired(Event, frozen=True, kw_only=True):
     """The timer ``name`` that ``SetTimer`` set is due (never after ``CancelTimer``)."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerConnected(Event):
+class BrokerConnected(Event, frozen=True, kw_only=True):
     """The MQTT session is open, for the first time or again, and the subscriptions are in place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerDisconnected(Event):
+class BrokerDisconnected(Event, frozen=True, kw_only=True):
     """The MQTT session broke. The other side may be fine, so this declares nobody dead."""
 
 
 # --- the cluster machine -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalArrived(Event):
+class SignalArrived(Event, frozen=True, kw_only=True):
     """A message of a node was received; it may be a duplicate, late, or of an older incarnation."""
 
     message: FromNode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeVanished(Event):
+class NodeVanished(Event, frozen=True, kw_only=True):
     """The broker published the node's last will, or its clean goodbye (``graceful``)."""
 
     node: str
@@ -57,8 +52,7 @@ class NodeVanished(Event):
     graceful: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultAnnounced(Event):
+class FaultAnnounced(Event, frozen=True, kw_only=True):
     """A fault is about to be injected into a node on purpose. It decides nothing: recoveries are measured from
     it.
     """
@@ -70,8 +64,7 @@ class FaultAnnounced(Event):
     """Time of the announcement on the same clock."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitRequested(Event):
+class SubmitRequested(Event, frozen=True, kw_only=True):
     request: str
     """Id under which the driver answers the client."""
     job: Job
@@ -81,23 +74,20 @@ class SubmitRequested(Event):
     """The newest checkpoint of a job of this name at its checkpoint location, from which this job continues."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequested(Event):
+class StopRequested(Event, frozen=True, kw_only=True):
     request: str
     job: str
     """Job id or name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepsMissed(Event):
+class StepsMissed(Event, frozen=True, kw_only=True):
     """The coordinator's history lacks steps that another coordinator reported while this one was away."""
 
     first: int
     last: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainRequested(Event):
+class DrainRequested(Event, frozen=True, kw_only=True):
     """A user requested that a node leaves, or cancelled that."""
 
     request: str
@@ -107,15 +97,13 @@ class DrainRequested(Event):
     cancel: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadmitRequested(Event):
+class ReadmitRequested(Event, frozen=True, kw_only=True):
     request: str
     node: str
     """A node that was set aside."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRequested(Event):
+class SnapshotRequested(Event, frozen=True, kw_only=True):
     """A user requested a snapshot now, or another policy from now on."""
 
     request: str
@@ -126,31 +114,27 @@ class SnapshotRequested(Event):
     """A scheme that the owners can have, or ``auto``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplatesReady(Event):
+class TemplatesReady(Event, frozen=True, kw_only=True):
     """``BuildTemplates`` is done; ``ComputePlan`` may be used for this job."""
 
     job_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplatesFailed(Event):
+class TemplatesFailed(Event, frozen=True, kw_only=True):
     """The job cannot run on any such cluster; the reason names the user's error and the remedy."""
 
     job_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReady(Event):
+class PlanReady(Event, frozen=True, kw_only=True):
     generation: int
     plan: Plan
     protection: ProtectionChoice | None = None
     """Protection of its snapshots; ``None``: as the job says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCompared(Event):
+class PlanCompared(Event, frozen=True, kw_only=True):
     """The estimated times of a step under the plan of ``generation`` and under the best plan are known, by the
     profile.
 
@@ -162,8 +146,7 @@ class PlanCompared(Event):
     best_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainChecked(Event):
+class DrainChecked(Event, frozen=True, kw_only=True):
     """Answer to ``CheckDrain``."""
 
     generation: int
@@ -172,8 +155,7 @@ class DrainChecked(Event):
     """Reason why there is no plan without these nodes; ``None``: there is one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanImpossible(Event):
+class PlanImpossible(Event, frozen=True, kw_only=True):
     """There is no plan now. ``too_few``: wait for nodes (PAUSED). Otherwise state is lost (FAILED)."""
 
     generation: int
@@ -185,8 +167,7 @@ class PlanImpossible(Event):
     """Layers that no usable device holds complete."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreChecked(Event):
+class RestoreChecked(Event, frozen=True, kw_only=True):
     """Answer to ``CheckRestore``: whether the snapshot can be restored from the nodes that hold parts of it."""
 
     generation: int
@@ -199,8 +180,7 @@ class RestoreChecked(Event):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointCommitted(Event):
+class CheckpointCommitted(Event, frozen=True, kw_only=True):
     """Answer to ``CommitCheckpoint``: the checkpoint is complete and durable."""
 
     attempt: str
@@ -209,8 +189,7 @@ class CheckpointCommitted(Event):
     """Steps of older checkpoints that were removed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointCommitFailed(Event):
+class CheckpointCommitFailed(Event, frozen=True, kw_only=True):
     """Answer to ``CommitCheckpoint``: the checkpoint could not be committed; earlier ones stay."""
 
     attempt: str
@@ -218,8 +197,7 @@ class CheckpointCommitFailed(Event):
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportCompleted(Event):
+class ExportCompleted(Event, frozen=True, kw_only=True):
     """Answer to ``ExportCheckpoint``: the directory is complete."""
 
     job_id: str
@@ -230,8 +208,7 @@ class ExportCompleted(Event):
     took_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportFailed(Event):
+class ExportFailed(Event, frozen=True, kw_only=True):
     """Answer to ``ExportCheckpoint``: the export failed and left nothing."""
 
     job_id: str
@@ -239,8 +216,7 @@ class ExportFailed(Event):
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFound(Event):
+class CheckpointFound(Event, frozen=True, kw_only=True):
     """Answer to ``FindCheckpoint``."""
 
     generation: int

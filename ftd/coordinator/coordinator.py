@@ -10,9 +10,10 @@ a thread of its own) or is limited (the public state is published at most ten ti
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, assert_never, cast
+
+from msgspec.structs import replace
 
 from ftd.config.validation import NAME_PATTERN
 from ftd.coordinator.commands import CommandSender

@@ -12,7 +12,6 @@ callbacks ``on_connected`` and ``on_lost``.
 """
 
 import asyncio
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, assert_never, cast
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from ftd.coordinator.journal import SAME_CLOCK_S, Journal
 from ftd.coordinator.ports import Program, Transport
@@ -421,7 +421,7 @@ class FollowerSession:
         """
         self._began = False
         self._retained.clear()
-        me = dataclasses.replace(self._me, position=self._callbacks.position())
+        me = replace(self._me, position=self._callbacks.position())
         self._feed(PeerSeen(**self._stamp(), peer=me))
         self.session.publish(self._own, encode_peer(me, self._version), retain=True)
 
@@ -787,7 +787,7 @@ class Leadership:
         """Return this coordinator as others must see it: they wait for a peer with a newer journal than
         theirs.
         """
-        return dataclasses.replace(me, position=self._follower.position())
+        return replace(me, position=self._follower.position())
 
     def _acquire(self) -> None:
         self._release()

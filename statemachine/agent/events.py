@@ -1,7 +1,5 @@
 """Events of the agent machine, one per node: what its trainers did and what its coordinator sent."""
 
-from dataclasses import dataclass
-
 from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, PersistFailed, RestoreFailed, ToNode
 from statemachine.messages.common import SnapshotFailed
@@ -9,37 +7,32 @@ from statemachine.messages.trainer import MachineReport
 from statemachine.messages.values import FailureCause, HealthReport, HeldSnapshot, NodeFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentStarted(Event):
+class AgentStarted(Event, frozen=True, kw_only=True):
     """The daemon has started. ``incarnation`` is new; ``facts`` describe the node."""
 
     incarnation: int
     facts: NodeFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandArrived(Event):
+class CommandArrived(Event, frozen=True, kw_only=True):
     message: ToNode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConnected(Event):
+class TrainerConnected(Event, frozen=True, kw_only=True):
     """The trainer process of ``device`` connected and takes instructions."""
 
     device: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerReported(Event):
+class TrainerReported(Event, frozen=True, kw_only=True):
     """A message of the trainer of ``device`` was received."""
 
     device: int
     report: MachineReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerStarved(Event):
+class TrainerStarved(Event, frozen=True, kw_only=True):
     """The trainer was runnable for this long, since the last such event, while its host let other processes
     run.
     """
@@ -48,8 +41,7 @@ class TrainerStarved(Event):
     for_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerFailed(Event):
+class TrainerFailed(Event, frozen=True, kw_only=True):
     """The process of ``device`` ended or its code raised. (The machine itself detects hangs.)"""
 
     device: int
@@ -58,37 +50,32 @@ class TrainerFailed(Event):
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthCheckEnded(Event):
+class HealthCheckEnded(Event, frozen=True, kw_only=True):
     """Answer to ``RunHealthCheck``."""
 
     report: HealthReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TerminationRequested(Event):
+class TerminationRequested(Event, frozen=True, kw_only=True):
     """SIGTERM or ``ftd chaos term`` asked the node to leave gracefully and then to exit."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotsFound(Event):
+class SnapshotsFound(Event, frozen=True, kw_only=True):
     """After a start of the daemon, these snapshots were found complete and verified in the node's memory."""
 
     snapshots: tuple[HeldSnapshot, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotCopiesChanged(Event):
+class SnapshotCopiesChanged(Event, frozen=True, kw_only=True):
     """The set of snapshot copies that this node holds for other nodes changed."""
 
     snapshots: tuple[HeldSnapshot, ...]
     """All copies, each with its ``owner``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotCopyCommitted(Event):
+class SnapshotCopyCommitted(Event, frozen=True, kw_only=True):
     """The replica peer holds all of this node's part of the snapshot, verified."""
 
     generation: int
@@ -96,36 +83,31 @@ class SnapshotCopyCommitted(Event):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotCorrupted(Event):
+class SnapshotCorrupted(Event, frozen=True, kw_only=True):
     """Bytes of the retained snapshot of ``step`` are corrupt here and cannot be repaired."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRepaired(Event):
+class SnapshotRepaired(Event, frozen=True, kw_only=True):
     """Bytes of the retained snapshot of ``step`` had changed in this node's memory, and all were repaired."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotCopyFailed(Event):
+class SnapshotCopyFailed(Event, frozen=True, kw_only=True):
     """Answer to ``SendSnapshotCopy``: the replica peer has no copy of this node's part of the snapshot."""
 
     failure: SnapshotFailed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagingFailed(Event):
+class StagingFailed(Event, frozen=True, kw_only=True):
     """The daemon cannot reconstruct what a device needs of the snapshot that ``ResumeTrainer`` names."""
 
     failure: RestoreFailed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PersistEnded(Event):
+class PersistEnded(Event, frozen=True, kw_only=True):
     """Answer to ``PersistLayers``: every layer of this node's share is on the disk, or they cannot be written
     (a full disk, unavailable shards).
     """

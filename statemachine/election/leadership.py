@@ -5,8 +5,9 @@ id. The broker gives it to one client at a time: a client that opens it ends the
 *follower session* has a client id of its own; every coordinator has one.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from statemachine.effects import Effect, EmitEvent
 from statemachine.events import Event, TimerFired
@@ -23,8 +24,7 @@ class Role(StrEnum):
     SUSPENDED = "SUSPENDED"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leader:
+class Leader(Struct, frozen=True, kw_only=True):
     """The leader's record, as it is retained on the leader's topic. Only a leader session writes it."""
 
     term: int
@@ -33,8 +33,7 @@ class Leader:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class Peer(Struct, frozen=True, kw_only=True):
     """A coordinator that is connected, leading or not, as it is retained on its own topic."""
 
     name: str
@@ -51,8 +50,7 @@ class Peer:
         return (-self.priority, self.name, self.incarnation)
 
 
-@dataclass(frozen=True, slots=True)
-class TermClaim:
+class TermClaim(Struct, frozen=True):
     """A claim of a term from the leader session, kept until the broker sends its record back."""
 
     leader: Leader
@@ -70,58 +68,49 @@ class TermClaim:
 # --- events --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerSessionOpened(Event):
+class FollowerSessionOpened(Event, frozen=True, kw_only=True):
     """The follower session is open, and all retained messages have been read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerSessionLost(Event):
+class FollowerSessionLost(Event, frozen=True, kw_only=True):
     """The follower session ended; it reconnects by itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderSeen(Event):
+class LeaderSeen(Event, frozen=True, kw_only=True):
     """The leader's record was received, retained or new."""
 
     leader: Leader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderHeartbeatSeen(Event):
+class LeaderHeartbeatSeen(Event, frozen=True, kw_only=True):
     """A heartbeat of a leader was received."""
 
     leader: Leader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderVanished(Event):
+class LeaderVanished(Event, frozen=True, kw_only=True):
     """The last will, or the goodbye, of the leader with this incarnation was received."""
 
     incarnation: int
     graceful: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSeen(Event):
+class PeerSeen(Event, frozen=True, kw_only=True):
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerVanished(Event):
+class PeerVanished(Event, frozen=True, kw_only=True):
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalChecked(Event):
+class JournalChecked(Event, frozen=True, kw_only=True):
     """A leader's journal was received and checked: this coordinator can begin from it, or cannot."""
 
     problem: str
     """Reason why it cannot; empty: it can."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderSessionOpened(Event):
+class LeaderSessionOpened(Event, frozen=True, kw_only=True):
     """The leader session is open, so no other coordinator can publish as leader. The fields say what the last
     leader left.
     """
@@ -136,8 +125,7 @@ class LeaderSessionOpened(Event):
     """Reason why this coordinator cannot begin from the journal there; empty: it can, or there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderSessionLost(Event):
+class LeaderSessionLost(Event, frozen=True, kw_only=True):
     """The leader session could not be opened, or ended."""
 
     why: str
@@ -152,20 +140,17 @@ ElectionEvent = (
 # --- effects -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcquireLeadership(Effect):
+class AcquireLeadership(Effect, frozen=True, kw_only=True):
     """Open the leader session and read the retained messages. LeaderSessionOpened or LeaderSessionLost
     follows.
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseLeadership(Effect):
+class ReleaseLeadership(Effect, frozen=True, kw_only=True):
     """Close the leader session, or stop opening it; no LeaderSessionLost follows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimTerm(Effect):
+class ClaimTerm(Effect, frozen=True, kw_only=True):
     """Publish the record from the leader session. All follower sessions receive it as LeaderSeen, including
     the claimant's.
     """
@@ -173,8 +158,7 @@ class ClaimTerm(Effect):
     leader: Leader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lead(Effect):
+class Lead(Effect, frozen=True, kw_only=True):
     """Lead under this term: publish the journal, then everything else."""
 
     leader: Leader
@@ -184,32 +168,27 @@ class Lead(Effect):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspend(Effect):
+class Suspend(Effect, frozen=True, kw_only=True):
     """Stop publishing: the leader session is lost, and it is not known yet who leads next."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDown(Effect):
+class StepDown(Effect, frozen=True, kw_only=True):
     """Discard the cluster's state and follow, since another coordinator leads."""
 
     leader: Leader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendLeaderHeartbeat(Effect):
+class SendLeaderHeartbeat(Effect, frozen=True, kw_only=True):
     leader: Leader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnouncePeer(Effect):
+class AnnouncePeer(Effect, frozen=True, kw_only=True):
     """Publish a change of this coordinator's own announcement to the others."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectTakeover(Effect):
+class RejectTakeover(Effect, frozen=True, kw_only=True):
     """Report, also in the cluster's state, that no coordinator leads although it is this one's turn, because
     it is ineligible.
     """

@@ -50,8 +50,9 @@ before it. Two that are candidates at the same time end each other's leader sess
 its record, which the other receives.
 """
 
-from dataclasses import replace
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
 from statemachine.election.events import standby_ineligible, takeover_events, takeover_rejected

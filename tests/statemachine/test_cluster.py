@@ -732,7 +732,7 @@ def test_events_handled_together_are_one_step() -> None:
         NodeVanished(at=s.now, cause=f"c{n}", node=f"node-{n}", incarnation=100 + n, graceful=False)
         for n in (1, 2)
     ]
-    wrong = replace(lost[0], node=[])  # type: ignore[arg-type]
+    wrong = structs.replace(lost[0], node=[])  # type: ignore[arg-type]
     bugs: list[Any] = []
     effects = s.machine.steps([lost[0], wrong, lost[1]], bugs.append)
     assert bugs == [wrong]

@@ -1,9 +1,9 @@
 """Tests of the election machine, event by event."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from statemachine.effects import Effect, PublishCluster
 from statemachine.election.leadership import (

@@ -8,13 +8,13 @@ driven through its public interface only: events go in, effects come out.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
 from statemachine.cluster.machine import ClusterMachine
