@@ -68,6 +68,8 @@ class RecordSteps(Effect, frozen=True, kw_only=True):
 
 
 class SendCommand(Effect, frozen=True, kw_only=True):
+    """Send a command to one node."""
+
     node: str
     incarnation: int
     command: Command
