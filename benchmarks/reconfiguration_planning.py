@@ -10,7 +10,9 @@ and those that the published steps (simple, borrow, merge) would move.
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from planner.changes.assignment import Assigner

@@ -27,11 +27,12 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from benchmarks.common import EVALUATION, Limit, Result, command_line, main
 from ftd.replay.cards import read_card

@@ -3,7 +3,9 @@
 Nothing is printed here.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from planner.preview import Preview
 from planner.stages.costs import StageCosts
@@ -11,8 +13,7 @@ from planner.timeline import Timeline, timeline
 from planner.values import Policy, StageTemplate, Template
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRow(StageTemplate):
+class StageRow(StageTemplate, frozen=True, kw_only=True):
     """One stage of a template, with the memory of each of its devices and the times of one microbatch."""
 
     memory_bytes: int
@@ -150,7 +151,7 @@ def _template_row(costs: StageCosts, template: Template, microbatches: int) -> T
         link_ms=tuple(links_ms),
         stages=tuple(
             StageRow(
-                **{field.name: getattr(stage, field.name) for field in fields(stage)},
+                **structs.asdict(stage),
                 memory_bytes=size,
                 undivided_bytes=costs.memory.breakdown(
                     stage.first_layer,

@@ -7,9 +7,9 @@ situation always gives the same plan.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import PipelineLayout, candidate_layouts, first_layout

@@ -6,7 +6,6 @@ profile are milliseconds, the unit of profiles: their sums stay exact if the pro
 the same numbers in seconds would not. Everything that a plan tells the rest of ftd is in seconds.
 """
 
-from dataclasses import dataclass, field
 from math import gcd
 from typing import Literal
 
@@ -36,8 +35,7 @@ Minimum = Literal["one_replica", "oobleck"]
 """Fewest nodes with which a job continues: those of one replica of the model, or of ``tolerate`` + 1 replicas."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitTime:
+class SplitTime(msgspec.Struct, frozen=True, kw_only=True):
     """Time of one microbatch of one layer on several devices of a node, including their communication."""
 
     devices: int
@@ -50,8 +48,7 @@ class SplitTime:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputation:
+class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of one microbatch of one layer on one device that recomputes activations."""
 
     activation_bytes: int
@@ -60,8 +57,7 @@ class Recomputation:
     """Additional time of both passes together, compared with no recomputation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSplit:
+class TensorSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one layer that tensor parallelism divides, and what its devices exchange for one microbatch."""
 
     parameter_bytes: int
@@ -81,8 +77,7 @@ class TensorSplit:
     backward_exchanges: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerProfile:
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The measured cost of one layer for one microbatch on one device."""
 
     forward_ms: float
@@ -120,8 +115,7 @@ class LayerProfile:
         return self.parameter_bytes + self.optimizer_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of moving bytes from one device to another."""
 
     latency_ms: float = 0.1
@@ -131,8 +125,7 @@ class Link:
         return self.latency_ms + size_bytes / self.bytes_per_s * 1e3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelProfile:
+class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A model measured layer by layer, and the links between its stages."""
 
     layers: tuple[LayerProfile, ...]
@@ -141,9 +134,9 @@ class ModelProfile:
     """Memory of one device; ``None`` applies no memory limit."""
     stage_devices: tuple[int, ...] | None = None
     """Possible numbers of devices of a stage, ascending; ``None``: any number up to the microbatch's rows."""
-    link: Link = field(default_factory=Link)
+    link: Link = msgspec.field(default_factory=Link)
     """Link for activations and their gradients, from stage to stage."""
-    ring: Link = field(default_factory=Link)
+    ring: Link = msgspec.field(default_factory=Link)
     """One hop of the ring in which owners all-reduce gradients: 2·(owners − 1) / owners of each byte travels
     over 2·(owners − 1) hops.
     """
@@ -223,16 +216,14 @@ class Policy(RequestedPolicy, frozen=True, kw_only=True):
         return self.global_batch // self.microbatch_rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Device:
+class Device(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One device of one node, which runs one training rank."""
 
     node: str
     index: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class StatePart:
+class StatePart(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """Parameters and optimizer state of a range of a layer's elements: [n·start // of, n·end // of) of each
     vector of n elements. The fractions are in lowest terms, so that equal ranges are equal values.
     """
@@ -248,7 +239,7 @@ class StatePart:
         divisor = gcd(self.start, self.end, self.of)
         if divisor > 1:
             for name in ("start", "end", "of"):
-                object.__setattr__(self, name, getattr(self, name) // divisor)
+                msgspec.structs.force_setattr(self, name, getattr(self, name) // divisor)
 
     @property
     def is_whole(self) -> bool:
@@ -256,8 +247,7 @@ class StatePart:
         return self.start == 0 and self.end == self.of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTemplate:
+class StageTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive layers on ``devices`` devices of the template's node ``node_offset``."""
 
     first_layer: int
@@ -277,8 +267,7 @@ class StageTemplate:
         return 1 if self.within == "replicate" else self.devices // self.replicas
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
+class Template(msgspec.Struct, frozen=True, kw_only=True):
     """A pipeline for ``nodes`` nodes that are not yet named (Oobleck §4.1)."""
 
     nodes: int
@@ -291,8 +280,7 @@ class Template:
         return self.objective_ms <= self.lower_bound_ms
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlacement:
+class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
     """A stage on named devices, all of one node."""
 
     first_layer: int
@@ -309,8 +297,7 @@ class StagePlacement:
         return 1 if self.within == "replicate" else len(self.devices) // self.replicas
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelinePlacement:
+class PipelinePlacement(msgspec.Struct, frozen=True, kw_only=True):
     """A template on named nodes with its share of the global batch.
 
     The pipeline computes microbatches ``first_microbatch … first_microbatch + microbatches − 1`` of the
@@ -327,8 +314,7 @@ class PipelinePlacement:
         return tuple(dict.fromkeys(d.node for s in self.stages for d in s.devices))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     """A copy of one layer's whole state (parameters, optimizer, persistent buffers) from one device to
     another.
     """
@@ -339,8 +325,7 @@ class Transfer:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleasedLayers:
+class ReleasedLayers(msgspec.Struct, frozen=True, kw_only=True):
     """Old layers for which a device has no room next to its new stage (``planner.changes.transition``)."""
 
     device: Device
@@ -360,8 +345,7 @@ under other speeds (``planner.changes.stragglers``).
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsideredPlan:
+class ConsideredPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A layout that was compared with others, and its cost (``planner.changes.tradeoff``)."""
 
     method: Method
@@ -381,8 +365,7 @@ class ConsideredPlan:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The computation of every device, and the bytes that must move before it can start."""
 
     pipelines: tuple[PipelinePlacement, ...]
@@ -413,8 +396,7 @@ class Plan:
         return tuple(dict.fromkeys(d.node for d in self.devices))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Facts at the moment of planning.
 
     ``holdings`` names, for every usable device, the layers that it holds complete at the step from which
@@ -422,9 +404,9 @@ class Situation:
     """
 
     nodes: tuple[str, ...]
-    holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
+    holdings: dict[Device, frozenset[int]] = msgspec.field(default_factory=dict)
     previous: Plan | None = None
-    speeds: dict[str, float] = field(default_factory=dict)
+    speeds: dict[str, float] = msgspec.field(default_factory=dict)
     """Measured speed of a node as a factor: 1, which also holds for nodes that are not named, is the profile's
     speed; a node of speed 0.5 takes twice as long.
     """

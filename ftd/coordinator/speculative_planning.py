@@ -7,8 +7,9 @@ the batch take as long to compute as the plan itself, and the planner remembers 
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleError, PlanningError, StateLostError, TooFewNodesError
 from planner.values import Device, Plan, Situation

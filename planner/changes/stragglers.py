@@ -12,7 +12,8 @@ nodes, three things help:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from planner.changes.cover import Masks
 from planner.changes.tradeoff import expected_iteration_s

@@ -5,11 +5,11 @@ are candidates, and a local search continues from the best one.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations, pairwise
 from math import comb, isfinite
 
 import numpy as np
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
 from planner.mapping.quickest import quickest, shifted

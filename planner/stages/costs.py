@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -498,20 +497,20 @@ def check_profile(profile: ModelProfile) -> None:
 
 
 def _check_layer(name: str, layer: LayerProfile) -> None:
-    for field in fields(LayerProfile):
-        if field.name not in ("split", "tensor", "full", "selective"):
-            _check_amount(f"{name}.{field.name}", getattr(layer, field.name))
+    for field in LayerProfile.__struct_fields__:
+        if field not in ("split", "tensor", "full", "selective"):
+            _check_amount(f"{name}.{field}", getattr(layer, field))
     for mode, again in (("full", layer.full), ("selective", layer.selective)):
-        for field in fields(Recomputation) if again is not None else ():
-            _check_amount(f"{name}.{mode}.{field.name}", getattr(again, field.name))
-    for field in fields(TensorSplit) if layer.tensor is not None else ():
-        _check_amount(f"{name}.tensor.{field.name}", getattr(layer.tensor, field.name))
+        for field in Recomputation.__struct_fields__ if again is not None else ():
+            _check_amount(f"{name}.{mode}.{field}", getattr(again, field))
+    for field in TensorSplit.__struct_fields__ if layer.tensor is not None else ():
+        _check_amount(f"{name}.tensor.{field}", getattr(layer.tensor, field))
     for number, split in enumerate(layer.split):
         entry = f"{name}.split[{number}]"
         _check_least(f"{entry}.devices", split.devices, 2)
-        for field in fields(SplitTime):
-            if getattr(split, field.name) is not None:
-                _check_amount(f"{entry}.{field.name}", getattr(split, field.name))
+        for field in SplitTime.__struct_fields__:
+            if getattr(split, field) is not None:
+                _check_amount(f"{entry}.{field}", getattr(split, field))
         if any(split.devices == other.devices for other in layer.split[:number]):
             raise InfeasibleError(f"{entry}.devices is {split.devices}, and so is that of an entry before it")
 

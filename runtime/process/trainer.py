@@ -8,11 +8,11 @@ from wherever it was, keeps its state, reports, and waits for the next generatio
 import gc
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from planner.values import ModelProfile
 from runtime.allocator import bound_memory, give_back_memory

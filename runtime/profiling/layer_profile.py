@@ -193,7 +193,9 @@ def profile_model(
                     splits[signature] = _tensor_split(given)
                 size = _sizes(model, layer, optimizer_bytes, output_bytes)
                 working_bytes = max(peak_bytes[signature] - kept_bytes, 0)
-                sizes.append(replace(size, tensor=splits[signature], working_bytes=working_bytes))
+                sizes.append(
+                    msgspec.structs.replace(size, tensor=splits[signature], working_bytes=working_bytes)
+                )
             progress(layer + 1, model.layer_count)
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
@@ -274,7 +276,7 @@ def _with_measurements(
         longer_ms = recomputed.forward.median_ms + recomputed.backward.median_ms - whole_ms
         return Recomputation(activation_bytes=found[rows, mode].kept_bytes, recompute_ms=max(longer_ms, 0.0))
 
-    return replace(
+    return msgspec.structs.replace(
         sizes,
         forward_ms=whole.forward.median_ms,
         backward_ms=whole.backward.median_ms,

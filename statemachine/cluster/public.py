@@ -1,8 +1,9 @@
 """The retained cluster state for outside tools, as plain JSON-compatible data."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import structs
 
 from planner.values import PipelinePlacement, Plan
 from statemachine.cluster.drains import describe_released, drain_waits
@@ -159,7 +160,7 @@ def plan_details(plan: Plan) -> dict[str, Any]:
     """
     return {
         "pipelines": pipelines(plan.pipelines),
-        "considered": [asdict(layout) for layout in plan.considered],
+        "considered": [structs.asdict(layout) for layout in plan.considered],
     }
 
 

@@ -573,7 +573,7 @@ def _served_at(facts: NodeFacts) -> str:
 def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
     """Return the Resume of the current generation, also for a node that has to receive it again."""
     resumption, job = group.resumption, c.current_job
-    plan = replace(resumption.plan, considered=())  # They are for people only.
+    plan = msgspec.structs.replace(resumption.plan, considered=())  # They are for people only.
     hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
     first = c.nodes[plan.devices[0].node].facts
     return Resume(

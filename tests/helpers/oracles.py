@@ -1,13 +1,13 @@
 """Oracles for the planner: slow and obvious algorithms that share no code with it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, pairwise, product
 from math import ceil
 from random import Random
 
 import msgspec
+from msgspec.structs import replace
 
 from planner.values import (
     LayerProfile,

@@ -1,8 +1,7 @@
 """The tables of stage costs, and the errors for invalid profiles and policies."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
 from planner.stages.costs import MOST_DEVICES, StageCosts

@@ -3,11 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from planner.errors import TooFewNodesError
 from planner.pipelines.batch import distribute

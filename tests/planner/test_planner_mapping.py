@@ -1,11 +1,11 @@
 """GPU–stage mapping compared with all mappings."""
 
-from dataclasses import replace
 from math import inf
 from random import Random
 from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 
 from planner.mapping import iteration
 from planner.mapping.additive import AdditiveMapping

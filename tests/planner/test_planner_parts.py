@@ -1,11 +1,11 @@
 """ZeRO-1: devices that together have all of a layer; what a plan must cover, moves, and takes of memory."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.changes.cover import cover
 from planner.changes.parts import incomplete, moved_bytes, part_needs

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from planner.errors import InfeasibleError, RestoreError
 from planner.pipelines.instantiation import Instantiator
@@ -86,8 +87,14 @@ def test_invalid_precomputations_are_rejected() -> None:
     good = made(planner)
     template, best = good.templates[0], good.instantiations[4]
     stages = template.stages
-    backwards = replace(template, stages=tuple(reversed(stages)))
-    large = replace(template, stages=(replace(stages[0], end_layer=7), replace(stages[1], first_layer=7)))
+    backwards = structs.replace(template, stages=tuple(reversed(stages)))
+    large = structs.replace(
+        template,
+        stages=(
+            structs.replace(stages[0], end_layer=7),
+            structs.replace(stages[1], first_layer=7),
+        ),
+    )
     wrong = [
         replace(good, nodes=1),
         replace(good, templates=()),

@@ -1,11 +1,11 @@
 """Stages that recompute their activations, where the planner chooses."""
 
-from dataclasses import replace
 from itertools import product
 from random import Random
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
 from planner.mapping import iteration

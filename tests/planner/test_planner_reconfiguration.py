@@ -1,10 +1,10 @@
 """Effects of failing and joining nodes on pipelines, nodes and the bytes that move."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import candidate_layouts, reinstantiate

@@ -1,12 +1,12 @@
 """Slow nodes: their pipelines get less work, they are grouped, and nothing gets slower for it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import permutations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.changes.stragglers import (
     estimates_s,

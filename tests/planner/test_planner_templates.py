@@ -1,10 +1,10 @@
 """Memory, n₀, template sizes, and the errors when there are none."""
 
 import re
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from planner.errors import BatchError, InfeasibleError, TooFewNodesError
 from planner.planner import Planner

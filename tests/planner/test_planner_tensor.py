@@ -1,9 +1,9 @@
 """Tensor-parallel stages, where the planner chooses, and their cost."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
 from planner.mapping.mapper import Mapper

@@ -1,9 +1,9 @@
 """Old and new layers on a device together, until a plan's first commit."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from planner.changes.assignment import Assigner
 from planner.changes.candidates import PipelineLayout, candidate_layouts

@@ -1,12 +1,13 @@
 """Stages that hold shards, where the planner chooses, and the cost of shards."""
 
-from dataclasses import replace
+import dataclasses
 from itertools import product
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from planner.errors import InfeasibleError, RestoreError
 from planner.mapping import iteration
@@ -97,7 +98,7 @@ def test_what_a_layer_needs_for_a_moment_counts_once_for_each_stage() -> None:
     )
     for first, end in ((0, 2), (0, 4), (3, 4)):
         found, without = (one.breakdown(first, end, 2, 1, "none") for one in (memory, before))
-        assert found == replace(without, working=max(needs[first:end]))
+        assert found == dataclasses.replace(without, working=max(needs[first:end]))
         assert (
             memory.stage_bytes(first, end, 2, 1, "none")
             == memory.table(2, 1, "none")[first, end]

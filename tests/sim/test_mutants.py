@@ -698,7 +698,10 @@ def test_a_part_that_counts_as_the_whole_is_found(monkeypatch: pytest.MonkeyPatc
     """All members of the plan together must have all parts."""
 
     def needs(nodes: Any, devices: int, parts: Any, layers: int) -> Any:
-        some = {device: tuple(replace(p, start=0, end=1, of=1) for p in of) for device, of in parts.items()}
+        some = {
+            device: tuple(structs.replace(p, start=0, end=1, of=1) for p in of)
+            for device, of in parts.items()
+        }
         return real(nodes, devices, some, layers)
 
     real = part_needs

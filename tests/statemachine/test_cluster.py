@@ -1,7 +1,6 @@
 """Tests of the cluster machine in particular situations; ``test_cluster_transcripts`` has the main ones."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -330,7 +329,7 @@ def test_a_node_that_joins_learns_the_memory_that_plans_assume() -> None:
     s = running()
     c = s.machine._c
     assert c.profiled is not None
-    profile = replace(c.profiled.profile, device_memory_bytes=1000)
+    profile = structs.replace(c.profiled.profile, device_memory_bytes=1000)
     c.profiled = msgspec.structs.replace(c.profiled, profile=profile)
     unlimited = msgspec.structs.replace(c.current_job.policy, device_memory_bytes=None)
     c.job = msgspec.structs.replace(c.current_job, policy=unlimited)
@@ -836,7 +835,7 @@ def test_a_step_is_published_with_everything_in_its_vote() -> None:
 
 def test_the_utilisation_of_the_devices_is_published_if_their_peak_is_known() -> None:
     s = Coordination()
-    s.running(4, profile=replace(PROFILE, flops=1e9, device_peak_flops=1e12))
+    s.running(4, profile=structs.replace(PROFILE, flops=1e9, device_peak_flops=1e12))
     s.stepped("node-0", 1, 2)
     policy = job().policy
     flops = 1e9 * policy.global_batch / PROFILE.microbatch_rows

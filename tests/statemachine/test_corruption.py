@@ -1,10 +1,10 @@
 """Tests of the comparison of replicas: which copies differ, who is at fault, and where the job returns to."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
 from statemachine.cluster.machine import ClusterMachine

@@ -2,9 +2,8 @@
 returns.
 """
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from statemachine.cluster import membership
 from statemachine.effects import ComputePlan, EmitEvent, RemoveNode

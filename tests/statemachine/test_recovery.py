@@ -1,9 +1,9 @@
 """Tests of recovery details that kill mutants: what is ignored, what is counted, and what is reported."""
 
-import dataclasses
 from typing import Any
 
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 
 from planner.planner import Planner
@@ -735,7 +735,7 @@ def test_nodes_that_join_without_a_rank_are_spares(used: tuple[str, ...], words:
     s.quiesced("node-4", 2, report())
     s.quiesced("node-5", 2, report())
     s.reports(2, *HELD)
-    situation = dataclasses.replace(s.one(ComputePlan).situation, nodes=(*HELD, *used))
+    situation = structs.replace(s.one(ComputePlan).situation, nodes=(*HELD, *used))
     plan = s.planner.plan(situation)
     s.feed(PlanReady, generation=2, plan=plan)
     for name in plan.nodes:

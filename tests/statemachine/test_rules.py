@@ -289,7 +289,7 @@ def test_the_parts_of_a_plan_s_devices_are_listed_in_runs() -> None:
         ("b", 2, 3, 0, 1, 2, False, False),
     ]
     gone = ReleasedLayers(device=device("a"), parked=(3,), dropped=(0, 1))
-    left = held_parts(replace(PLAN, released_layers=(gone,)), {}, parts)
+    left = held_parts(structs.replace(PLAN, released_layers=(gone,)), {}, parts)
     assert [(h.device.node, h.first_layer, h.end_layer) for h in left] == [("a", 3, 4), ("b", 2, 3)]
 
 

@@ -76,7 +76,9 @@ def smallest_pipeline(job: ReplayJob) -> int:
         job.policy, microbatch_rows=rows, activation_checkpointing="none", zero1=False
     )
     try:
-        return max(2, Planner(replace(job.profile, layers=layers, microbatch_rows=rows), policy).n0)
+        return max(
+            2, Planner(msgspec.structs.replace(job.profile, layers=layers, microbatch_rows=rows), policy).n0
+        )
     except (InfeasibleError, BatchError) as error:
         raise PolicyExcluded(
             "a stage with the state of the next one and without activation checkpointing does not fit into "
@@ -85,7 +87,7 @@ def smallest_pipeline(job: ReplayJob) -> int:
 
 
 def _doubled(layer: LayerProfile, rows_before: int, rows: int) -> LayerProfile:
-    return replace(
+    return msgspec.structs.replace(
         layer,
         parameter_bytes=2 * layer.parameter_bytes,
         gradient_bytes=2 * layer.gradient_bytes,

@@ -78,6 +78,7 @@ _STATUS_FIELDS = _field_names(NodeRecord, "incarnation", "facts", "snapshots")
 _RECOVERY_FIELDS = _field_names(ActiveRecovery, "before", "committed_at")
 _REPLICAS_FIELDS = _field_names(ReplicasRecord)
 _RESUMED_FIELDS = _field_names(Resumption, "plan")
+_PLAN_FIELDS = tuple(name for name in Plan.__struct_fields__ if name != "pipelines")
 """Fields of ``Resumption`` that the journal has under their names with ``resumed_`` before them."""
 _PROGRESS_FIELDS = ("known", "published_step", "evaluated", "skipped", "loss", "step_s")
 _CLUSTER_FIELDS = (
@@ -183,7 +184,7 @@ def _without_pipelines(plan: Plan) -> dict[str, Any]:
     """Return the plan without its pipelines, which are a part of their own, as those of the previous plan may
     be.
     """
-    return _values(plan, _field_names(Plan, "pipelines"))
+    return _values(plan, _PLAN_FIELDS)
 
 
 def _pairs(mapping: dict[Device, Any]) -> list[Any]:

@@ -1,7 +1,6 @@
 """Tests of the command line: help, exit codes, messages and JSON, and that our own processes never load torch."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ftd.config.profile_file import save_profile
@@ -362,9 +362,7 @@ def test_planning_shows_templates_and_pipelines(tmp_path: Path) -> None:
 
 def measured_job(directory: Path) -> Path:
     """Write an example's job with a profile, so that planning it measures nothing."""
-    numbers = [
-        field.name for field in dataclasses.fields(LayerProfile) if field.default is dataclasses.MISSING
-    ]
+    numbers = [field.name for field in msgspec.structs.fields(LayerProfile) if field.required]
     measured = ModelProfile(layers=(LayerProfile(**dict.fromkeys(numbers, 1)),) * 4, microbatch_rows=4)
     save_profile(directory / "saved.json", profile_document(measured))
     job = directory / "job.toml"

@@ -1,8 +1,7 @@
 """Instructions to trainers: a plan of named devices becomes ranks."""
 
-from dataclasses import replace
-
 import msgspec
+from msgspec.structs import replace
 
 from ftd.node.instructions import make_prepare_instruction, make_resume_instruction, make_world_data, rank_of
 from ftd.snapshots.trainer_staging import layers_of

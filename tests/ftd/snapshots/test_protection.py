@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -153,8 +154,8 @@ def test_the_groups_are_those_of_a_real_plan(
     """The first stage of a large pipeline has two devices."""
     preview = seen(*sizes, states=TWO)
     large = preview.templates[2]
-    first = replace(large.stages[0], devices=2, within=within)
-    several = {**preview.templates, 2: replace(large, stages=(first, *large.stages[1:]))}
+    first = structs.replace(large.stages[0], devices=2, within=within)
+    several = {**preview.templates, 2: structs.replace(large, stages=(first, *large.stages[1:]))}
     preview = replace(preview, templates=several)
     pipelines = tuple(
         PipelinePlacement(

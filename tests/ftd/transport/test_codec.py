@@ -1,6 +1,5 @@
 """The wire encoding: every message is decoded as it was, and nothing else is accepted."""
 
-import dataclasses
 import re
 import zlib
 from typing import Any, get_args
@@ -142,7 +141,7 @@ reports = st.builds(
     evaluation=st.none() | evaluations,
 )
 LAYER_NUMBERS = [
-    f.name for f in dataclasses.fields(LayerProfile) if f.name not in ("split", "tensor", "full", "selective")
+    name for name in LayerProfile.__struct_fields__ if name not in ("split", "tensor", "full", "selective")
 ]
 times, sizes = st.floats(0, MAX_MS), st.integers(0, MAX_BYTES)
 splits = st.builds(
@@ -155,8 +154,8 @@ splits = st.builds(
 tensor_splits = st.builds(
     TensorSplit,
     **{
-        f.name: st.integers(0, MAX_LAYERS) if f.name.endswith("_exchanges") else sizes
-        for f in dataclasses.fields(TensorSplit)
+        name: st.integers(0, MAX_LAYERS) if name.endswith("_exchanges") else sizes
+        for name in TensorSplit.__struct_fields__
     },
 )
 recomputations = st.builds(Recomputation, activation_bytes=sizes, recompute_ms=times)
@@ -597,7 +596,7 @@ def test_a_profile_that_no_clock_can_have_measured_is_rejected_by_name(data: st.
 )
 def test_a_profile_of_an_impossible_shape_is_rejected(change: dict[str, Any], says: str) -> None:
     good = ModelProfile(layers=(LayerProfile(**dict.fromkeys(LAYER_NUMBERS, 1)),), microbatch_rows=1)
-    prepared = Prepared(job_id="j", profile=dataclasses.replace(good, **change))
+    prepared = Prepared(job_id="j", profile=msgspec.structs.replace(good, **change))
     with pytest.raises(WireError, match=says):
         decode_from_node(encode_from_node(FromNode(node="n", incarnation=1, signal=prepared)), "n")
 

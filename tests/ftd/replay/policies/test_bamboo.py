@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from ftd.replay.outcome import Outcome
 from ftd.replay.parameters import read_parameters
@@ -107,7 +108,7 @@ def test_published_throughput_brings_its_own_reconfiguration_and_loses_no_checkp
 def test_jobs_without_a_next_stage_or_room_for_it_are_excluded() -> None:
     with pytest.raises(PolicyExcluded, match="one layer"):
         make_policy("bamboo", make_job(layers=1, fewest=1), read_parameters())
-    memory = replace(JOB.profile, device_memory_bytes=150_000_000)
+    memory = structs.replace(JOB.profile, device_memory_bytes=150_000_000)
     with pytest.raises(PolicyExcluded, match="does not fit into memory"):
         make_policy("bamboo", replace(JOB, profile=memory), read_parameters())
     with pytest.raises(PolicyExcluded, match="no published throughput under bamboo"):
