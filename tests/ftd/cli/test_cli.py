@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -263,7 +264,9 @@ def test_a_session_with_a_cluster(
 
     job_id = json.loads(run("submit", "examples/mlp.toml", "--steps", "7", "--json"))["job"]
     assert job_id.startswith("mlp-")
-    assert job_id in run("status")
+    deadline = time.monotonic() + 30.0
+    while job_id not in run("status"):  # The state is published a moment after the answer.
+        assert time.monotonic() < deadline, run("status")
     assert "under way" in run("submit", "examples/mlp.toml", code=1)
     assert [json.loads(line)["event"] for line in run("events", "--json").splitlines()] == [
         "CoordinatorStarted",
