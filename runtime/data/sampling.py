@@ -14,7 +14,6 @@ preparation, so a trainer that joins at step 10^6 of a data set of 10^9 samples 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -89,7 +88,7 @@ class Sampler:
 
     def _permuted(self, epoch: int, first: int, count: int) -> list[int]:
         """Return elements ``[first, first + count)`` of the epoch's permutation."""
-        keys = _round_keys(self._seed, epoch)
+        keys = [np.uint64(stream_seed(self._seed, _SAMPLING, epoch, r)) for r in range(_ROUNDS)]
         words = np.arange(first, first + count, dtype=np.uint64)
         outside = np.ones(count, dtype=bool)
         while outside.any():
@@ -97,16 +96,11 @@ class Sampler:
             outside = words >= self.dataset_length
         return words.tolist()
 
-    def _feistel(self, words: _Words, keys: tuple[np.uint64, ...]) -> _Words:
+    def _feistel(self, words: _Words, keys: list[np.uint64]) -> _Words:
         left, right = words >> self._shift, words & self._half_mask
         for key in keys:
             left, right = right, left ^ (_mix(right + key) & self._half_mask)
         return (left << self._shift) | right
-
-
-@lru_cache(maxsize=64)
-def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(stream_seed(seed, _SAMPLING, epoch, round_)) for round_ in range(_ROUNDS))
 
 
 def sample_indices(

@@ -77,8 +77,8 @@ _FACTS = NodeFacts.__struct_fields__
 _STATUS_FIELDS = _field_names(NodeRecord, "incarnation", "facts", "snapshots")
 _RECOVERY_FIELDS = _field_names(ActiveRecovery, "before", "committed_at")
 _REPLICAS_FIELDS = _field_names(ReplicasRecord)
-_RESUMED_FIELDS = _field_names(Resumption, "plan")
 _PLAN_FIELDS = tuple(name for name in Plan.__struct_fields__ if name != "pipelines")
+_RESUMED_FIELDS = _field_names(Resumption, "plan")
 """Fields of ``Resumption`` that the journal has under their names with ``resumed_`` before them."""
 _PROGRESS_FIELDS = ("known", "published_step", "evaluated", "skipped", "loss", "step_s")
 _CLUSTER_FIELDS = (
