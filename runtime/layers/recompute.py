@@ -10,13 +10,14 @@ A function that changes the output of a matrix product in place can only be reco
 ``selective`` the backward pass raises a ``RuntimeError``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as tree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.values import Recompute
@@ -71,8 +72,9 @@ def run_with_recompute(
     def contexts() -> Contexts:
         if recompute == "full":
             return nullcontext(), second_run_context()
-        made: Contexts = create_selective_checkpoint_contexts(_policy(on_saved))  # type: ignore[no-untyped-call]
-        return made[0], _both(second_run_context(), made[1])
+        made: Contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        first = made[0] if on_saved is None else _both(made[0], _SavedOutputs(on_saved))
+        return first, _both(second_run_context(), made[1])
 
     return checkpoint(flat, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -83,14 +85,30 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
         yield
 
 
-def _policy(on_saved: Callable[[Tensor], None] | None) -> Callable[..., CheckpointPolicy]:
-    def choose(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        if operation not in _SAVED:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if on_saved is not None:
-            for output in tree.tree_leaves(context.op_output):
-                if isinstance(output, Tensor):
-                    on_saved(output)
-        return CheckpointPolicy.MUST_SAVE
+def _policy(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return choose
+
+class _SavedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that calls ``on_saved`` with every output that ``selective`` keeps.
+
+    A policy sees the outputs too, but only in recent versions of torch.
+    """
+
+    def __init__(self, on_saved: Callable[[Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_saved = on_saved
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _SAVED:
+            for output in tree.tree_leaves(out):
+                if isinstance(output, Tensor):
+                    self._on_saved(output)
+        return out

@@ -5,6 +5,7 @@ As with whole layers (``runtime.snapshots.capture``), the bytes of tensors are s
 parallel with training. Their description and buffers are copied at once (``storage.partimage``).
 """
 
+import torch
 from torch import Tensor
 
 from runtime.layers.model import Model
@@ -102,7 +103,15 @@ def _part_of(
     scalars: partimage.Scalars = {}
 
     def add(
-        name: str, role: str, key: str, tensor: Tensor, start: int, count: int | None, *, frozen: bool = False
+        name: str,
+        role: str,
+        key: str,
+        tensor: Tensor,
+        start: int,
+        count: int | None,
+        *,
+        device: torch.device,
+        frozen: bool = False,
     ) -> None:
         size = tensor.numel() * tensor.element_size()
         runs.append(
@@ -111,7 +120,7 @@ def _part_of(
                 role=role,  # type: ignore[arg-type]
                 key=key,
                 dtype=dtype_name(tensor.dtype),
-                on_host=tensor.device.type == "cpu",
+                on_host=device.type == "cpu",
                 start=start,
                 count=count,
                 offset=bucket.size_bytes - begin,
@@ -127,14 +136,16 @@ def _part_of(
         own = sharding.value_of(cut) if mine.value is None else mine.value
         # Nothing updates frozen values, so a replica has none of its own.
         own = model.runtime.to_host(own) if one.replica and not mine.trained else own
-        add(cut.name, "parameter", "", own, cut.start, cut.end - cut.start, frozen=not mine.trained)
+        count = cut.end - cut.start
+        add(cut.name, "parameter", "", own, cut.start, count, device=model.device, frozen=not mine.trained)
         for key, value in mine.state.items():
             if not isinstance(value, Tensor):
                 scalars.setdefault(cut.name, {})[key] = value
-            elif value.dim() == 0:
-                add(cut.name, "optimizer", key, value, 0, None)
-            else:
-                add(cut.name, "optimizer", key, value, cut.start, cut.end - cut.start)
+                continue
+            # A replica's state is in host memory, where its owner's would not be after a restore.
+            device = sharding.device_of_state(cut.name, scalar=value.dim() == 0)
+            start, length = (0, None) if value.dim() == 0 else (cut.start, count)
+            add(cut.name, "optimizer", key, value, start, length, device=device)
     return LayerPart(
         layer=one.layer,
         offset=begin - first,

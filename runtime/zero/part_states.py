@@ -218,8 +218,8 @@ class PartStates:
         """Add uninitialised optimizer state to a slice that is restored; return it with the offset of its bytes."""
         dtype, start, count = DTYPES[entry.dtype], own.slice.start, own.slice.end - own.slice.start
         if not entry.shape and entry.key in _NUMBERS:
-            on_device = self._optimization.keeps_scalars_on_device(entry.name)
-            tensor = torch.empty((), dtype=dtype, device=self._model.device if on_device else "cpu")
+            device = self._optimization.device_of_state(entry.name, scalar=True)
+            tensor = torch.empty((), dtype=dtype, device=device)
             start = 0
         elif math.prod(entry.shape) == self._optimization.whole_slice(entry.name).end:
             tensor = torch.empty(count, dtype=dtype, device=self._model.device)
@@ -427,11 +427,9 @@ class PartStates:
 
     def _joined(self, one: ParameterSlice, sources: Sequence[SliceState], *, host: bool) -> ParameterState:
         """Return a new state, joined from slices that cover ``one``, some of it perhaps more than once."""
-        device = torch.device("cpu") if host else self._model.device
-        scalar_device = (
-            device
-            if not host and self._optimization.keeps_scalars_on_device(one.name)
-            else torch.device("cpu")
+        device, scalar_device = (
+            torch.device("cpu") if host else self._optimization.device_of_state(one.name, scalar=scalar)
+            for scalar in (False, True)
         )
         joined: ParameterState = {}
         done = one.start

@@ -186,11 +186,14 @@ class ShardedOptimization(Optimization):
         # The states of parts are held and released together with the parts.
         self.refresh_parameters()
 
-    def keeps_scalars_on_device(self, name: str) -> bool:
-        """Return whether the optimizer keeps scalar state on the parameter's device, too."""
+    def device_of_state(self, name: str, *, scalar: bool) -> torch.device:
+        """Return the device on which a parameter's owner keeps optimizer state; numbers that it has once for the
+        whole parameter are in host memory unless the optimizer runs as one kernel.
+        """
         assert self._optimizer is not None
         group = self._optimizer.param_groups[self._groups_of[name]]
-        return bool(group.get("capturable") or group.get("fused"))
+        on_device = not scalar or group.get("capturable") or group.get("fused")
+        return self._model.device if on_device else torch.device("cpu")
 
     def parameter_state(self, name: str) -> ParameterState:
         """Return the state as ``Optimization.parameter_state`` does, for a parameter of which this rank

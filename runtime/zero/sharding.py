@@ -338,6 +338,10 @@ class ShardedState:
             raise StateError(f"no replica of layers {missing} is held here")
         return [part for layer in layers for part in found[layer]]
 
+    def device_of_state(self, name: str, *, scalar: bool) -> torch.device:
+        """Return the device on which a parameter's owner keeps optimizer state."""
+        return self._optimization.device_of_state(name, scalar=scalar)
+
     def own_tensors(self, names: Collection[str]) -> dict[str, list[Tensor]]:
         """Return the memory of this rank's elements of each parameter, and of the optimizer's state for them, in
         the order of the elements.

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from runtime.engine.engine import Engine
 from tests.helpers.fleet import Fleet
 from tests.helpers.gpu_support import CudaComputing
 from tests.helpers.harness import ROOT, ServerThread
-from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job
+from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job, snapshot_with_replicas
 from tests.helpers.staged import expected, results_are_right
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -75,6 +76,13 @@ def test_engines_that_share_a_gpu_have_the_losses_of_a_cpu(tmp_path: Path) -> No
     training = job(tmp_path)
     plain = steps(Fleet(training, 3))
     assert steps(CudaFleet(training, tmp_path, lambda _: SharedGpu())) == pytest.approx(plain, rel=1e-9)
+
+
+def test_replicas_in_a_snapshot_make_up_for_any_device(tmp_path: Path) -> None:
+    training = msgspec.structs.replace(job(tmp_path), zero1=True)
+    fleet = CudaFleet(training, tmp_path, lambda _: SharedGpu())
+    owned, *others = snapshot_with_replicas(fleet, tmp_path)
+    assert others == [owned] * 3
 
 
 @pytest.mark.parametrize("size", sorted({1, torch.cuda.device_count()} - {0}))

@@ -15,6 +15,7 @@ from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.late_device import LateRuntime
 from tests.helpers.runtime_support import data_for, script
+from tests.helpers.snapshots import Layers, assembled, kept_parts
 
 TWO = (
     pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
@@ -101,3 +102,16 @@ LAYERS = """
 def job(directory: Path) -> p.TrainingData:
     where = script(directory, LAYERS).parent
     return data_for("mine.py:build", where, steps=6, global_batch=8, microbatch_rows=2)
+
+
+def snapshot_with_replicas(fleet: LateFleet, arenas: Path) -> list[Layers]:
+    """Return the layers of a snapshot after step 2: of the owners' parts, and without each device."""
+    with fleet:
+        fleet.nodes, fleet.protection = ("a", "b", "c"), "arc:1+aor"
+        fleet.enter(fleet.engines, TWO)
+        fleet.steps(2)
+        fleet.each(lambda rank, engine: engine.begin_snapshot(1))
+        fleet.steps(2)
+        fleet.close_snapshots()
+    kept = kept_parts(arenas, 2)
+    return [assembled(kept, lost) for lost in (None, 0, 1, 2)]

@@ -12,6 +12,7 @@ from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, assemble_payload
 from storage.manifest import SnapshotManifest
+from storage.partimage import LayerPart, ShardedImage, assemble_from_parts
 from storage.shards import Bytes, ShardLayout, decode_bucket, make_fetch
 from storage.staged import write_staged_payload
 
@@ -99,3 +100,54 @@ def stage(layers: Layers, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     for layer, (header, payload) in layers.items():
         write_staged_payload(directory, layer, header, payload)
+
+
+class KeptParts:
+    """What one device saved of a group: its own parts of the layers, and replicas of another owner's."""
+
+    def __init__(self, device: int, arena: Arena, manifest: SnapshotManifest, name: str) -> None:
+        names = {part.name for part in manifest.parts}
+        self.device = device
+        self.image = ShardedImage.from_bytes(arena.view(manifest, manifest.part(f"{name}/small")).tobytes())
+        self.bytes = {
+            kind == "replica": arena.view(manifest, manifest.part(f"{name}/{kind}"))
+            for kind in ("shard", "replica")
+            if f"{name}/{kind}" in names
+        }
+
+
+def kept_parts(arenas: Path, step: int) -> list[KeptParts]:
+    """Return the checked parts that each device saved of each group."""
+    found = []
+    for directory in sorted(arenas.glob("device-*")):
+        arena = Arena.open(directory)
+        for manifest in arena.snapshots:
+            if manifest.step == step:
+                assert arena.find_corrupt(manifest) == ()
+                groups = {part.name.rpartition("/")[0] for part in manifest.parts}
+                device = int(directory.name.rpartition("-")[2])
+                found += [KeptParts(device, arena, manifest, name) for name in sorted(groups) if name]
+    return found
+
+
+def assembled(kept: Sequence[KeptParts], lost: int | None) -> Layers:
+    """Return all layers, without what the device ``lost`` saved, and with replicas only of what it saved."""
+    wholes = {whole.layer: whole for one in kept for whole in one.image.layers}
+    parts: dict[int, list[tuple[LayerPart, Bytes]]] = {layer: [] for layer in wholes}
+    owners = {
+        (layer.layer, held.start, held.end, held.of): one.device
+        for one in kept
+        for held in one.image.held
+        for layer in held.layers
+        if not held.replica
+    }
+    for one in kept:
+        for held in one.image.held:
+            for layer in held.layers:
+                owner = owners[layer.layer, held.start, held.end, held.of]
+                if one.device != lost and held.replica == (owner == lost):
+                    begin = held.offset + layer.offset
+                    data = one.bytes[held.replica][begin : begin + layer.size_bytes]
+                    parts[layer.layer].append((layer, data))
+    whole = {layer: assemble_from_parts(wholes[layer], parts[layer]) for layer in wholes}
+    return {layer: (header, bytes(payload)) for layer, (header, payload) in whole.items()}

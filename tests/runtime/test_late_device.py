@@ -19,13 +19,15 @@ from runtime.script.copier import ScriptCapture, SnapshotCopier
 from runtime.script.tensor_image import CopyRange, CopyUnit
 from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover
+from runtime.zero.sharded_optimizer import ShardedOptimization
 from statemachine.messages import trainer as p
 from storage.arena import Slot
+from storage.layerstate import LayerHeader
 from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.late_device import GARBAGE, LateEvent, LateRuntime
-from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job
+from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job, snapshot_with_replicas
 from tests.helpers.late_mistakes import Buggy, Impatient, Unawaited, Unordered
 from tests.helpers.snapshots import decoded, kept
 from tests.helpers.staged import results_are_right, staged_world
@@ -262,6 +264,31 @@ def test_parts_and_shards_equal_those_of_a_cpu(
 
     training = msgspec.structs.replace(job(tmp_path), **changes)
     assert run(LateFleet(training, tmp_path, LateRuntime)) == run(Fleet(training, 3))
+
+
+def test_replicas_in_a_snapshot_are_from_its_step(tmp_path: Path) -> None:
+    with Fleet(job(tmp_path), 3) as plain:
+        plain.enter(plain.engines, TWO)
+        plain.steps(2)
+        packed = {layer: e.states.pack(layer) for e in plain.engines for layer in sorted(e.owned_layers)}
+        whole = {layer: (header, payload.numpy().tobytes()) for layer, (header, payload) in packed.items()}
+    training = msgspec.structs.replace(job(tmp_path), zero1=True)
+    found = snapshot_with_replicas(LateFleet(training, tmp_path, LateRuntime), tmp_path)
+    assert found == [whole] * 4
+
+
+def test_state_in_replicas_is_described_as_its_owner_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica is in host memory, but whoever restores it keeps the state on the device."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(ShardedOptimization, "device_of_state", lambda *_, **__: device)
+    training = msgspec.structs.replace(job(tmp_path), zero1=True)
+    owned, *others = snapshot_with_replicas(LateFleet(training, tmp_path, LateRuntime), tmp_path)
+    assert others == [owned] * 3
+    headers = [msgspec.msgpack.decode(header, type=LayerHeader) for header, _ in owned.values()]
+    state = [entry for header in headers for entry in header.entries if entry.role == "optimizer"]
+    assert state and not any(entry.on_host for entry in state)
 
 
 @pytest.mark.parametrize("zero1", [False, True], ids=["plain", "zero1"])
