@@ -103,7 +103,7 @@ def stage(layers: Layers, directory: Path) -> None:
 
 
 class KeptParts:
-    """What one device saved of a group: its own parts of the layers, and replicas of another owner's."""
+    """Data that one device saved of a group: its own parts of the layers, and replicas of another owner's."""
 
     def __init__(self, device: int, arena: Arena, manifest: SnapshotManifest, name: str) -> None:
         names = {part.name for part in manifest.parts}
