@@ -46,6 +46,20 @@ ReusedMemory = dict[int, tuple[str, str]]
 """Parameter and state key for which memory was reused, by its address."""
 
 
+def host_entries(header: LayerHeader) -> set[tuple[str, str]]:
+    """Return name and key of the optimizer state that belongs in host memory on any device.
+
+    State with the parameter's shape that was there only because its parameter was, in training on CPUs, belongs
+    with the parameter.
+    """
+    on_host = {entry.name for entry in header.entries if entry.role == "parameter" and entry.on_host}
+    return {
+        (entry.name, entry.key)
+        for entry in header.entries
+        if entry.role == "optimizer" and entry.on_host and not (entry.shape and entry.name in on_host)
+    }
+
+
 class LayerStates:
     """Packing and filling of the layers of one model and its optimizer."""
 
@@ -173,10 +187,11 @@ class LayerStates:
             if tensor.trainable
         }
         targets: list[tuple[TensorEntry, Tensor]] = []
+        on_host = host_entries(decoded)
         for entry in decoded.entries:
             tensor = values[entry.name]
             if entry.role == "optimizer":
-                device = torch.device("cpu") if entry.on_host else self._model.device
+                device = torch.device("cpu") if (entry.name, entry.key) in on_host else self._model.device
                 old = None if reused is None else self._there(entry, device, reused)
                 tensor = (
                     torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device) if old is None else old

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine
+from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.gpu_support import CudaComputing
 from tests.helpers.harness import ROOT, ServerThread
@@ -76,6 +77,26 @@ def test_engines_that_share_a_gpu_have_the_losses_of_a_cpu(tmp_path: Path) -> No
     training = job(tmp_path)
     plain = steps(Fleet(training, 3))
     assert steps(CudaFleet(training, tmp_path, lambda _: SharedGpu())) == pytest.approx(plain, rel=1e-9)
+
+
+def test_training_that_began_on_a_cpu_continues_on_a_gpu(tmp_path: Path) -> None:
+    training = job(tmp_path)
+    with Fleet(training, 3) as plain:
+        plain.enter(plain.engines, TWO)
+        plain.steps(2)
+        for engine in plain.engines:
+            for layer in sorted(engine.owned_layers):
+                header, payload = engine.states.pack(layer)
+                write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        plain.steps(2)
+    with CudaFleet(training, tmp_path, lambda _: SharedGpu()) as fleet:
+        fleet.restore, fleet.restore_step = str(tmp_path), 2
+        fleet.enter(fleet.engines, TWO)
+        fleet.steps(2)
+        fleet.close_snapshots()
+    assert [fleet.losses[step] for step in (3, 4)] == pytest.approx(
+        [plain.losses[step] for step in (3, 4)], rel=1e-9
+    )
 
 
 def test_replicas_in_a_snapshot_make_up_for_any_device(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.layers.state import LayerHeader, LayerStates, StateError, TensorEntry
+from runtime.layers.state import LayerHeader, LayerStates, StateError, TensorEntry, host_entries
 from tests.helpers.layer_states import Trainer
 from tests.helpers.runtime_support import data_for, training_of
 
@@ -227,3 +227,18 @@ def test_the_header_is_plain_msgpack_that_describes_the_bytes() -> None:
     weight = dict(trainer.model.named_parameters([1]))["1.norm_1.weight"]
     assert torch.equal(payload[:64].view(torch.float64), weight)
     assert {e.key for e in decoded.entries if e.role == "optimizer"} == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_state_that_was_trained_on_a_cpu_follows_its_parameter_to_a_gpu() -> None:
+    trainer = Trainer()
+    trainer.step(1)
+    header = msgspec.msgpack.decode(trainer.states.pack(1)[0], type=LayerHeader)
+    numbers = {(entry.name, entry.key) for entry in header.entries if entry.key == "step"}
+    assert numbers and host_entries(header) == numbers
+    offloaded = msgspec.structs.replace(
+        header,
+        entries=tuple(
+            msgspec.structs.replace(entry, on_host=entry.role == "optimizer") for entry in header.entries
+        ),
+    )
+    assert host_entries(offloaded) == {(e.name, e.key) for e in header.entries if e.role == "optimizer"}
