@@ -335,6 +335,7 @@ class Coordinator:
             case FindCheckpoint():
                 self._checkpoints.find(effect)
             case AnswerRequest():
+                self._publish_waiting_state()
                 self._requests.answer(
                     effect.request, accepted=effect.accepted, detail=effect.detail, outcome=effect.outcome
                 )
@@ -429,6 +430,14 @@ class Coordinator:
         due = self._published_at + max(self._state_period_s, self._publish_took_s / STATE_SHARE)
         wait_s = max(due - loop.time(), STATE_WAIT_FACTOR * self._publish_took_s)
         self._publish_timer = loop.call_later(wait_s, self._publish_state)
+
+    def _publish_waiting_state(self) -> None:
+        """Publish the state at once if it is to be published: a client that has its answer finds in the state
+        what the answer says.
+        """
+        if self._publish_timer is not None and not self._stopping:
+            self._publish_timer.cancel()
+            self._publish_state()
 
     def _publish_state(self) -> None:
         self._publish_timer = None

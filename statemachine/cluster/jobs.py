@@ -50,6 +50,8 @@ from statemachine.messages.cluster import Heartbeat, Release, Stop
 from statemachine.messages.common import Finished, Prepared
 from statemachine.messages.values import ClusterPhase, CommittedStep, ProfiledJob
 
+STOPPED = "stopped by a user"
+"""Outcome of a job that a user stopped."""
 SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than are present, so that they are ready for a join."""
 
@@ -109,13 +111,17 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
 
 def stop(c: Cluster, event: StopRequested) -> None:
     job = c.job
-    if job is None or not c.active:
+    known = job is not None and event.job in (job.job_id, job.name)
+    if job is not None and known and isinstance(c.state, Ended) and c.state.outcome == STOPPED:
+        # The client asks again because the answer was lost.
+        c.answer(event.request, True, f"job {job.name!r} is stopped")
+    elif job is None or not c.active:
         c.answer(event.request, False, "no job is under way")
-    elif event.job not in (job.job_id, job.name):
+    elif not known:
         c.answer(event.request, False, f"the job under way is {job.name!r}, not {event.job!r}")
     else:
         c.answer(event.request, True, f"job {job.name!r} is stopped")
-        end_job(c, PhaseEvent.JOB_ENDED, "stopped by a user", "JobStopped")
+        end_job(c, PhaseEvent.JOB_ENDED, STOPPED, "JobStopped")
 
 
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:

@@ -41,7 +41,7 @@ from statemachine.cluster.state import (
     TICK,
     Cluster,
 )
-from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
+from statemachine.effects import AnswerRequest, Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
     BrokerDisconnected,
@@ -247,7 +247,7 @@ class ClusterMachine:
 
         Durable state comes first, once: it is the state at the end of the step and holds the events to be
         published. Commands and plans follow, since trainers stand still for them, and then events and the
-        public state.
+        public state. Answers come last, so that a client that has its answer finds in the state what it says.
         """
         out, self._c.out = self._c.out, []
         persist = [effect for effect in out if isinstance(effect, PersistState)][:1]
@@ -255,8 +255,10 @@ class ClusterMachine:
         events = [effect for effect in out if isinstance(effect, EmitEvent)]
         if not persist and any(is_journaled(event.name) for event in events):
             persist = [PersistState(cause=self._c.cause)]
-        others = (PersistState, PublishCluster, EmitEvent)
-        return [*persist, *(effect for effect in out if not isinstance(effect, others)), *events, *publish]
+        answers = [effect for effect in out if isinstance(effect, AnswerRequest)]
+        others = (PersistState, PublishCluster, EmitEvent, AnswerRequest)
+        urgent = (effect for effect in out if not isinstance(effect, others))
+        return [*persist, *urgent, *events, *publish, *answers]
 
     def _dispatch(self, event: ClusterEvent) -> None:
         c = self._c

@@ -50,7 +50,7 @@ from statemachine.cluster.snapshots import persisting, snapshots
 from statemachine.cluster.state import Cluster, TrainingProgress
 from statemachine.effects import Effect, PersistState
 from statemachine.election import machine as election
-from statemachine.election.leadership import LeaderSessionOpened
+from statemachine.election.leadership import LeaderSessionOpened, TermClaim
 from statemachine.election.machine import ElectionMachine
 from statemachine.messages.cluster import Prepare, ToNode, ToNodes
 from statemachine.messages.trainer import ResumeRank, ShardWritten
@@ -313,6 +313,18 @@ def test_a_deposed_leader_whose_messages_arrive_is_found(monkeypatch: pytest.Mon
     leader_faults = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
     triggered = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(leader_faults))
     found("generation", seeds_from(30), SeedOverrides(coordinators=3, triggered_faults=triggered))
+
+
+def test_a_deposed_leader_that_leads_again_with_its_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lead(machine: ElectionMachine, claimed: TermClaim) -> None:
+        real(machine, structs.replace(claimed, resumed=True))
+
+    real = ElectionMachine._lead
+    monkeypatch.setattr(ElectionMachine, "_lead", lead)
+    monkeypatch.setattr(Leadership, "_step_down", lambda self, leader: None)
+    triggered = tuple(("StepCommitted", faults.cut_coordinator, 2 * passed) for passed in range(4))
+    overrides = SeedOverrides(coordinators=2, rare_faults=False, triggered_faults=triggered)
+    found("led in between", seeds_from(0), overrides)
 
 
 def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(

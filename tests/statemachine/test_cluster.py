@@ -139,6 +139,24 @@ def test_a_job_after_a_stopped_one_starts_from_step_0() -> None:
     assert {q.generation for q in sent(s, Quiesce).values()} == {2}
 
 
+def test_a_stop_that_is_asked_for_again_is_one() -> None:
+    s = running()
+    s.feed(StopRequested, request="stop", job="tiny")
+    assert s.one(AnswerRequest).accepted and events(s) == ["JobStopped"]
+    for name in ("tiny", "job-1"):
+        s.feed(StopRequested, request="stop", job=name)
+        assert s.one(AnswerRequest).accepted and events(s) == []
+    s.feed(StopRequested, request="stop", job="other")
+    assert not s.one(AnswerRequest).accepted
+
+
+def test_a_job_that_ended_by_itself_cannot_be_stopped() -> None:
+    s = measuring()
+    s.feed(TemplatesFailed, job_id="job-1", reason="no pipeline fits")
+    s.feed(StopRequested, request="stop", job="tiny")
+    assert s.one(AnswerRequest).detail == "no job is under way"
+
+
 @pytest.mark.parametrize("name", ["other", "job-9"])
 def test_only_the_job_under_way_can_be_stopped(name: str) -> None:
     s = running()

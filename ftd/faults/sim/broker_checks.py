@@ -45,6 +45,7 @@ class BrokerChecks:
         network.on_published = self._published
         for one in coordinators:
             one.on_lead = partial(self._check_lead, one)
+            one.on_lead_again = partial(self._check_lead_again, one)
 
     @property
     def journal(self) -> dict[str, Any] | None:
@@ -154,6 +155,21 @@ class BrokerChecks:
         self._forget_lost(view)
         # What it decided after it had been deposed reached nobody, and is published now.
         oracle.announced -= me.decided_generations()
+
+    def _check_lead_again(self, me: SimCoordinator, view: JournalView) -> None:
+        """Check that ``me``, whose session was lost, may lead again with the state that it had.
+
+        No other coordinator led in between, unless the broker came back with what it had retained before that:
+        then nothing there shows it.
+        """
+        oracle = self._invariants
+        if oracle.replicated_by in ("", me.name):
+            return
+        if not self._network.restored_stale:
+            oracle.violated(
+                f"{me.name} leads again with its state, and {oracle.replicated_by} led in between"
+            )
+        self._forget_lost(view)
 
     def _check_snapshot_age(self, me: SimCoordinator, what: str) -> None:
         """Check that it computes the snapshot's age with its own host's clock, whichever host wrote the

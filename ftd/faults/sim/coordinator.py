@@ -71,6 +71,10 @@ class SimCoordinator(ProcessHost):
         self.max_planning_s = 0.0
         """The longest extra time that a plan takes."""
         self.on_lead: Callable[[tuple[int, int], JournalView], None] = lambda position, view: None
+        self.on_lead_again: Callable[[JournalView], None] = lambda view: None
+        """Callback before its first journal in a term in which it leads again with the state that it had."""
+        self.known_term = 0
+        """The newest term for which one of both was called."""
         """Callback for the moment when it begins to lead, with the position and a view of the journal that it
         starts from.
         """
@@ -241,7 +245,11 @@ class SimCoordinator(ProcessHost):
         term = self.process.leadership.machine.term
         leader = Leader(term=term, name=self.name, incarnation=self.incarnation)
         self.check(lambda: self.invariants.check_leader(leader, self.network.lost_state_at))
-        return JournalView(self.process.machine)
+        view = JournalView(self.process.machine)
+        if term != self.known_term:
+            self.known_term = term
+            self.check(lambda: self.on_lead_again(view))
+        return view
 
 
 class _Observer:
@@ -309,6 +317,7 @@ class _Process(Coordinator):
         )
 
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
+        self._of.known_term = leader.term
         position = max(self.journal.position, copy.position if copy is not None else (0, 0))
         super()._begin(leader, copy)
         of = self._of

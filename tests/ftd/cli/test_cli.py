@@ -25,7 +25,6 @@ from planner.values import LayerProfile, ModelProfile
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.commands import ftd_here
 from tests.helpers.profile_files import profile_document
-from tests.helpers.tracking_logs import until
 
 pytestmark = pytest.mark.processes
 
@@ -264,8 +263,7 @@ def test_a_session_with_a_cluster(
 
     job_id = json.loads(run("submit", "examples/mlp.toml", "--steps", "7", "--json"))["job"]
     assert job_id.startswith("mlp-")
-    # The state is published a moment after the answer.
-    until(lambda: job_id in run("status"), "the job in the state")
+    assert job_id in run("status")
     assert "under way" in run("submit", "examples/mlp.toml", code=1)
     assert [json.loads(line)["event"] for line in run("events", "--json").splitlines()] == [
         "CoordinatorStarted",

@@ -332,6 +332,18 @@ def test_a_request_that_arrives_twice_is_served_once(daemon: Daemon, tmp_path: P
     asyncio.run(scene())
 
 
+def test_who_has_an_answer_finds_in_the_state_what_it_says(daemon: Daemon, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with ClusterClient(daemon.address) as client:
+            for _ in range(5):
+                job_id = await submitted(client, job_data(tmp_path))
+                assert (await client.state())["job"]["id"] == job_id
+                await client.request(StopRequest(**client.envelope(), job=job_id), timeout_s=PATIENCE_S)
+                assert (await client.state())["phase"] == "FINISHED"
+
+    asyncio.run(scene())
+
+
 def test_a_job_is_rejected_if_its_solver_is_broken(
     mosquitto: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
