@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
@@ -158,6 +160,17 @@ def test_every_target_of_the_makefile_can_be_made() -> None:
             ["make", "-n", target], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
         )
         assert (made.returncode, made.stderr) == (0, ""), target
+
+
+def test_pinned_packages_can_be_installed_with_the_oldest_python() -> None:
+    """Otherwise ``make`` fails there, and on the machine of whoever pinned them it does not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    pinned = [line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    wanted = {name: metadata.metadata(name).get("Requires-Python") for name in pinned}
+    assert {
+        name: versions for name, versions in wanted.items() if oldest not in SpecifierSet(versions or "")
+    } == {}
 
 
 def test_every_package_says_that_it_is_typed() -> None:
