@@ -6,6 +6,7 @@ broker acknowledges that event first, so even SIGKILL of this process is on reco
 """
 
 import asyncio
+import hashlib
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -237,8 +238,7 @@ class NodeFaultInjector:
             case "disconnect":
                 self._actions.disconnect(for_s)
             case "raise":
-                # The text differs each time, so that the job's own code is not taken to fail repeatedly.
-                words = f"ftd chaos raise {request.request} ({request.reply})"
+                words = f"ftd chaos raise {request.request} ({request.reply}) {_mark(request.request)}"
                 for device in self._target_devices(request):
                     self._actions.send(device, RaiseError(detail=words))
             case "lossy":
@@ -328,3 +328,13 @@ def _describe(request: ChaosRequest) -> str:
     target = "its trainers" if request.device is None else f"trainer {request.device}"
     label = f"{request.do.replace('_', ' ')}: {'the node' if _whole_node(request) else target}"
     return label if request.for_s is None else f"{label}, for {request.for_s:g} s"
+
+
+def _mark(request: str) -> str:
+    """Return letters that differ for each request.
+
+    Errors that differ in numbers at most count as the same error of the job's own code, and clients may number
+    their requests.
+    """
+    digest = hashlib.sha256(request.encode()).hexdigest()[:8]
+    return digest.translate(str.maketrans("0123456789", "ghijklmnop"))

@@ -19,6 +19,7 @@ from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import FaultyLink, LinkFaults
 from ftd.node.trainer_processes import LocalProcesses
 from ftd.transport.wire.public import Answer, encode_json
+from statemachine.error_text import same_error
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
 from statemachine.messages.values import PlantedFault
 
@@ -281,7 +282,21 @@ def test_trainers_raise_and_link_faults_begin_and_end() -> None:
         await until(lambda: _delivers(chaos, delivered))  # The duration is over.
 
     play(actions, body)
-    assert ("raise", 1, "ftd chaos raise a (me)") in actions.log
+    [(_, device, words)] = [entry for entry in actions.log if entry[0] == "raise"]
+    assert device == 1 and words.startswith("ftd chaos raise a (me) ")
+
+
+def test_raised_errors_of_numbered_requests_are_not_the_same_error_of_the_job() -> None:
+    actions = RecordedActions({0: 1})
+
+    async def body(chaos: NodeFaultInjector) -> None:
+        chaos.on_request(payload("request-1", do="raise", device=0))
+        chaos.on_request(payload("request-2", do="raise", device=0))
+        await until(lambda: [entry[0] for entry in actions.log].count("raise") == 2)
+
+    play(actions, body)
+    one, other = (entry[2] for entry in actions.log if entry[0] == "raise")
+    assert not same_error(one, other)
 
 
 def _delivers(chaos: NodeFaultInjector, delivered: list[str]) -> bool:
