@@ -196,6 +196,8 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
 @pytest.mark.parametrize(
     ("seed", "overrides"),
     [
+        # The broker forgets the first leader's journal before the other coordinator has ever met anyone.
+        (32281, SeedOverrides()),
         # A snapshot is complete in the same step in which an older one is written to the disk.
         (62001155, SeedOverrides(checkpoints=True, coordinators=2, rare_faults=False)),
         # The order to build and profile the model is lost.

@@ -76,6 +76,7 @@ class BrokerChecks:
             if not payload:
                 return
             copy = decode_copy(payload)
+            oracle.journal_by = connection.host
             if copy.position > oracle.replicated:
                 oracle.replicated, oracle.replicated_by = copy.position, connection.host
             oracle.on_journal(note)
@@ -145,8 +146,11 @@ class BrokerChecks:
         lost_for_good = any(other.disk.knew >= oracle.replicated for other in self._coordinators.values())
         # What a leader could not write to its own disk was at the broker, and nothing followed from it.
         lost_for_good |= oracle.replicated_by == me.name
+        # Whoever has neither a journal nor met another coordinator cannot know that there is something to wait for.
+        is_new = position == (0, 0) and me.process is not None and not me.process.journal.shared
         if (
             not lost_for_good
+            and not is_new
             and not network.restored_stale
             and me.started_at > network.lost_state_at
             and waited_s < oracle.world.timing.lost_record_timeout_s
@@ -163,12 +167,10 @@ class BrokerChecks:
         then nothing there shows it.
         """
         oracle = self._invariants
-        if oracle.replicated_by in ("", me.name):
+        if oracle.journal_by in ("", me.name):
             return
         if not self._network.restored_stale:
-            oracle.violated(
-                f"{me.name} leads again with its state, and {oracle.replicated_by} led in between"
-            )
+            oracle.violated(f"{me.name} leads again with its state, and {oracle.journal_by} led in between")
         self._forget_lost(view)
 
     def _check_snapshot_age(self, me: SimCoordinator, what: str) -> None:
