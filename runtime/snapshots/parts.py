@@ -5,7 +5,6 @@ As with whole layers (``runtime.snapshots.capture``), the bytes of tensors are s
 parallel with training. Their description and buffers are copied at once (``storage.partimage``).
 """
 
-import torch
 from torch import Tensor
 
 from runtime.layers.model import Model
@@ -103,17 +102,11 @@ def _part_of(
     scalars: partimage.Scalars = {}
 
     def add(
-        name: str,
-        role: str,
-        key: str,
-        tensor: Tensor,
-        start: int,
-        count: int | None,
-        *,
-        device: torch.device,
-        frozen: bool = False,
+        name: str, role: str, key: str, tensor: Tensor, start: int, count: int | None, *, frozen: bool = False
     ) -> None:
         size = tensor.numel() * tensor.element_size()
+        # A replica is in host memory; what counts is where its owner keeps it.
+        device = model.device if role == "parameter" else sharding.device_of_state(name, scalar=count is None)
         runs.append(
             TensorRange(
                 name=name,
@@ -136,16 +129,14 @@ def _part_of(
         own = sharding.value_of(cut) if mine.value is None else mine.value
         # Nothing updates frozen values, so a replica has none of its own.
         own = model.runtime.to_host(own) if one.replica and not mine.trained else own
-        count = cut.end - cut.start
-        add(cut.name, "parameter", "", own, cut.start, count, device=model.device, frozen=not mine.trained)
+        add(cut.name, "parameter", "", own, cut.start, cut.end - cut.start, frozen=not mine.trained)
         for key, value in mine.state.items():
             if not isinstance(value, Tensor):
                 scalars.setdefault(cut.name, {})[key] = value
-                continue
-            # A replica's state is in host memory, where its owner's would not be after a restore.
-            device = sharding.device_of_state(cut.name, scalar=value.dim() == 0)
-            start, length = (0, None) if value.dim() == 0 else (cut.start, count)
-            add(cut.name, "optimizer", key, value, start, length, device=device)
+            elif value.dim() == 0:
+                add(cut.name, "optimizer", key, value, 0, None)
+            else:
+                add(cut.name, "optimizer", key, value, cut.start, cut.end - cut.start)
     return LayerPart(
         layer=one.layer,
         offset=begin - first,

@@ -111,17 +111,17 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
 
 def stop(c: Cluster, event: StopRequested) -> None:
     job = c.job
-    known = job is not None and event.job in (job.job_id, job.name)
-    if job is not None and known and isinstance(c.state, Ended) and c.state.outcome == STOPPED:
-        # The client asks again because the answer was lost.
-        c.answer(event.request, True, f"job {job.name!r} is stopped")
-    elif job is None or not c.active:
+    is_named = job is not None and event.job in (job.job_id, job.name)
+    # The client asks again if the answer was lost.
+    was_stopped = is_named and isinstance(c.state, Ended) and c.state.outcome == STOPPED
+    if job is None or not (c.active or was_stopped):
         c.answer(event.request, False, "no job is under way")
-    elif not known:
+    elif not is_named:
         c.answer(event.request, False, f"the job under way is {job.name!r}, not {event.job!r}")
     else:
         c.answer(event.request, True, f"job {job.name!r} is stopped")
-        end_job(c, PhaseEvent.JOB_ENDED, STOPPED, "JobStopped")
+        if not was_stopped:
+            end_job(c, PhaseEvent.JOB_ENDED, STOPPED, "JobStopped")
 
 
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:

@@ -146,7 +146,7 @@ class BrokerChecks:
         lost_for_good = any(other.disk.knew >= oracle.replicated for other in self._coordinators.values())
         # What a leader could not write to its own disk was at the broker, and nothing followed from it.
         lost_for_good |= oracle.replicated_by == me.name
-        # Whoever has neither a journal nor met another coordinator cannot know that there is something to wait for.
+        # A coordinator that has no journal and has never met another one knows of nobody to wait for.
         is_new = position == (0, 0) and me.process is not None and not me.process.journal.shared
         if (
             not lost_for_good

@@ -71,13 +71,13 @@ class SimCoordinator(ProcessHost):
         self.max_planning_s = 0.0
         """The longest extra time that a plan takes."""
         self.on_lead: Callable[[tuple[int, int], JournalView], None] = lambda position, view: None
+        """Callback for the moment when it begins to lead, with the position and a view of the journal that it
+        starts from.
+        """
         self.on_lead_again: Callable[[JournalView], None] = lambda view: None
         """Callback before its first journal in a term in which it leads again with the state that it had."""
         self.known_term = 0
         """The newest term for which one of both was called."""
-        """Callback for the moment when it begins to lead, with the position and a view of the journal that it
-        starts from.
-        """
         self.on_event: Callable[[EmitEvent], None] | None = None
         """Callback for each new public event."""
         self.on_state: Callable[[dict[str, Any]], None] | None = None
