@@ -163,7 +163,7 @@ def test_every_target_of_the_makefile_can_be_made() -> None:
 
 
 def test_pinned_packages_can_be_installed_with_the_oldest_python() -> None:
-    """Otherwise ``make`` fails there, and on the machine of whoever pinned them it does not."""
+    """A pin that needs a newer Python makes ``make`` fail for users of the oldest one, and for nobody else."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = project["requires-python"].removeprefix(">=") + ".0"
     pinned = [line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()]

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine
-from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.gpu_support import CudaComputing
 from tests.helpers.harness import ROOT, ServerThread
 from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job, snapshot_with_replicas
+from tests.helpers.snapshots import stage
 from tests.helpers.staged import expected, results_are_right
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -84,10 +84,7 @@ def test_training_that_began_on_a_cpu_continues_on_a_gpu(tmp_path: Path) -> None
     with Fleet(training, 3) as plain:
         plain.enter(plain.engines, TWO)
         plain.steps(2)
-        for engine in plain.engines:
-            for layer in sorted(engine.owned_layers):
-                header, payload = engine.states.pack(layer)
-                write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        stage(plain.packed(), tmp_path)
         plain.steps(2)
     with CudaFleet(training, tmp_path, lambda _: SharedGpu()) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 2

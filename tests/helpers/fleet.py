@@ -20,6 +20,7 @@ from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages import trainer as p
 from statemachine.messages.values import Evaluation, Vote
 from tests.helpers.harness import PATIENCE_S, TOKEN, ServerThread
+from tests.helpers.snapshots import Layers
 from tests.helpers.zero import Pipelines, held_of
 
 CPU = torch.device("cpu")
@@ -145,6 +146,15 @@ class Fleet:
             engine.restore(Path(self.restore), resume)
         engine.enter(resume, communicator)
         engine.call_missed_hook()
+
+    def packed(self) -> Layers:
+        """Return all layers as ranks own them whole, at the committed step."""
+        found = {}
+        for engine in self.engines:
+            for layer in sorted(engine.owned_layers):
+                header, payload = engine.states.pack(layer)
+                found[layer] = header, payload.numpy().tobytes()
+        return found
 
     def steps(self, count: int) -> list[StepResult]:
         """Make ``count`` steps on all ranks; return the results of the last one."""

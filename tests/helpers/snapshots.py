@@ -1,6 +1,6 @@
 """Reads snapshots with nothing but their arenas: finds, checks, decodes and stages them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -44,19 +44,24 @@ class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def kept(arenas: Path, step: int) -> dict[tuple[int, int], dict[int, Kept]]:
     """Return the checked parts of each group's owners, by the owner's number."""
     found: dict[tuple[int, int], dict[int, Kept]] = {}
+    for arena, manifest in checked(arenas, step):
+        for group in manifest.layout["groups"]:
+            part = Kept(arena, manifest, group)
+            place = part.group.first_layer, part.group.end_layer
+            assert part.group.owner not in found.setdefault(place, {})
+            found[place][part.group.owner] = part
+    return found
+
+
+def checked(arenas: Path, step: int) -> Iterator[tuple[Arena, SnapshotManifest]]:
+    """Yield the snapshots of a step in all devices' arenas, by device, which must be intact."""
     for directory in sorted(arenas.glob("device-*")):
         arena = Arena.open(directory)
         assert not arena.problems
         for manifest in arena.snapshots:
-            if manifest.step != step:
-                continue
-            assert arena.find_corrupt(manifest) == ()
-            for group in manifest.layout["groups"]:
-                part = Kept(arena, manifest, group)
-                place = part.group.first_layer, part.group.end_layer
-                assert part.group.owner not in found.setdefault(place, {})
-                found[place][part.group.owner] = part
-    return found
+            if manifest.step == step:
+                assert arena.find_corrupt(manifest) == ()
+                yield arena, manifest
 
 
 def vote_of(arenas: Path, step: int) -> Vote:
@@ -118,36 +123,28 @@ class KeptParts:
 
 def kept_parts(arenas: Path, step: int) -> list[KeptParts]:
     """Return the checked parts that each device saved of each group."""
-    found = []
-    for directory in sorted(arenas.glob("device-*")):
-        arena = Arena.open(directory)
-        for manifest in arena.snapshots:
-            if manifest.step == step:
-                assert arena.find_corrupt(manifest) == ()
-                groups = {part.name.rpartition("/")[0] for part in manifest.parts}
-                device = int(directory.name.rpartition("-")[2])
-                found += [KeptParts(device, arena, manifest, name) for name in sorted(groups) if name]
-    return found
+    return [
+        KeptParts(device, arena, manifest, name)
+        for device, (arena, manifest) in enumerate(checked(arenas, step))
+        for name in sorted({part.name.rpartition("/")[0] for part in manifest.parts} - {""})
+    ]
 
 
 def assembled(kept: Sequence[KeptParts], lost: int | None) -> Layers:
     """Return all layers, without what the device ``lost`` saved, and with replicas only of what it saved."""
     wholes = {whole.layer: whole for one in kept for whole in one.image.layers}
     parts: dict[int, list[tuple[LayerPart, Bytes]]] = {layer: [] for layer in wholes}
+    everything = [(one, held, layer) for one in kept for held in one.image.held for layer in held.layers]
     owners = {
         (layer.layer, held.start, held.end, held.of): one.device
-        for one in kept
-        for held in one.image.held
-        for layer in held.layers
+        for one, held, layer in everything
         if not held.replica
     }
-    for one in kept:
-        for held in one.image.held:
-            for layer in held.layers:
-                owner = owners[layer.layer, held.start, held.end, held.of]
-                if one.device != lost and held.replica == (owner == lost):
-                    begin = held.offset + layer.offset
-                    data = one.bytes[held.replica][begin : begin + layer.size_bytes]
-                    parts[layer.layer].append((layer, data))
+    for one, held, layer in everything:
+        owner = owners[layer.layer, held.start, held.end, held.of]
+        if one.device != lost and held.replica == (owner == lost):
+            begin = held.offset + layer.offset
+            data = one.bytes[held.replica][begin : begin + layer.size_bytes]
+            parts[layer.layer].append((layer, data))
     whole = {layer: assemble_from_parts(wholes[layer], parts[layer]) for layer in wholes}
     return {layer: (header, bytes(payload)) for layer, (header, payload) in whole.items()}

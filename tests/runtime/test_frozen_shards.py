@@ -13,12 +13,12 @@ import pytest
 from planner.values import Recompute
 from runtime.zero.shards import StageShards
 from statemachine.messages.trainer import TrainingData
-from storage.staged import write_staged_payload
 from tests.helpers.architecture_runs import alone, check, job_of
 from tests.helpers.architectures import build, take_out_casts
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.plain_loop import PlainStep, plain_loop
+from tests.helpers.snapshots import stage as stage_layers
 from tests.helpers.step_phases import in_vote
 from tests.helpers.zero import Pipelines
 
@@ -151,9 +151,7 @@ def test_training_continues_from_whole_layers_in_files(
         layers = fleet.engines[0].model.layer_count
         fleet.enter(fleet.engines, alone(layers))
         fleet.steps(2)
-        for layer in range(layers):
-            header, payload = fleet.engines[0].states.pack(layer)
-            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        stage_layers(fleet.packed(), tmp_path)
         votes = dict(fleet.votes)
     with Fleet(job(zero1=zero1), 5) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 2

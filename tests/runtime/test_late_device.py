@@ -23,13 +23,13 @@ from runtime.zero.sharded_optimizer import ShardedOptimization
 from statemachine.messages import trainer as p
 from storage.arena import Slot
 from storage.layerstate import LayerHeader
-from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.late_device import GARBAGE, LateEvent, LateRuntime
 from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job, snapshot_with_replicas
 from tests.helpers.late_mistakes import Buggy, Impatient, Unawaited, Unordered
 from tests.helpers.snapshots import decoded, kept
+from tests.helpers.snapshots import stage as stage_layers
 from tests.helpers.staged import results_are_right, staged_world
 
 LIMIT_S = 60.0
@@ -192,8 +192,7 @@ def trained(job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime
     with Fleet(job, 3) as plain:
         plain.enter(plain.engines, TWO)
         plain.steps(2)
-        packed = {layer: e.states.pack(layer) for e in plain.engines for layer in sorted(e.owned_layers)}
-        packed = {layer: (header, payload.numpy().tobytes()) for layer, (header, payload) in packed.items()}
+        packed = plain.packed()
         plain.steps(2)
         plain.enter(plain.engines, TURNED)
         plain.steps(2)
@@ -270,8 +269,7 @@ def test_replicas_in_a_snapshot_are_from_its_step(tmp_path: Path) -> None:
     with Fleet(job(tmp_path), 3) as plain:
         plain.enter(plain.engines, TWO)
         plain.steps(2)
-        packed = {layer: e.states.pack(layer) for e in plain.engines for layer in sorted(e.owned_layers)}
-        whole = {layer: (header, payload.numpy().tobytes()) for layer, (header, payload) in packed.items()}
+        whole = plain.packed()
     training = msgspec.structs.replace(job(tmp_path), zero1=True)
     found = snapshot_with_replicas(LateFleet(training, tmp_path, LateRuntime), tmp_path)
     assert found == [whole] * 4
@@ -280,7 +278,7 @@ def test_replicas_in_a_snapshot_are_from_its_step(tmp_path: Path) -> None:
 def test_state_in_replicas_is_described_as_its_owner_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica is in host memory, but whoever restores it keeps the state on the device."""
+    """The replica itself is in host memory, but a rank that restores from it keeps the state on its device."""
     device = torch.device("cuda")
     monkeypatch.setattr(ShardedOptimization, "device_of_state", lambda *_, **__: device)
     training = msgspec.structs.replace(job(tmp_path), zero1=True)
@@ -297,9 +295,7 @@ def test_restored_shards_equal_those_of_a_cpu(tmp_path: Path, zero1: bool) -> No
     with Fleet(job(tmp_path), 1) as fleet:
         fleet.enter(fleet.engines, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),))
         fleet.steps(2)
-        for layer in range(4):
-            header, payload = fleet.engines[0].states.pack(layer)
-            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        stage_layers(fleet.packed(), tmp_path)
 
     def run(fleet: Fleet) -> tuple[list[float], list[dict[int, str]]]:
         with fleet:

@@ -16,11 +16,11 @@ from runtime.engine.engine import Engine
 from runtime.errors import TrainingError
 from runtime.zero.shards import StageShards
 from statemachine.messages import trainer as p
-from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import gpt_data
+from tests.helpers.snapshots import stage as stage_layers
 from tests.helpers.step_phases import after_vote, in_compute, in_vote
 
 STEPS = 6
@@ -186,9 +186,7 @@ def test_training_continues_from_whole_layers_in_files(
     with Fleet(job(within_node="replicate"), 1) as fleet:
         fleet.enter(fleet.engines, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),))
         fleet.steps(2)
-        for layer in range(4):
-            header, payload = fleet.engines[0].states.pack(layer)
-            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        stage_layers(fleet.packed(), tmp_path)
     with Fleet(job(), ranks) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 2
         assert fleet.enter(fleet.engines, pipelines) == 2

@@ -11,10 +11,10 @@ import pytest
 from runtime.errors import TrainingError
 from runtime.training import load_training
 from statemachine.messages import trainer as p
-from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import Cluster, pipeline
 from tests.helpers.runtime_support import data_for, script
+from tests.helpers.snapshots import stage as stage_layers
 
 HOOKED = """
     from dataclasses import asdict
@@ -115,9 +115,7 @@ def test_after_a_rollback_it_is_called_for_the_steps_that_run_again(tmp_path: Pa
     with Fleet(job, 1, protection="none") as fleet:
         fleet.enter(fleet.engines, ALONE)
         fleet.steps(3)
-        for layer in range(2):
-            header, payload = fleet.engines[0].states.pack(layer)
-            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        stage_layers(fleet.packed(), tmp_path)
         fleet.steps(2)
         fleet.join(1)
         fleet.restore, fleet.restore_step = str(tmp_path), 3

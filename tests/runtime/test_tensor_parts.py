@@ -15,10 +15,10 @@ from runtime.errors import TrainingError
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages import trainer as p
-from storage.staged import write_staged_payload
 from tests.helpers.fleet import CPU, Fleet
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for
+from tests.helpers.snapshots import stage as stage_layers
 from tests.helpers.split_gpt import PLAN
 from tests.helpers.step_phases import after_vote, in_compute, in_vote
 
@@ -201,9 +201,7 @@ def test_training_and_evaluation_continue_from_a_replica(tmp_path: Path, expecte
     with Fleet(job(within_node="replicate"), 1) as fleet:
         fleet.enter(fleet.engines, (pipeline(stage(0, 5, (0,))),))
         fleet.steps(2)
-        for layer in range(5):
-            header, payload = fleet.engines[0].states.pack(layer)
-            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        stage_layers(fleet.packed(), tmp_path)
     with Fleet(job(), 7) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 2
         assert fleet.enter(fleet.engines, BY_TWO) == 2

@@ -12,11 +12,11 @@ from runtime.errors import TrainingError
 from runtime.zero import sharding as sharding_module
 from runtime.zero.parts import PartsError
 from statemachine.messages import trainer as p
-from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet, report_of
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for, gpt_data, script
+from tests.helpers.snapshots import stage as stage_layers
 from tests.helpers.step_phases import after_vote, in_compute, in_gather, in_vote
 
 TWO_AND_TWO = (
@@ -120,9 +120,7 @@ def test_whole_layers_in_files_are_divided_among_owners(tmp_path: Path, expected
     with Fleet(plain, 1, protection="none") as fleet:
         fleet.enter(fleet.engines, alone)
         fleet.steps(3)
-        for layer in range(4):
-            header, payload = fleet.engines[0].states.pack(layer)
-            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
+        stage_layers(fleet.packed(), tmp_path)
     with Fleet(job(), 4) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 3
         assert fleet.enter(fleet.engines, TWO_AND_TWO) == 3

@@ -324,7 +324,7 @@ def test_a_deposed_leader_that_leads_again_with_its_state_is_found(monkeypatch: 
     monkeypatch.setattr(Leadership, "_step_down", lambda self, leader: None)
     triggered = tuple(("StepCommitted", faults.cut_coordinator, 2 * passed) for passed in range(4))
     overrides = SeedOverrides(coordinators=2, rare_faults=False, triggered_faults=triggered)
-    found("led in between", seeds_from(0), overrides)
+    found("led in between", overrides=overrides)
 
 
 def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
