@@ -10,6 +10,7 @@ from statemachine.events import BrokerConnected, DrainRequested, NodeVanished, S
 from statemachine.messages.cluster import (
     Acknowledgement,
     Command,
+    HealthChecked,
     Heartbeat,
     Leaving,
     Prepare,
@@ -22,7 +23,7 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, NodeActivity
 from statemachine.timing import Timing
-from tests.helpers.transcripts import Coordination, committed, report
+from tests.helpers.transcripts import Coordination, committed, health_report, report
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
 BEAT_S = Timing().heartbeat_s
@@ -317,6 +318,21 @@ def test_without_a_job_a_node_is_asked_about_a_job_that_it_names_and_about_nothi
     s.job_ids = dict.fromkeys(NODES, None)
     assert s.heartbeat(2.0) == []
     assert beaten(s, "node-1", activity=NodeActivity.PREPARED, job_id="job-0") == [RequestHello]
+
+
+def test_a_node_that_cannot_build_the_job_is_asked_about_another_job_that_it_names() -> None:
+    s = Cluster()
+    s.running(3)
+    s.hello("node-3", 103)
+    s.say("node-3", TrainerLost(generation=0, device=0, cause="unprepared", detail="no memory"))
+    asked = beaten(s, "node-3", activity=NodeActivity.PREPARED, job_id="job-0", generation=0)
+    assert RequestHello in asked
+
+
+def test_the_first_health_check_is_requested_if_its_result_was_lost(s: Cluster) -> None:
+    assert beaten(s, "node-1", health_number=1) == [RequestHello]
+    s.say("node-1", HealthChecked(report=health_report(1)))
+    assert beaten(s, "node-1", health_number=1) == []
 
 
 def test_trainers_that_are_gone_are_asked_about_and_those_of_an_unprepared_node_are_not(s: Cluster) -> None:

@@ -366,6 +366,16 @@ def test_corruption_that_is_found_at_a_boundary_is_the_cause_of_the_recovery() -
     assert record is not None and (record.cause, record.nodes) == ("corruption", ["node-0", "node-2"])
 
 
+def test_corruption_of_one_node_that_is_found_at_a_boundary_names_that_node_alone() -> None:
+    s = replicas(6)
+    s.snapshot()
+    s.feed(SnapshotRequested, request="r", protection="none")
+    s.digests(5, *s.names[:5], node_2=8)
+    s.stop(2)
+    record = s.machine._c.recovery
+    assert record is not None and (record.cause, record.nodes) == ("corruption", ["node-2"])
+
+
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_parameters_are_compared_after_the_last_step(taken_over: bool) -> None:
     s = replicas()

@@ -249,6 +249,13 @@ def test_a_wrong_device_stays_aside_until_a_user_readmits_it_and_it_passes_anoth
     assert s.ready("node-3") and not s.aside("node-3")
 
 
+def test_a_node_in_use_whose_hello_shows_a_wrong_product_is_fenced_and_told_nothing_else() -> None:
+    s = Checked()
+    s.hello("node-0", 100, facts=TESTED, job_id="job-0", generation=1, health=health_report(2, wrong="a product is wrong"))
+    assert s.aside("node-0") == "wrong_device"
+    assert [type(one.command) for one in s.commands() if one.node == "node-0"] == [Fence]
+
+
 def test_the_largest_share_of_nodes_that_are_set_aside_holds_for_health_checks_too() -> None:
     s = Checked()
     s.join("node-3", health_report(1, wrong="a product is wrong"))
