@@ -2,6 +2,7 @@
 # make test   sets everything up and runs checks and tests
 # make quick  runs the tests that start no processes
 # make gpu-test   runs tests on this host's GPUs: NCCL, and the end-to-end suite on trainers that share one
+# make emulated-gpu-test   runs the same, but for NCCL, on a GPU that is emulated in host memory
 # make mutants   changes the rules of recovery one place at a time and reports what no test notices (an hour)
 # make peer-venv   makes the environment with torchft, which benchmarks.recovery --peer measures next to ftd
 # make docs   writes the pages and schemas that are made of the code, and builds the site with checked links into site/
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 # Every process that tests start would compile all modules again if none of them stored its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: peer-venv demo test quick gpu-test mutants check docs dist setup mosquitto promtool chromium clean
+.PHONY: peer-venv demo test quick gpu-test emulated-gpu-test mutants check docs dist setup mosquitto promtool chromium compiler clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,9 @@ mosquitto:
 
 chromium:
 	@tools/install-chromium
+
+compiler:
+	@tools/install-compiler
 
 promtool: setup
 	@tools/install-promtool $(BIN)
@@ -70,7 +74,7 @@ dist: setup
 
 # Daemons wait now and then, so three workers use two cores best. A test that fails runs once more, and the summary
 # names it. pytest-xdist runs a test that ended its worker again in the next one, so it may do so twice at most.
-test: setup mosquitto promtool chromium check
+test: setup mosquitto promtool chromium compiler check
 	$(BIN)/pytest -n 3 --reruns 1 --no-loadscope-reorder --max-worker-restart 2
 
 quick: setup
@@ -81,6 +85,9 @@ gpu-test: setup mosquitto
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU that torch can use")'
 	$(BIN)/pytest -n 0 tests/gpu
 	FTD_HEALTH_MIN_SPEED=0 FTD_TEST_DEVICE=cuda $(BIN)/pytest -n 1 tests/e2e
+
+emulated-gpu-test: setup mosquitto compiler
+	$(BIN)/python -m tests.helpers.emulated_gpu $(BIN)/pytest -n 2 --reruns 1 --no-loadscope-reorder tests/gpu tests/e2e
 
 mutants: setup
 	$(BIN)/python -m tools.mutants --json mutants.json

@@ -251,7 +251,14 @@ def test_a_wrong_device_stays_aside_until_a_user_readmits_it_and_it_passes_anoth
 
 def test_a_node_in_use_whose_hello_shows_a_wrong_product_is_fenced_and_told_nothing_else() -> None:
     s = Checked()
-    s.hello("node-0", 100, facts=TESTED, job_id="job-0", generation=1, health=health_report(2, wrong="a product is wrong"))
+    s.hello(
+        "node-0",
+        100,
+        facts=TESTED,
+        job_id="job-0",
+        generation=1,
+        health=health_report(2, wrong="a product is wrong"),
+    )
     assert s.aside("node-0") == "wrong_device"
     assert [type(one.command) for one in s.commands() if one.node == "node-0"] == [Fence]
 

@@ -1,0 +1,79 @@
+"""Tests that run on the emulated GPU: that it behaves as one, and what the project does on GPUs, whole clusters
+included.
+"""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.emulated_gpu import environment
+from tests.helpers.harness import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+
+DEVICE = """
+import torch
+
+assert torch.cuda.is_available() and torch.accelerator.current_accelerator().type == "cuda"
+here, there = torch.ones(3), torch.ones(3, device="cuda", requires_grad=True)
+
+
+def refuses(make, part):
+    try:
+        make()
+    except (RuntimeError, TypeError) as error:
+        assert part in str(error), error
+    else:
+        raise AssertionError(part)
+
+
+refuses(lambda: here + there, "same device")
+refuses(lambda: there.detach().numpy(), "to host memory first")
+refuses(lambda: torch.rand(3, device="cuda", generator=torch.Generator()), "Expected a 'cuda' device type")
+view = there.detach()[1:]
+view.mul_(2)
+loss = torch.nn.functional.mse_loss(there, torch.zeros_like(there), reduction="sum")
+loss.backward()
+assert loss.item() == 9 and there.grad.device.type == "cuda" and there.grad.tolist() == [2, 4, 4]
+assert torch.arange(3, device="cuda")[torch.tensor([2, 0])].tolist() == [2, 0]
+state, first = torch.cuda.get_rng_state(), torch.rand(2, device="cuda")
+torch.rand(2)
+torch.cuda.set_rng_state(state)
+assert torch.equal(torch.rand(2, device="cuda"), first)
+before = torch.cuda.memory_allocated()
+large = torch.empty(1 << 20, device="cuda")
+assert torch.cuda.memory_allocated() == before + (1 << 22)
+del large
+assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + (1 << 22)
+assert torch.empty(3, pin_memory=True).is_pinned() and not here.is_pinned()
+"""
+
+
+def test_it_behaves_as_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICE], check=False, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run(*tests: str) -> None:
+    """Run tests in a process for which there is the emulated GPU; all must pass."""
+    command = [
+        sys.executable,
+        *["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist"],
+        *tests,
+    ]
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=570
+    )
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
+
+
+def test_engines() -> None:
+    run("tests/gpu/test_cuda.py")
+
+
+def test_clusters() -> None:
+    run("tests/e2e/test_e2e_zero.py")
