@@ -308,8 +308,11 @@ class Engine:
             self.model.parameter_layers, owners_of_layer(world), self.model.parameter_sizes
         )
         started = time.monotonic()
+        edges = self._edges(world)
+        if self.sharding is not None:
+            edges |= self.sharding.plan(resume)
         with self.monitor.idle():
-            communicator.form(self._groups(world, buckets), self._edges(world))
+            communicator.form(self._groups(world, buckets), edges)
         formed = time.monotonic()
         self._make_room(resume, assignment)
         self._provide(assignment, world)
@@ -460,9 +463,7 @@ class Engine:
         return sorted(groups)
 
     def _edges(self, world: WorldData) -> frozenset[CommunicationEdge]:
-        """Return the pairs of ranks that will communicate; a smaller microbatch may use other devices of a
-        stage.
-        """
+        """Return which ranks will send to which others; a smaller microbatch may use other devices of a stage."""
         rows = {self.data.microbatch_rows}
         if self._held_out is not None and self._held_out.last_microbatch_rows:
             rows.add(self._held_out.last_microbatch_rows)

@@ -24,7 +24,7 @@ abort abandons hold their memory for as long. It does not detect failures: the c
 STEPS_PER_TIMEOUT = 20
 MAX_GROUP_TIMEOUT_S = 6 * 3600.0
 CommunicationEdge = tuple[Channel, int, int]
-"""Two ranks, ascending, that will send to each other on a channel."""
+"""A channel, the rank that sends on it, and the rank that receives."""
 CHANNELS: tuple[Channel, ...] = get_args(Channel)
 Group = Any
 """A process group of torch, whose stubs contain neither the operations nor the options of the backends."""

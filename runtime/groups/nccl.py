@@ -9,8 +9,9 @@ NCCL differs from gloo in three ways:
   ``wait`` therefore polls until the operation is done and then orders the current stream after it. The host
   thus knows what it waits for (``ProgressMonitor.idle``) and never waits for a peer elsewhere, for example
   in ``.item()``. It runs ahead of the device in everything that needs no peer.
-* Operations of one pair of ranks run in order on one stream. Activations and gradients, which cross each
-  other in 1F1B, each need a group of their own so that they do not wait for one another.
+* Operations of one pair of ranks run in order on one stream, sends and receives alike: two ranks that both
+  receive first would wait for ever. Each channel and direction therefore has a group of its own. Activations
+  and gradients cross each other in 1F1B, and two ranks may send each other state.
 * Communicators *can* be aborted. Kernels that wait for a dead peer then end with garbage in their buffers,
   which nobody reads because ``confirm`` raises.
 
@@ -25,6 +26,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -86,7 +88,8 @@ class NcclCommunicator(Communicator):
         self._rendezvous = rendezvous
         self._device = device
         self._timeout_s = timeout_s
-        self._groups: dict[str | Members, Group] = {}
+        self._groups: dict[tuple[Channel, bool] | Members, Group] = {}
+        """Groups of a channel and of a direction (whether to a higher rank), and those for collectives."""
         self._store: RendezvousStore | None = None
 
     def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
@@ -110,8 +113,9 @@ class NcclCommunicator(Communicator):
         with self._condition:
             self._store = store
         self._check_devices(store)
-        for channel in CHANNELS:
-            self._groups[channel] = self._make_group(store, channel, self.world)
+        for channel, upwards in product(CHANNELS, (True, False)):
+            name = f"{channel}-{'up' if upwards else 'down'}"
+            self._groups[channel, upwards] = self._make_group(store, name, self.world)
         for members in dict.fromkeys((self.world, *groups)):
             if self.rank in members and len(members) > 1:
                 group = self._groups[members] = self._make_group(store, "-".join(map(str, members)), members)
@@ -141,17 +145,23 @@ class NcclCommunicator(Communicator):
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
     def _connect_peers(self, edges: Collection[CommunicationEdge]) -> None:
-        """Form a communicator for each channel of two ranks that send to each other.
+        """Form the communicator of each edge by a first send.
 
         All ranks use the same order, so there is no circular wait. Every other pair of neighbours comes
         first, so a long pipeline takes two turns instead of one for each stage.
         """
-        for channel, one, other in sorted(set(edges), key=lambda edge: (edge[0], edge[1] % 2, *edge[1:])):
-            if self.rank in (one, other):
+
+        def turn(edge: CommunicationEdge) -> tuple[str, bool, int, int, int]:
+            channel, source, target = edge
+            low, high = sorted((source, target))
+            return channel, source < target, low % 2, low, high
+
+        for channel, source, target in sorted(set(edges), key=turn):
+            if self.rank in (source, target):
                 self.check()
-                token, group = torch.zeros(1, device=self._device), self._groups[channel]
-                first = self.rank == one
-                (group.send([token], other, 0) if first else group.recv([token], one, 0)).wait()
+                token, group = torch.zeros(1, device=self._device), self._groups[channel, source < target]
+                is_source = self.rank == source
+                (group.send([token], target, 0) if is_source else group.recv([token], source, 0)).wait()
 
     def _make_group(self, store: RendezvousStore, name: str, members: Members) -> Group:
         self.check()
@@ -162,11 +172,11 @@ class NcclCommunicator(Communicator):
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         self.check()
-        return self._issue(self._groups[channel].send([tensor], peer, 0))
+        return self._issue(self._groups[channel, self.rank < peer].send([tensor], peer, 0))
 
     def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         self.check()
-        return self._issue(self._groups[channel].recv([tensor], peer, 0))
+        return self._issue(self._groups[channel, peer < self.rank].recv([tensor], peer, 0))
 
     def all_reduce(self, tensor: Tensor, members: Members) -> PendingOperation:
         self.check()

@@ -198,7 +198,7 @@ def _routes(peers: Peers, start: int, end: int) -> tuple[Route, ...]:
 def communication_edges(
     world: WorldData, microbatch_rows: int, *, coupled: bool = False
 ) -> frozenset[CommunicationEdge]:
-    """Return the pairs of ranks that exchange rows, or transfer layers before the first step."""
+    """Return which ranks send rows to which others, or whole layers before the first step."""
     edges: set[CommunicationEdge] = set()
     taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
     passed_on = partial(_passed_on, microbatch_rows=microbatch_rows, coupled=coupled)
@@ -211,11 +211,8 @@ def communication_edges(
             for channel, sources, targets in ways:
                 for source, rows in sources.items():
                     for route in _routes(targets, *rows):
-                        one, other = sorted((source, route.peer))
-                        edges.add((channel, one, other))
-    for transfer in world.transfers:
-        one, other = sorted((transfer.source, transfer.target))
-        edges.add(("state", one, other))
+                        edges.add((channel, source, route.peer))
+    edges.update(("state", transfer.source, transfer.target) for transfer in world.transfers)
     return frozenset(edges)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from planner.values import StatePart
 from runtime.errors import TrainingError
-from runtime.groups.communicator import Communicator
+from runtime.groups.communicator import CommunicationEdge, Communicator
 from runtime.layers.model import Model
 from runtime.layers.optimizer import state_tensors
 from runtime.layers.state import PayloadTarget, StateError
@@ -96,6 +96,7 @@ class ShardedState:
         self._own: list[PartState] = []
         """This rank's own parts in the newest generation, to which the replica belongs, too."""
         self._gather: ParameterGather | None = None
+        self._transfers: tuple[PartTransfer, ...] = ()
         self._aor = False
         self.first_digests: dict[int, str] = {}
         """Digests of the layers that this rank had whole before the first step."""
@@ -175,6 +176,32 @@ class ShardedState:
 
         return hold
 
+    def plan(self, resume: ResumeRank) -> frozenset[CommunicationEdge]:
+        """Plan the transfers of state before the first step of a generation.
+
+        :returns: the ranks that send each other state, then or to compare replicas.
+        :raises PartsError: no rank holds some of the state.
+        """
+        world = resume.world
+        restored, replicas = bool(resume.restore), self._has_replicas(resume)
+        self._transfers = plan_transfers(
+            self.shape,
+            world,
+            initial_holdings(world, zero1=self._zero1) if restored else world.held_parts,
+            zero1=self._zero1,
+            replicas=replicas,
+            restored=restored,
+        )
+        pairs = {(transfer.source, transfer.target) for transfer in self._transfers}
+        if replicas:
+            for layer in range(self._model.layer_count):
+                for one in replica_assignments(world, layer):
+                    pairs |= {(one.owner, one.holder), (one.holder, one.owner)}
+        return frozenset(("state", source, target) for source, target in pairs if source != target)
+
+    def _has_replicas(self, resume: ResumeRank) -> bool:
+        return self._zero1 and "aor" in resume.protection.split("+")
+
     def enter(
         self,
         resume: ResumeRank,
@@ -183,18 +210,18 @@ class ShardedState:
         complete: set[int],
         digest: Callable[[int], str],
     ) -> int:
-        """Get the parameters of the rank's layers, whole or its share of them, and make its new parts.
+        """Get the parameters of the rank's layers, whole or its share of them, and make its new parts, after
+        ``plan``.
 
         :param complete: layers that are whole; the rank's layers are added once they have arrived, unless
             its stage shards.
         :param digest: returns the digest of a whole layer; called before the first step.
         :returns: the number of bytes received.
         :raises CommunicationError: the group was aborted, or a peer is lost; the held parts are unchanged.
-        :raises PartsError: no rank holds some of the state.
         """
         world, rank = resume.world, resume.rank
         stage = stage_of(world, rank)
-        aor = self._zero1 and "aor" in resume.protection.split("+")
+        aor = self._has_replicas(resume)
         self._end_replica()
         self.states.discard_received(self.shape.vectors)
         self.states.complete = complete
@@ -202,12 +229,7 @@ class ShardedState:
         self._allocate(stage, own, communicator)
         with torch.no_grad():
             self._fill(own, complete, digest if resume.step == 0 else None)
-            restored = bool(resume.restore)
-            held = initial_holdings(world, zero1=self._zero1) if restored else world.held_parts
-            transfers = plan_transfers(
-                self.shape, world, held, zero1=self._zero1, replicas=aor, restored=restored
-            )
-            received_bytes = self._exchange(transfers, communicator)
+            received_bytes = self._exchange(self._transfers, communicator)
             parts: list[PartState] = []
             replicas: list[PartState] = []
             for layer in own:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import distributed
 
+from ftd.processes import trainer_environment
 from runtime.engine.engine import Engine
+from tests.helpers.emulated_gpu import LIBRARY
 from tests.helpers.fleet import Fleet
 from tests.helpers.gpu_support import CudaComputing
 from tests.helpers.harness import ROOT, ServerThread
@@ -33,6 +35,9 @@ def ended_communication() -> Iterator[None]:
     for thread in threading.enumerate():
         if thread.name.startswith("communication"):
             thread.join(10.0)
+
+
+EMULATED = LIBRARY in os.environ
 
 
 class SharedGpu(CudaComputing):
@@ -114,8 +119,7 @@ def test_replicas_in_a_snapshot_make_up_for_any_device(tmp_path: Path) -> None:
     assert others == [owned] * 3
 
 
-@pytest.mark.skipif(not distributed.is_nccl_available(), reason="torch has no NCCL here")
-@pytest.mark.parametrize("size", sorted({1, torch.cuda.device_count()} - {0}))
+@pytest.mark.parametrize("size", sorted({1, 3 if EMULATED else torch.cuda.device_count()} - {0}))
 def test_nccl(size: int) -> None:
     """Run one rank, and one rank on each GPU if there are several."""
     with ServerThread() as server:
@@ -123,6 +127,7 @@ def test_nccl(size: int) -> None:
             subprocess.Popen(
                 [sys.executable, "-m", "tests.helpers.nccl_rank", str(server.port), str(rank), str(size)],
                 cwd=ROOT,
+                env={**os.environ, **trainer_environment(rank)},
                 stdout=subprocess.PIPE,
                 text=True,
             )

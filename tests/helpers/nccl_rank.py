@@ -1,4 +1,4 @@
-"""One rank of a world over NCCL, on its own GPU, which prints the results of every operation as JSON.
+"""One rank of a world over NCCL, on the first GPU that it sees, which prints the results of every operation as JSON.
 
 python -m tests.helpers.nccl_rank PORT RANK SIZE
 """
@@ -18,18 +18,17 @@ from tests.helpers.staged import run_operations
 def main() -> None:
     port, rank, size = map(int, sys.argv[1:])
     where = Rendezvous(host="127.0.0.1", port=port, token=TOKEN, generation=1)
-    runtime = CudaComputing(rank)
+    runtime = CudaComputing()
     runtime.prepare_thread()
     world = tuple(range(size))
     with runtime.computing(), NcclCommunicator(where, rank, size, runtime.device) as one:
         if size == 1:
             one.form([])
             ones = torch.ones(4)
-            one._groups["state"].allreduce([ones]).wait()
+            one._groups["state", True].allreduce([ones]).wait()
             print(json.dumps([runtime.values(ones)]))
             return
-        pairs = {tuple(sorted((rank, (rank + 1) % size))) for rank in world}
-        one.form([], [("activation", first, second) for first, second in pairs])
+        one.form([], [("activation", source, (source + 1) % size) for source in world])
         print(json.dumps(run_operations(one, runtime)))
         one.confirm(one.all_reduce(torch.zeros(1), world))
 

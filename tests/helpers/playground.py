@@ -39,6 +39,8 @@ RELATIVE = 1e-9
 """Largest relative error of a loss."""
 DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
 """Type of the trainers' devices; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
+BACKEND = os.environ.get("FTD_TEST_BACKEND", "gloo")
+"""How trainers communicate; ``nccl`` needs a GPU for each (``make emulated-gpu-test``)."""
 SILENCE_S = 3.0
 """Timeout of a silent process: twice the usual one, because a busy machine delays processes that are alive."""
 HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}
@@ -414,6 +416,7 @@ microbatch = 2
 seed = 3
 precision = "float64"
 clip_gradient_norm = 0.5
+backend = "{backend}"
 device = "{device}"
 [training.arguments]
 delay_s = {delay_s}
@@ -453,6 +456,7 @@ def write_job(
     text = JOB.format(
         steps=steps,
         here=Path(__file__).parent,
+        backend=BACKEND,
         device=DEVICE,
         delay_s=delay_s,
         arguments=f"{arguments}\nsplit = true" if within_node == "tensor" else arguments,

@@ -85,7 +85,7 @@ def emulate(torch: Any) -> None:
         "get_device_name": lambda index=None: "emulated GPU",
         "get_device_capability": lambda index=None: (9, 0),
         "get_device_properties": lambda index=None: SimpleNamespace(
-            name="emulated GPU", total_memory=TOTAL_BYTES, uuid="emulated", major=9, minor=0
+            name="emulated GPU", total_memory=TOTAL_BYTES, uuid=f"of process {os.getpid()}", major=9, minor=0
         ),
         "mem_get_info": lambda index=None: (TOTAL_BYTES - device.allocated_bytes(), TOTAL_BYTES),
         "memory_allocated": lambda index=None: device.allocated_bytes(),
@@ -109,6 +109,11 @@ def emulate(torch: Any) -> None:
     }
     for name, value in replaced.items():
         setattr(cuda, name, value)
+
+    from emulated_nccl import ProcessGroupNCCL
+
+    torch.distributed.ProcessGroupNCCL = ProcessGroupNCCL
+    torch.distributed.is_nccl_available = lambda: True
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
