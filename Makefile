@@ -2,7 +2,7 @@
 # make test   sets everything up and runs checks and tests
 # make quick  runs the tests that start no processes
 # make gpu-test   runs tests on this host's GPUs: NCCL, and the end-to-end suite on trainers that share one
-# make emulated-gpu-test   runs the same, but for NCCL, on a GPU that is emulated in host memory
+# make emulated-gpu-test   runs the tests of failures, state and jobs on GPUs and NCCL that are emulated in host memory
 # make mutants   changes the rules of recovery one place at a time and reports what no test notices (an hour)
 # make peer-venv   makes the environment with torchft, which benchmarks.recovery --peer measures next to ftd
 # make docs   writes the pages and schemas that are made of the code, and builds the site with checked links into site/
@@ -86,8 +86,13 @@ gpu-test: setup mosquitto
 	$(BIN)/pytest -n 0 tests/gpu
 	FTD_HEALTH_MIN_SPEED=0 FTD_TEST_DEVICE=cuda $(BIN)/pytest -n 1 tests/e2e
 
+# The other end-to-end tests either train no job of their own or need what is not emulated, such as speed.
+ON_GPUS := $(addsuffix .py,$(addprefix tests/e2e/test_e2e_,zero failures snapshots checkpoints devices memory samples \
+	metrics standby control evaluation export job_file))
 emulated-gpu-test: setup mosquitto compiler
-	$(BIN)/python -m tests.helpers.emulated_gpu $(BIN)/pytest -n 2 --reruns 1 --no-loadscope-reorder tests/gpu tests/e2e
+	$(BIN)/python -m tests.helpers.emulated_gpu $(BIN)/pytest -n 0 tests/gpu/test_cuda.py
+	for backend in nccl gloo; do FTD_TEST_BACKEND=$$backend $(BIN)/python -m tests.helpers.emulated_gpu \
+		$(BIN)/pytest -n 1 --reruns 1 $(ON_GPUS) || exit 1; done
 
 mutants: setup
 	$(BIN)/python -m tools.mutants --json mutants.json

@@ -1,7 +1,8 @@
 """The communicator for CUDA devices: NCCL with the interface of ``runtime.groups.communicator``.
 
-It is written against torch's ProcessGroupNCCL and *not run in this project's tests, which have no GPU*;
-gloo has the same callers and the same tests.
+It has run with one rank on real GPUs. With several it has run only on emulated ones, in clusters that lose
+nodes and trainers, over a stand-in for NCCL with the same order of operations
+(``tests/helpers/emulated_gpu``).
 
 NCCL differs from gloo in three ways:
 
@@ -10,7 +11,7 @@ NCCL differs from gloo in three ways:
   thus knows what it waits for (``ProgressMonitor.idle``) and never waits for a peer elsewhere, for example
   in ``.item()``. It runs ahead of the device in everything that needs no peer.
 * Operations of one pair of ranks run in order on one stream, sends and receives alike: two ranks that both
-  receive first would wait for ever. Each channel and direction therefore has a group of its own. Activations
+  receive first would wait forever. Each channel and direction therefore has a group of its own. Activations
   and gradients cross each other in 1F1B, and two ranks may send each other state.
 * Communicators *can* be aborted. Kernels that wait for a dead peer then end with garbage in their buffers,
   which nobody reads because ``confirm`` raises.

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.emulated_gpu import environment
 from tests.helpers.harness import ROOT
 
+ZERO, FAILURES = "tests/e2e/test_e2e_zero.py::", "tests/e2e/test_e2e_failures.py::"
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
 DEVICE = """
@@ -58,22 +59,31 @@ def test_it_behaves_as_a_gpu() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run(*tests: str) -> None:
+def run(*tests: str, backend: str = "gloo") -> None:
     """Run tests in a process for which there is the emulated GPU; all must pass."""
-    command = [
-        sys.executable,
-        *["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist"],
-        *tests,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    given = environment() | {"FTD_TEST_BACKEND": backend}
     done = subprocess.run(
-        command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=570
+        command, check=False, cwd=ROOT, env=given, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
 
 
-def test_engines() -> None:
+def test_engines_and_nccl() -> None:
     run("tests/gpu/test_cuda.py")
 
 
-def test_clusters() -> None:
-    run("tests/e2e/test_e2e_zero.py")
+def test_a_cluster_whose_trainers_share_a_gpu() -> None:
+    run(
+        f"{ZERO}test_replicas_in_snapshots_make_up_for_a_lost_host[replicas]",
+        f"{FAILURES}test_a_killed_node_and_its_return[shard]",
+    )
+
+
+def test_a_cluster_with_a_gpu_for_each_trainer() -> None:
+    run(
+        f"{ZERO}test_with_replicas_a_lost_node_undoes_nothing",
+        f"{ZERO}test_replicas_in_snapshots_make_up_for_a_lost_host[frozen-shards]",
+        f"{FAILURES}test_a_killed_node_and_its_return[tensor]",
+        backend="nccl",
+    )

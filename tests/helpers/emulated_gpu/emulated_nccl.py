@@ -6,7 +6,7 @@ As with NCCL,
 * the first operation with a peer, or of the whole group, makes a communicator: the caller waits until the others
   begin it, too;
 * operations with one peer run one after the other, sends and receives alike, so that two ranks that both receive
-  first wait for ever;
+  first wait forever;
 * the host can only ask whether an operation is complete, and none ever completes whose peer is gone, until the
   group is aborted: then its buffers hold garbage.
 """
