@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,13 +14,12 @@ import msgspec
 import pytest
 import torch
 
-from ftd.processes import trainer_environment
 from runtime.engine.engine import Engine
-from tests.helpers.emulated_gpu import LIBRARY
 from tests.helpers.fleet import Fleet
 from tests.helpers.gpu_support import CudaComputing
-from tests.helpers.harness import ROOT, ServerThread
+from tests.helpers.harness import ROOT, TOKEN, ServerThread
 from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job, snapshot_with_replicas
+from tests.helpers.link_measurement import measure, order_for
 from tests.helpers.snapshots import stage
 from tests.helpers.staged import expected, results_are_right
 
@@ -35,9 +33,6 @@ def ended_communication() -> Iterator[None]:
     for thread in threading.enumerate():
         if thread.name.startswith("communication"):
             thread.join(10.0)
-
-
-EMULATED = LIBRARY in os.environ
 
 
 class SharedGpu(CudaComputing):
@@ -119,7 +114,7 @@ def test_replicas_in_a_snapshot_make_up_for_any_device(tmp_path: Path) -> None:
     assert others == [owned] * 3
 
 
-@pytest.mark.parametrize("size", sorted({1, 3 if EMULATED else torch.cuda.device_count()} - {0}))
+@pytest.mark.parametrize("size", sorted({1, torch.cuda.device_count()} - {0}))
 def test_nccl(size: int) -> None:
     """Run one rank, and one rank on each GPU if there are several."""
     with ServerThread() as server:
@@ -127,7 +122,6 @@ def test_nccl(size: int) -> None:
             subprocess.Popen(
                 [sys.executable, "-m", "tests.helpers.nccl_rank", str(server.port), str(rank), str(size)],
                 cwd=ROOT,
-                env={**os.environ, **trainer_environment(rank)},
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -135,3 +129,12 @@ def test_nccl(size: int) -> None:
         ]
         found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in ranks]
     assert found == ([[[1.0] * 4]] if size == 1 else [expected(rank, size) for rank in range(size)])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+def test_links_between_gpus_are_measured() -> None:
+    with ServerThread() as server:
+        out, err = measure(order_for(server.port, TOKEN, backend="nccl")).communicate(timeout=240)
+    *progress, found = [json.loads(line) for line in out.splitlines()]
+    assert found["where"].endswith("NCCL between the GPUs of one host"), err
+    assert progress and found["sent"] and found["reduced"]

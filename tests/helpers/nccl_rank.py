@@ -1,4 +1,4 @@
-"""One rank of a world over NCCL, on the first GPU that it sees, which prints the results of every operation as JSON.
+"""One rank of a world over NCCL, on its own GPU, which prints the results of every operation as JSON.
 
 python -m tests.helpers.nccl_rank PORT RANK SIZE
 """
@@ -18,7 +18,7 @@ from tests.helpers.staged import run_operations
 def main() -> None:
     port, rank, size = map(int, sys.argv[1:])
     where = Rendezvous(host="127.0.0.1", port=port, token=TOKEN, generation=1)
-    runtime = CudaComputing()
+    runtime = CudaComputing(rank)
     runtime.prepare_thread()
     world = tuple(range(size))
     with runtime.computing(), NcclCommunicator(where, rank, size, runtime.device) as one:

@@ -40,7 +40,7 @@ RELATIVE = 1e-9
 DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
 """Type of the trainers' devices; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
 BACKEND = os.environ.get("FTD_TEST_BACKEND", "gloo")
-"""How trainers communicate; ``nccl`` needs a GPU for each (``make emulated-gpu-test``)."""
+"""Library of the trainers' groups; ``nccl`` needs a GPU for each (``make emulated-gpu-test``)."""
 SILENCE_S = 3.0
 """Timeout of a silent process: twice the usual one, because a busy machine delays processes that are alive."""
 HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}

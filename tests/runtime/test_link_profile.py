@@ -1,21 +1,17 @@
 """Measuring the network: in one process, in separate processes, and what remains when it fails."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 
 from runtime.layers.model import CPU
 from runtime.profiling.link_profile import MESSAGE_SIZES_BYTES, measure_links, measured_groups
-from runtime.wire.measurement import LinkMeasurementRequest, MeasurementProgress
+from runtime.wire.measurement import MeasurementProgress
 from tests.helpers.harness import ServerThread, formed_world
+from tests.helpers.link_measurement import measure, order_for
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE = 3
 
 
@@ -42,40 +38,20 @@ def test_without_time_the_large_sizes_are_skipped() -> None:
     assert all(entry.time.repeats == 3 for entry in (*sent, *reduced))
 
 
-def run(order: LinkMeasurementRequest | bytes) -> "subprocess.Popen[bytes]":
-    process = subprocess.Popen(
-        [sys.executable, "-m", "runtime.profiling.link_profile", "--parent", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdin is not None
-    process.stdin.write(order if isinstance(order, bytes) else msgspec.json.encode(order))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
-def order_for(port: int, token: str, backend: str = "gloo") -> LinkMeasurementRequest:
-    return LinkMeasurementRequest(port=port, token=token, backend=backend, max_members=2, budget_s=0.1)
-
-
 def test_ranks_that_cannot_form_a_group_report_an_error_and_end() -> None:
     with ServerThread("right") as server:
-        out, err = run(order_for(server.port, "wrong")).communicate(timeout=240)
+        out, err = measure(order_for(server.port, "wrong")).communicate(timeout=240)
     assert out == b"" and b"rendezvous" in err
 
 
 def test_an_invalid_request_is_rejected() -> None:
-    process = run(b"{}")
+    process = measure(b"{}")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and out == b"" and b"no LinkMeasurementRequest on stdin" in err
 
 
 def test_without_two_gpus_there_is_nothing_to_measure_for_nccl() -> None:
-    process = run(order_for(1, "t", backend="nccl"))
+    process = measure(order_for(1, "t", backend="nccl"))
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     answer = msgspec.json.decode(out)
@@ -85,7 +61,7 @@ def test_without_two_gpus_there_is_nothing_to_measure_for_nccl() -> None:
 def test_ranks_do_not_outlive_the_process_that_forked_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
-        process = run(order_for(listener.getsockname()[1], "t"))
+        process = measure(order_for(listener.getsockname()[1], "t"))
         connections = [listener.accept()[0] for _ in range(2)]
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=240)

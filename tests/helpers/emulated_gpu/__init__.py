@@ -5,9 +5,10 @@ cannot read them; random numbers come from a generator of the device; autograd h
 memory is counted. All code of the project that runs on GPUs therefore runs unchanged, whole clusters
 included. The CPU's kernels compute (``device.cpp``), and work is complete when it is given
 (``sitecustomize.py``), so that speed, and mistakes of streams, are not emulated; for the latter there is
-``tests/helpers/late_device.py``. Neither is NCCL.
+``tests/helpers/late_device.py``. NCCL between processes is emulated over gloo (``emulated_nccl.py``).
 
-``python -m tests.helpers.emulated_gpu COMMAND ...`` runs a command for which there is this GPU.
+``python -m tests.helpers.emulated_gpu COMMAND ...`` runs a command for which there is this GPU: one for each
+process.
 """
 
 import hashlib
@@ -57,12 +58,13 @@ def compiled() -> Path:
     return library
 
 
-def environment() -> dict[str, str]:
-    """Return this process's environment with this GPU, and with tests that use it."""
+def environment(gpus: int = 1) -> dict[str, str]:
+    """Return this process's environment with emulated GPUs, and with tests that use them."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         LIBRARY: str(compiled()),
+        "FTD_EMULATED_GPUS": str(gpus),
         "PYTHONPATH": os.pathsep.join(paths),
         "FTD_TEST_DEVICE": "cuda",
         "FTD_HEALTH_ENABLED": "false",  # The check of a GPU takes a CPU half a minute.

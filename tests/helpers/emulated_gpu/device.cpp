@@ -20,6 +20,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <unordered_set>
@@ -32,7 +33,31 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 
-const Device kDevice(DeviceType::CUDA, 0);
+// The number of devices of this process, and the one on which the calling thread makes tensors.
+const DeviceIndex device_count = [] {
+  const char* given = std::getenv("FTD_EMULATED_GPUS");
+  return static_cast<DeviceIndex>(given == nullptr ? 1 : std::atoi(given));
+}();
+thread_local DeviceIndex current_index = 0;
+
+Device current() { return Device(DeviceType::CUDA, current_index); }
+
+Device checked(Device device) {
+  TORCH_CHECK(device.index() < device_count, "CUDA error: invalid device ordinal");
+  return device.has_index() ? device : current();
+}
+
+// Makes a device the current one, as long as this object lives.
+class On {
+ public:
+  explicit On(Device device) : before_(current_index) { current_index = checked(device).index(); }
+  ~On() { current_index = before_; }
+  On(const On&) = delete;
+  On& operator=(const On&) = delete;
+
+ private:
+  DeviceIndex before_;
+};
 
 // --- Memory --------------------------------------------------------------------------------------------------
 
@@ -57,7 +82,7 @@ c10::DataPtr owned(size_t size_bytes, c10::DataPtr memory) {
             allocated_bytes -= static_cast<int64_t>(ended->size_bytes);
             delete ended;
           },
-          kDevice};
+          current()};
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -106,17 +131,19 @@ PinnedAllocator pinned_allocator;
 // Work is complete when it is given, so that streams and events have nothing to do.
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
-  Device exchangeDevice(Device) const override { return kDevice; }
-  Device getDevice() const override { return kDevice; }
-  void setDevice(Device device) const override {
-    TORCH_CHECK(device.index() <= 0, "CUDA error: invalid device ordinal");
+  Device exchangeDevice(Device device) const override {
+    auto before = current();
+    setDevice(device);
+    return before;
   }
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const override { return Stream(Stream::DEFAULT, kDevice); }
-  Stream getDefaultStream(Device) const override { return Stream(Stream::DEFAULT, kDevice); }
-  Stream getNewStream(Device, int) const override { return Stream(Stream::DEFAULT, kDevice); }
-  Stream exchangeStream(Stream) const override { return Stream(Stream::DEFAULT, kDevice); }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
+  Device getDevice() const override { return current(); }
+  void setDevice(Device device) const override { current_index = checked(device).index(); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_index = device.index(); }
+  Stream getStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getNewStream(Device device, int) const override { return Stream(Stream::DEFAULT, device); }
+  Stream exchangeStream(Stream stream) const override { return stream; }
+  DeviceIndex deviceCount() const noexcept override { return device_count; }
   void record(void**, const Stream&, DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -133,8 +160,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, DeviceGuard);
 // A generator of the device, which draws the numbers that a CPU's generator with this seed draws. The CPU's kernels
 // take it only while it says that it is the CPU's.
 struct DeviceGenerator final : at::CPUGeneratorImpl {
-  DeviceGenerator() { device_ = kDevice; }
-  void lend(bool lent) { device_ = lent ? Device(DeviceType::CPU) : kDevice; }
+  DeviceGenerator() { lend(false); }
+  void lend(bool lent) { device_ = lent ? Device(DeviceType::CPU) : Device(DeviceType::CUDA, 0); }
 };
 
 const at::Generator& default_generator() {
@@ -168,12 +195,12 @@ struct DeviceHooks final : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return current_index; }
+  DeviceIndex deviceCount() const override { return device_count; }
+  DeviceIndex getCurrentDevice() const override { return current_index; }
+  int getNumGPUs() const override { return device_count; }
   void deviceSynchronize(DeviceIndex) const override {}
-  Device getDeviceFromPtr(void*) const override { return kDevice; }
+  Device getDeviceFromPtr(void*) const override { return current(); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
   bool isPinnedPtr(const void* address) const override {
@@ -214,14 +241,16 @@ struct Alias {
 
 Tensor empty_strided(
     c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-    std::optional<at::Layout>, std::optional<Device>, std::optional<bool>) {
+    std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  const On asked(device.value_or(current()));
   return at::detail::empty_strided_generic(
       size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
 Tensor empty(
-    c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device>,
-    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const On asked(device.value_or(current()));
   return at::detail::empty_generic(
       size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
 }
@@ -245,6 +274,7 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<a
   impl->set_sizes_contiguous(size);
   auto needed = at::detail::computeStorageNbytesContiguous(size, self.dtype().itemsize(), self.storage_offset());
   if (needed > self.storage().nbytes()) {
+    const On device(self.device());
     auto larger = device_allocator.allocate(needed);
     if (self.storage().nbytes() > 0) {
       std::memcpy(larger.get(), self.storage().data(), self.storage().nbytes());
@@ -311,6 +341,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto name = c10::toString(op.operator_name());
   std::vector<Alias> aliases;
   std::vector<Lent> lent;
+  auto asked = current();
 
   auto placed = [&](const Tensor& tensor) -> Tensor {
     if (!tensor.defined()) {
@@ -324,6 +355,10 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return tensor;
     }
     for (const auto& alias : aliases) {
+      TORCH_CHECK(
+          tensor.device() == alias.original.device(),
+          "Expected all tensors to be on the same device, but found at least two devices, ", tensor.device(), " and ",
+          alias.original.device(), "! (", name, ")");
       if (alias.original.is_same(tensor)) {
         return alias.cpu;
       }
@@ -349,6 +384,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
       value = c10::IValue(tensors);
     } else if (value.isDevice()) {
+      asked = value.toDevice();
       value = Device(DeviceType::CPU);
     } else if (value.isGenerator()) {
       lent.emplace_back(value.toGenerator());
@@ -359,6 +395,8 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+
+  const On device(aliases.empty() ? asked : aliases.front().original.device());
 
   for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     auto& value = (*stack)[i];
@@ -416,6 +454,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 }  // namespace
 
 TORCH_LIBRARY(emulated_gpu, library) {
+  library.def("count() -> int", []() -> int64_t { return device_count; });
+  library.def("current_index() -> int", []() -> int64_t { return current_index; });
+  library.def("set_index(int index) -> ()", [](int64_t index) {
+    current_index = checked(Device(DeviceType::CUDA, static_cast<DeviceIndex>(index))).index();
+  });
   library.def("allocated_bytes() -> int", []() -> int64_t { return allocated_bytes; });
   library.def("peak_bytes() -> int", []() -> int64_t { return peak_bytes; });
   library.def("reset_peak() -> ()", []() { peak_bytes = allocated_bytes.load(); });

@@ -68,25 +68,32 @@ def emulate(torch: Any) -> None:
     def on(stream: Stream) -> Iterator[None]:
         yield
 
-    def set_device(index: Any) -> None:
+    def properties(index: Any = None) -> SimpleNamespace:
+        own = f"GPU {number_of(index)} of process {os.getpid()}"
+        return SimpleNamespace(name="emulated GPU", total_memory=TOTAL_BYTES, uuid=own, major=9, minor=0)
+
+    def number_of(index: Any) -> int:
         number = torch.device(index).index if isinstance(index, str | torch.device) else index
-        if number not in (0, None):
-            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        return device.current_index() if number is None else number
+
+    def exchange(index: int) -> int:
+        before: int = device.current_index()
+        if index >= 0:
+            device.set_index(index)
+        return before
 
     replaced = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": set_device,
-        "_exchange_device": lambda index: 0,
-        "_maybe_exchange_device": lambda index: 0,
+        "device_count": device.count,
+        "current_device": device.current_index,
+        "set_device": lambda index: device.set_index(number_of(index)),
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
         "get_device_name": lambda index=None: "emulated GPU",
         "get_device_capability": lambda index=None: (9, 0),
-        "get_device_properties": lambda index=None: SimpleNamespace(
-            name="emulated GPU", total_memory=TOTAL_BYTES, uuid=f"of process {os.getpid()}", major=9, minor=0
-        ),
+        "get_device_properties": properties,
         "mem_get_info": lambda index=None: (TOTAL_BYTES - device.allocated_bytes(), TOTAL_BYTES),
         "memory_allocated": lambda index=None: device.allocated_bytes(),
         "max_memory_allocated": lambda index=None: device.peak_bytes(),
