@@ -3,6 +3,7 @@ step.
 """
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,8 @@ from tests.helpers.harness import PATIENCE_S, TOKEN, ServerThread
 from tests.helpers.snapshots import Layers
 from tests.helpers.zero import Pipelines, held_of
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("FTD_TEST_DEVICE", "cpu"))
+"""The device of all engines."""
 
 
 class Fleet:
@@ -68,7 +70,7 @@ class Fleet:
         new = []
         with torch.random.fork_rng(devices=[]):
             for _ in range(count):
-                new.append(Engine(self.job, CPU, ProgressMonitor(), verified=self._verified))
+                new.append(Engine(self.job, DEVICE, ProgressMonitor(), verified=self._verified))
                 self._verified = True
         self.engines += new
         return new
@@ -201,9 +203,17 @@ class Fleet:
         lock of its own. A collection that begins there releases the interpreter lock, and the rank that
         gets it waits for torch's lock.
         """
+
+        def on_this_thread(rank: int, engine: Engine) -> Any:
+            # Ranks that share a device would share autograd's thread for it, and wait there for each other.
+            with torch.autograd.set_multithreading_enabled(False):
+                return run(rank, engine)
+
         gc.disable()
         try:
-            futures = [self._pool.submit(run, rank, engine) for rank, engine in enumerate(self.engines)]
+            futures = [
+                self._pool.submit(on_this_thread, rank, engine) for rank, engine in enumerate(self.engines)
+            ]
             return [future.result(PATIENCE_S) for future in futures]
         finally:
             gc.enable()

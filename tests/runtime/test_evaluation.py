@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from runtime.data.reading import MicrobatchKey
+from runtime.device import CPU
 from runtime.engine.engine import Engine
 from runtime.errors import TrainingError
 from runtime.groups.communicator import CommunicationAborted
 from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages import trainer as p
-from tests.helpers.fleet import CPU, Fleet, report_of
+from tests.helpers.fleet import Fleet, report_of
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_evaluation, reference_run
 from tests.helpers.runtime_support import EXAMPLES, data_for, script

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from planner.values import Recompute, Within
+from runtime.device import CPU
 from runtime.engine.engine import Engine
 from runtime.errors import TrainingError
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages import trainer as p
-from tests.helpers.fleet import CPU, Fleet
+from tests.helpers.fleet import Fleet
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for
 from tests.helpers.snapshots import stage as stage_layers

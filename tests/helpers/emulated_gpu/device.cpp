@@ -439,6 +439,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("set_", at::native::set_cpu_);
   library.impl("_fused_sdp_choice", attention_choice);
+  // The generic kernels would choose a GPU's.
+  for (const auto* name : {"convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
   // Torch's own kernel for any device would come before the fallback: it allocates the result on the device, as
   // large as a GPU's kernel needs it, which is not always as large as the CPU's does.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
