@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceEvent, DeviceRuntime
-from runtime.groups.communicator import Channel, Members, PendingOperation
+from runtime.groups.communicator import Channel, CommunicationAborted, Members, PendingOperation
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.store import Rendezvous
 
@@ -107,7 +107,10 @@ class StagedGlooCommunicator(GlooCommunicator):
             copied.record()
 
         def finish(error: BaseException | None) -> None:
-            if error is None and not self._aborted:
+            if error is None and self._aborted:
+                # The target may be in use for something else by now. Nobody may take it for the result.
+                error = CommunicationAborted()
+            if error is None:
                 try:
                     self._copy_up(up, given)
                 except RuntimeError as failed:

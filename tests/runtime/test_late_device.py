@@ -5,6 +5,7 @@ The same tests must fail with an injected bug: a missing ordering between stream
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,20 @@ def test_tensors_sent_through_host_memory_arrive_as_they_were_computed() -> None
 @pytest.mark.parametrize("mistake", [Unordered, Unawaited])
 def test_a_missing_ordering_or_wait_in_the_communicator_is_found(mistake: type) -> None:
     assert not results_are_right(lambda _: Buggy(mistake), times=3)
+
+
+def test_a_sum_that_arrives_after_an_abort_is_not_taken_for_the_result() -> None:
+    """The target still has the rank's own term then, and a vote with it would be another one than elsewhere."""
+    with staged_world(2, LateRuntime) as (one, _):
+        with one._runtime.computing():
+            pending = one.all_reduce(torch.ones(4), one.world)
+        while not one._handlers:
+            time.sleep(0.001)
+        (asked,) = one._handlers
+        one.abort()
+        one._finish(asked, None)
+        with pytest.raises(CommunicationAborted):
+            one.confirm(pending)
 
 
 def test_an_abort_frees_a_rank_that_waits_for_a_peer_of_its_device() -> None:
