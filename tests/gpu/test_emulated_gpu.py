@@ -63,9 +63,21 @@ def test_it_behaves_as_a_gpu() -> None:
     assert done.returncode == 0, done.stderr
 
 
+PYTEST = """
+import os
+import sys
+
+import pytest
+
+code = pytest.main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(code)  # Python would not wait for threads of closed groups, which may still be freeing memory.
+"""
+
+
 def run(*tests: str, backend: str = "gloo", gpus: int = 1) -> None:
     """Run tests in a process for which there is the emulated GPU; all must pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    command = [sys.executable, "-c", PYTEST, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     given = environment(gpus) | {"FTD_TEST_BACKEND": backend}
     done = subprocess.run(
         command, check=False, cwd=ROOT, env=given, capture_output=True, text=True, timeout=280
@@ -75,6 +87,11 @@ def run(*tests: str, backend: str = "gloo", gpus: int = 1) -> None:
 
 def test_engines_and_nccl() -> None:
     run("tests/gpu/test_cuda.py", gpus=3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_engines_that_die_in_each_phase_of_a_step(backend: str) -> None:
+    run("tests/runtime/test_zero_phases.py", backend=backend, gpus=16)
 
 
 def test_a_cluster_whose_trainers_share_a_gpu() -> None:

@@ -24,8 +24,9 @@ from tests.helpers.harness import PATIENCE_S, TOKEN, ServerThread
 from tests.helpers.snapshots import Layers
 from tests.helpers.zero import Pipelines, held_of
 
-DEVICE = torch.device(os.environ.get("FTD_TEST_DEVICE", "cpu"))
-"""The device of all engines."""
+DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
+"""Type of the engines' devices; they use the host's GPUs in turn."""
+BACKEND = os.environ.get("FTD_TEST_BACKEND", "gloo")
 
 
 class Fleet:
@@ -56,6 +57,7 @@ class Fleet:
         self.skipped_batches: tuple[int, ...] = ()
         """Batches that the sample order leaves out from the next ``enter`` on."""
         self._verified = False
+        self._joined = 0
         self._communicators: dict[Engine, Communicator] = {}
         self._server = ServerThread()
         self._pool = ThreadPoolExecutor(16)
@@ -70,8 +72,12 @@ class Fleet:
         new = []
         with torch.random.fork_rng(devices=[]):
             for _ in range(count):
-                new.append(Engine(self.job, DEVICE, ProgressMonitor(), verified=self._verified))
+                device = torch.device(DEVICE)
+                if device.type == "cuda":
+                    device = torch.device("cuda", self._joined % torch.cuda.device_count())
+                new.append(Engine(self.job, device, ProgressMonitor(), verified=self._verified))
                 self._verified = True
+                self._joined += 1
         self.engines += new
         return new
 
@@ -124,7 +130,7 @@ class Fleet:
         rendezvous = Rendezvous(
             host="127.0.0.1", port=self._server.port, token=TOKEN, generation=self.generation
         )
-        communicator = make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime)
+        communicator = make_communicator(BACKEND, rendezvous, rank, world.hosts, engine.model.runtime)
         self._communicators[engine] = communicator
         resume = p.ResumeRank(
             generation=self.generation,
@@ -193,7 +199,7 @@ class Fleet:
         assert all(self.each(run))
 
     def abort(self) -> None:
-        for communicator in self._communicators.values():
+        for communicator in list(self._communicators.values()):
             communicator.abort()
 
     def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
@@ -225,7 +231,7 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
-        for engine, communicator in self._communicators.items():
+        for engine, communicator in list(self._communicators.items()):
             if engine.sharding is not None:
                 engine.sharding.clear()
             communicator.close()
