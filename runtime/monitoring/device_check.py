@@ -1,6 +1,6 @@
 """The test of one device that a node's health checks run: whether it computes exactly, and how fast.
 
-The factors of the products are integers that are small enough forevery partial sum to be exact in the dtype,
+The factors of the products are integers that are small enough for every partial sum to be exact in the dtype,
 so a sound device gives the exact product in any order of summation. The product is checked with exact integers
 on the host, as by Freivalds: (A B) R must equal A (B R) for a random matrix R of few columns, which takes a
 hundredth of the time of another product. R has no zeros, so a row with one wrong element is always found, and

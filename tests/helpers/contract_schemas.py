@@ -1,4 +1,4 @@
-"""The shipped contract as a subscriber reads it: a compiled JSON Schema forevery message."""
+"""The shipped contract as a subscriber reads it: a compiled JSON Schema for every message."""
 
 import functools
 import re
