@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from ftd.errors import JournalError
-from statemachine.cluster.durable.outbox import REPEATABLE
-from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
+from statemachine.effects import REPEATABLE, CancelTimer, Effect, EmitEvent, SetTimer
 from statemachine.events import Event, TimerFired
 
 _log = structlog.get_logger("ftd.driver")

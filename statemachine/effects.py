@@ -57,6 +57,12 @@ class EmitEvent(Effect, frozen=True, kw_only=True):
     """JSON-compatible details of the event."""
 
 
+REPEATABLE = frozenset({"MessageIgnored", "MessageRejected", "PeerSuspected", "NodeRejected"})
+"""Events about messages that may be repeated again and again; they are published at a limited rate and not
+stored.
+"""
+
+
 class RecordSteps(Effect, frozen=True, kw_only=True):
     """Add steps that another coordinator reported, and that nodes remember, to the coordinator's history."""
 

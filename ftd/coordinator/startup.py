@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from statemachine.cluster.startup import Startup, StartupStage
-from statemachine.messages.values import BuildStage
+from statemachine.cluster.startup import Startup
+from statemachine.messages.values import BuildStage, StartupStage
 
 _STAGES = tuple(StartupStage)
 _DOING = {

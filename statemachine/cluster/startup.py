@@ -1,31 +1,11 @@
 """The progress of a cluster from the start of its nodes to the first step of a job, for people who wait for it."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from statemachine.cluster.phases import Planning, Quiescing, Resuming, Running, Waiting
 from statemachine.cluster.quarantine import describe_aside
 from statemachine.cluster.state import Cluster
-from statemachine.messages.values import BuildProgress, BuildStage
-
-
-class StartupStage(StrEnum):
-    """A part of the start, in the order in which they follow each other."""
-
-    NODES = "nodes"
-    """Nodes join the cluster and start their trainers."""
-    BUILDING = "building"
-    """One node builds the model, to measure it."""
-    MEASURING = "measuring"
-    """It measures the layers."""
-    PLANNING = "planning"
-    """Plans are made for several numbers of nodes."""
-    PREPARING = "preparing"
-    """The other nodes complete their models."""
-    FORMING = "forming"
-    """The nodes form their groups."""
-    FIRST_STEP = "first_step"
-    """The groups compute the first step."""
+from statemachine.messages.values import BuildProgress, BuildStage, StartupStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

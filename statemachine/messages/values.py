@@ -75,6 +75,25 @@ class NodeActivity(StrEnum):
     """The plan has no rank for this node."""
 
 
+class StartupStage(StrEnum):
+    """Part of the start of a cluster, from its nodes to the first step of a job; in this order."""
+
+    NODES = "nodes"
+    """Nodes join the cluster and start their trainers."""
+    BUILDING = "building"
+    """One node builds the model, to measure it."""
+    MEASURING = "measuring"
+    """It measures the layers."""
+    PLANNING = "planning"
+    """Plans are made for several numbers of nodes."""
+    PREPARING = "preparing"
+    """The other nodes complete their models."""
+    FORMING = "forming"
+    """The nodes form their groups."""
+    FIRST_STEP = "first_step"
+    """The groups compute the first step."""
+
+
 class BuildStage(StrEnum):
     """Part of the preparation of a trainer."""
 

@@ -15,7 +15,7 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.membership import device_mismatch
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.rules import owned_layers
-from statemachine.cluster.startup import Startup, StartupStage
+from statemachine.cluster.startup import Startup
 from statemachine.cluster.state import Cluster
 from statemachine.effects import (
     AnswerRequest,
@@ -68,6 +68,7 @@ from statemachine.messages.values import (
     Evaluation,
     FailureCause,
     NodeActivity,
+    StartupStage,
     Vote,
 )
 from statemachine.timing import Timing

@@ -5,8 +5,7 @@ from typing import Literal
 import msgspec
 
 from ftd.transport.wire.event_details import PipelineData
-from statemachine.cluster.startup import StartupStage
-from statemachine.messages.values import ClusterPhase, NodeState, QuarantineCause
+from statemachine.messages.values import ClusterPhase, NodeState, QuarantineCause, StartupStage
 
 
 class StateData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

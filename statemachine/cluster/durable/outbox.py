@@ -7,12 +7,10 @@ identifier. By that identifier a subscriber recognises an event that is publishe
 
 from typing import Generic, TypeVar
 
+from statemachine.effects import REPEATABLE
+
 T = TypeVar("T")
 
-REPEATABLE = frozenset({"MessageIgnored", "MessageRejected", "PeerSuspected", "NodeRejected"})
-"""Events about messages that may be repeated again and again; they are published at a limited rate and not
-stored.
-"""
 PROCESS_EVENTS = frozenset({"CoordinatorStarted", "BrokerLost", "BrokerRestored"})
 """Events about the process that publishes them; they record no decision."""
 OUTBOX = "unpublished_events"

@@ -1,8 +1,8 @@
 """The progress of a start, as the cluster's state contains it."""
 
 from ftd.coordinator.startup import startup_state
-from statemachine.cluster.startup import Startup, StartupStage
-from statemachine.messages.values import BuildStage
+from statemachine.cluster.startup import Startup
+from statemachine.messages.values import BuildStage, StartupStage
 
 S = StartupStage
 
