@@ -162,6 +162,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, DeviceGuard);
 struct DeviceGenerator final : at::CPUGeneratorImpl {
   DeviceGenerator() { lend(false); }
   void lend(bool lent) { device_ = lent ? Device(DeviceType::CPU) : Device(DeviceType::CUDA, 0); }
+  std::recursive_mutex in_use;
 };
 
 const at::Generator& default_generator() {
@@ -169,23 +170,27 @@ const at::Generator& default_generator() {
   return generator;
 }
 
+// Lends a generator to the CPU's kernels, to one thread at a time.
 class Lent {
  public:
   explicit Lent(at::Generator generator) : generator_(std::move(generator)) {
     TORCH_CHECK(
         generator_.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
         generator_.device().type(), "'");
-    generator_.get<DeviceGenerator>()->lend(true);
+    auto* own = generator_.get<DeviceGenerator>();
+    hold_ = std::unique_lock(own->in_use);
+    own->lend(true);
   }
-  Lent(Lent&& other) noexcept : generator_(std::move(other.generator_)) { other.generator_ = at::Generator(); }
+  Lent(Lent&&) = default;
   ~Lent() {
-    if (generator_.defined()) {
+    if (hold_.owns_lock()) {
       generator_.get<DeviceGenerator>()->lend(false);
     }
   }
 
  private:
   at::Generator generator_;
+  std::unique_lock<std::recursive_mutex> hold_;
 };
 
 struct DeviceHooks final : at::CUDAHooksInterface {
@@ -323,12 +328,10 @@ Tensor returned(const Tensor& result, const std::vector<Alias>& aliases) {
   return on_device(c10::Storage(std::move(own)), result, result.storage_offset());
 }
 
-// Operations whose arguments may be in host memory while the others are on the device.
+// Operations whose indices may be in host memory while the values are on the device.
 bool may_mix(const std::string& name) {
   static const std::unordered_set<std::string> names = {
-      "aten::index.Tensor",      "aten::index_put_",      "aten::_index_put_impl_",
-      "aten::index_put",         "aten::_foreach_add_.List", "aten::_foreach_addcdiv_.Tensor",
-  };
+      "aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
   return names.count(name) != 0;
 }
 
@@ -412,7 +415,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// The kernel without a device of its own: the CPU's choice would be a CPU kernel.
+// Attention is computed by plain operations (0): the CPU's own choice would be a kernel that refuses this device.
 int64_t attention_choice(
     const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
     bool) {
