@@ -55,6 +55,7 @@ SERVICES = (
             f"tests/ftd/{package}/"
             for package in ("cli", "coordinator", "local", "node", "snapshots", "transport")
         ),
+        "tests/gpu/test_emulated_gpu.py",
         "tests/security/",
         "tests/e2e/test_e2e_local.py",
     ),
