@@ -65,6 +65,7 @@ from runtime.snapshots.schedule import StepTimes
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.training import Training, load_training
 from runtime.zero.cells import common_cells
+from runtime.zero.parts import PartTransfer
 from runtime.zero.sharded_optimizer import NotElementwiseError, ShardedOptimization
 from runtime.zero.sharding import Divergence, ShardedState
 from statemachine.messages.trainer import ResumeRank, TrainingData, WorldData
@@ -309,8 +310,10 @@ class Engine:
         )
         started = time.monotonic()
         edges = self._edges(world)
+        transfers: tuple[PartTransfer, ...] = ()
         if self.sharding is not None:
-            edges |= self.sharding.plan(resume)
+            transfers = self.sharding.transfers(resume)
+            edges |= self.sharding.edges(resume, transfers)
         with self.monitor.idle():
             communicator.form(self._groups(world, buckets), edges)
         formed = time.monotonic()
@@ -318,7 +321,7 @@ class Engine:
         self._provide(assignment, world)
         if self.sharding is not None:
             received_bytes = self.sharding.enter(
-                resume, communicator, buckets, self.complete_layers, self.states.digest
+                resume, communicator, transfers, buckets, self.complete_layers, self.states.digest
             )
         else:
             exchange = StateExchange(

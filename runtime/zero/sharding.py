@@ -96,7 +96,6 @@ class ShardedState:
         self._own: list[PartState] = []
         """This rank's own parts in the newest generation, to which the replica belongs, too."""
         self._gather: ParameterGather | None = None
-        self._transfers: tuple[PartTransfer, ...] = ()
         self._aor = False
         self.first_digests: dict[int, str] = {}
         """Digests of the layers that this rank had whole before the first step."""
@@ -176,28 +175,28 @@ class ShardedState:
 
         return hold
 
-    def plan(self, resume: ResumeRank) -> frozenset[CommunicationEdge]:
-        """Plan the transfers of state before the first step of a generation.
+    def transfers(self, resume: ResumeRank) -> tuple[PartTransfer, ...]:
+        """Return the transfers of state before the first step of a generation.
 
-        :returns: the ranks that send each other state, then or to compare replicas.
         :raises PartsError: no rank holds some of the state.
         """
-        world = resume.world
-        restored, replicas = bool(resume.restore), self._has_replicas(resume)
-        self._transfers = plan_transfers(
-            self.shape,
-            world,
-            initial_holdings(world, zero1=self._zero1) if restored else world.held_parts,
-            zero1=self._zero1,
-            replicas=replicas,
-            restored=restored,
+        world, restored = resume.world, bool(resume.restore)
+        held = initial_holdings(world, zero1=self._zero1) if restored else world.held_parts
+        replicas = self._has_replicas(resume)
+        return plan_transfers(
+            self.shape, world, held, zero1=self._zero1, replicas=replicas, restored=restored
         )
-        pairs = {(transfer.source, transfer.target) for transfer in self._transfers}
-        if replicas:
-            for layer in range(self._model.layer_count):
+
+    def edges(self, resume: ResumeRank, transfers: Sequence[PartTransfer]) -> frozenset[CommunicationEdge]:
+        """Return which ranks send state to which others, for ``transfers`` or to compare replicas."""
+        pairs = {(transfer.source, transfer.target) for transfer in transfers}
+        if self._has_replicas(resume):
+            world = resume.world
+            # Where no stage begins, a layer has the same replicas as the one before it.
+            for layer in {stage.first_layer for line in world.pipelines for stage in line.stages}:
                 for one in replica_assignments(world, layer):
                     pairs |= {(one.owner, one.holder), (one.holder, one.owner)}
-        return frozenset(("state", source, target) for source, target in pairs if source != target)
+        return frozenset(("state", source, target) for source, target in pairs)
 
     def _has_replicas(self, resume: ResumeRank) -> bool:
         return self._zero1 and "aor" in resume.protection.split("+")
@@ -206,13 +205,14 @@ class ShardedState:
         self,
         resume: ResumeRank,
         communicator: Communicator,
+        transfers: Sequence[PartTransfer],
         buckets: Collection[Bucket],
         complete: set[int],
         digest: Callable[[int], str],
     ) -> int:
-        """Get the parameters of the rank's layers, whole or its share of them, and make its new parts, after
-        ``plan``.
+        """Get the parameters of the rank's layers, whole or its share of them, and make its new parts.
 
+        :param transfers: those of this generation (``ShardedState.transfers``).
         :param complete: layers that are whole; the rank's layers are added once they have arrived, unless
             its stage shards.
         :param digest: returns the digest of a whole layer; called before the first step.
@@ -229,7 +229,7 @@ class ShardedState:
         self._allocate(stage, own, communicator)
         with torch.no_grad():
             self._fill(own, complete, digest if resume.step == 0 else None)
-            received_bytes = self._exchange(self._transfers, communicator)
+            received_bytes = self._exchange(transfers, communicator)
             parts: list[PartState] = []
             replicas: list[PartState] = []
             for layer in own:
