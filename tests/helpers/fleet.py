@@ -3,7 +3,6 @@ step.
 """
 
 import gc
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,13 +19,10 @@ from runtime.groups.store import Rendezvous
 from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages import trainer as p
 from statemachine.messages.values import Evaluation, Vote
+from tests.helpers.devices import BACKEND, DEVICE
 from tests.helpers.harness import PATIENCE_S, TOKEN, ServerThread
 from tests.helpers.snapshots import Layers
 from tests.helpers.zero import Pipelines, held_of
-
-DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
-"""Type of the engines' devices; they use the host's GPUs in turn."""
-BACKEND = os.environ.get("FTD_TEST_BACKEND", "gloo")
 
 
 class Fleet:
@@ -199,6 +195,7 @@ class Fleet:
         assert all(self.each(run))
 
     def abort(self) -> None:
+        # After the error of one rank, others may still be entering.
         for communicator in list(self._communicators.values()):
             communicator.abort()
 

@@ -33,14 +33,11 @@ from ftd.transport.client import ClusterClient
 from ftd.transport.wire.public import DrainRequest, JobData, ReadmitRequest, StopRequest, SubmitRequest
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.contract_witness import ContractWitness
+from tests.helpers.devices import BACKEND, DEVICE
 
 LIMIT_S = 200.0
 RELATIVE = 1e-9
 """Largest relative error of a loss."""
-DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
-"""Type of the trainers' devices; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
-BACKEND = os.environ.get("FTD_TEST_BACKEND", "gloo")
-"""Library of the trainers' groups; ``nccl`` needs a GPU for each (``make emulated-gpu-test``)."""
 SILENCE_S = 3.0
 """Timeout of a silent process: twice the usual one, because a busy machine delays processes that are alive."""
 HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}

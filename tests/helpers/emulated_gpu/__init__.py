@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from tests.helpers.emulated_gpu.sitecustomize import LIBRARY
+
 HERE = Path(__file__).parent
 SOURCE = HERE / "device.cpp"
-LIBRARY = "FTD_EMULATED_GPU"
-"""Environment variable with the path of the compiled device."""
 
 
 def compiled() -> Path:

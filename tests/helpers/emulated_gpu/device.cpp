@@ -468,7 +468,6 @@ TORCH_LIBRARY(emulated_gpu, library) {
   });
   library.def("allocated_bytes() -> int", []() -> int64_t { return allocated_bytes; });
   library.def("peak_bytes() -> int", []() -> int64_t { return peak_bytes; });
-  library.def("reset_peak() -> ()", []() { peak_bytes = allocated_bytes.load(); });
   library.def("host_memory(Tensor tensor) -> Tensor", [](const Tensor& tensor) { return on_cpu(tensor); });
   library.def("default_generator() -> Generator?", []() { return default_generator(); });
 }

@@ -36,9 +36,6 @@ class Event:
     def synchronize(self) -> None:
         pass
 
-    def wait(self, stream: "Stream | None" = None) -> None:
-        pass
-
     def elapsed_time(self, later: "Event") -> float:
         return 1e3 * (later._at_s - self._at_s)
 
@@ -50,9 +47,6 @@ class Stream:
         pass
 
     def wait_event(self, event: Event) -> None:
-        pass
-
-    def wait_stream(self, stream: "Stream") -> None:
         pass
 
     def synchronize(self) -> None:
@@ -94,17 +88,14 @@ def emulate(torch: Any) -> None:
         "get_device_name": lambda index=None: "emulated GPU",
         "get_device_capability": lambda index=None: (9, 0),
         "get_device_properties": properties,
-        "mem_get_info": lambda index=None: (TOTAL_BYTES - device.allocated_bytes(), TOTAL_BYTES),
         "memory_allocated": lambda index=None: device.allocated_bytes(),
         "max_memory_allocated": lambda index=None: device.peak_bytes(),
-        "reset_peak_memory_stats": lambda index=None: device.reset_peak(),
         "empty_cache": lambda: None,
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": lambda index=None: None,
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda index=None: only,
-        "default_stream": lambda index=None: only,
         "stream": on,
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda address, size_bytes, flags: 0, cudaHostUnregister=lambda address: 0
@@ -120,7 +111,6 @@ def emulate(torch: Any) -> None:
     from emulated_nccl import ProcessGroupNCCL
 
     torch.distributed.ProcessGroupNCCL = ProcessGroupNCCL
-    torch.distributed.is_nccl_available = lambda: True
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -148,5 +138,5 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         emulate(module)
 
 
-if LIBRARY in os.environ:
+if __name__ == "sitecustomize" and LIBRARY in os.environ:
     sys.meta_path.insert(0, _AfterImport())
