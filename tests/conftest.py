@@ -127,6 +127,16 @@ def refuse_processes(event: str, _arguments: object) -> None:
         raise AssertionError("this test starts a process: mark it with pytest.mark.processes")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print why tests failed that ran once more, since the second run may pass and nobody can repeat the first."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"first run of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+        for name, content in report.sections:
+            terminalreporter.section(name, sep="-")
+            terminalreporter.write_line(content)
+
+
 @pytest.fixture(autouse=True)
 def contract_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(problem: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from ftd.transport.mqtt.mosquitto import find_mosquitto
 
 LIBRARY = sorted((Path(__file__).parents[2] / "examples" / "chaos").glob("*.toml"))
 LIMIT_S = 300
+SCENARIO_LIMIT_S = 120.0
+"""Limit of each scenario, so that one that waits for something in vain says what it is before its test ends."""
 
 
 def by_cluster(path: Path) -> tuple[str, str]:
@@ -79,7 +82,7 @@ def test_there_are_enough_of_them_and_each_says_what_for() -> None:
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("path", sorted(LIBRARY, key=by_cluster), ids=lambda path: path.stem)
 def test_a_scenario_of_the_library(stages: Stages, path: Path) -> None:
-    scenario = load_scenario(path)
+    scenario = dataclasses.replace(load_scenario(path), limit_s=SCENARIO_LIMIT_S)
     if reason := missing_requirement(require_setup(scenario)):
         pytest.skip(reason)
     played = stages.play(scenario)
