@@ -83,6 +83,7 @@ def _judge(c: Cluster, node: NodeMachine) -> None:
         c.unjudged_health.add(node.name)
         return
     node.judged_check = report.number
+    c.dirty = True  # It may take part now, and a tick brings nothing else that a paused job would notice.
     c.publish()
     if slow is None:
         _note_passed(c, node)

@@ -242,7 +242,14 @@ def repeat_command(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """Send the command again that this node has yet to obey."""
     match c.state:
         case Quiescing() as state:
-            if node.name in state.expected and node.name not in state.reports:
+            if node.name not in state.expected or node.name in state.reports:
+                return
+            planned = c.resumption is not None and node.name in c.resumption.plan.nodes
+            obeyed = signal.generation >= state.generation
+            if state.mode == "boundary" and planned and not obeyed and not signal.training:
+                # Without these trainers the others may not reach the boundary.
+                _recover_trainers(c, node, f"{node.name} trains no longer")
+            else:
                 c.send(node, Quiesce(generation=state.generation, mode=state.mode))
         case Resuming() | Running() as group:
             here = signal.generation == group.generation
@@ -251,12 +258,15 @@ def repeat_command(c: Cluster, node: NodeMachine, signal: Hello) -> None:
             if here and signal.quiesced:
                 c.send(node, resume_command(c, group))
             elif node.name in group.planned:
-                # Its trainers failed and are back, both within one outage.
-                node.returning = True
-                why = f"{node.name} does not train under generation {group.generation}"
-                recover_from_loss(c, node, "trainer_lost", "hello", why)
+                _recover_trainers(c, node, f"{node.name} does not train under generation {group.generation}")
         case _:
             pass
+
+
+def _recover_trainers(c: Cluster, node: NodeMachine, why: str) -> None:
+    """Recover from the loss of trainers that failed and are back, both within one outage of the broker."""
+    node.returning = True
+    recover_from_loss(c, node, "trainer_lost", "hello", why)
 
 
 # --- failures ------------------------------------------------------------------------------------

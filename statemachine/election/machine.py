@@ -345,7 +345,9 @@ class ElectionMachine:
             return
         before = self.leader if lost else found
         resumed = self._led and before is not None and before.incarnation == self.me.incarnation
-        resumed &= not lost or not self._knowledge.may_have_led(self.me, self._others())
+        # The journal of another one may be from before this one led; or that one led since, and knew no better.
+        by_another = found is not None and found.incarnation != self.me.incarnation and event.has_journal
+        resumed &= not lost or not (by_another or self._knowledge.may_have_led(self.me, self._others()))
         term = self._knowledge.next_term(max(self.term, event.newest[0], found.term if found else 0))
         leader = Leader(term=term, name=self.me.name, incarnation=self.me.incarnation)
         how, at = (self._lost_how, self._lost_at) if self._lost_how else ("last_will", self._at)

@@ -671,6 +671,24 @@ def test_a_leader_whose_record_is_still_the_newest_keeps_its_state_whoever_it_me
     assert one.leads(found=mine, term=1).resumed
 
 
+def test_a_leader_that_finds_the_journal_of_another_one_does_not_continue_with_its_state() -> None:
+    """Both are there again, but the broker lost everything, and the other one began anew under a lower term."""
+    carl = Peer(name="carl", incarnation=3)
+    one = One()
+    one.feed(FollowerSessionOpened)
+    mine = one.leads(term=1).leader
+    one.feed(PeerSeen, peer=carl)
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="the broker")
+    anew = Leader(term=mine.term - 1, name="carl", incarnation=3)
+    one.feed(PeerSeen, peer=carl)
+    one.feed(LeaderSeen, leader=anew)
+    one.feed(FollowerSessionOpened)
+    one.waits_for_its_turn()
+    lead = one.leads(found=anew, term=mine.term)
+    assert not lead.resumed and lead.leader.term > mine.term
+
+
 def test_peers_that_are_gone_when_a_coordinator_begins_to_lead_have_not_led_since() -> None:
     one = One()
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))

@@ -171,6 +171,16 @@ def test_nobody_is_slow_before_enough_others_are_known_and_then_a_result_is_comp
     assert s.ordered == ["node-3"] and not s.ready("node-3")
 
 
+def test_a_node_joins_when_a_result_is_compared_at_a_tick_that_brings_no_other_news() -> None:
+    s = Checked(known=2)
+    s.join("node-3", devices(1, {"kind": "H100", "failed": "its test did not end"}))
+    s.check("node-3", health_report(2, 100.0))
+    s.say("node-2", HealthChecked(report=health_report(1, 100.0)))
+    assert not s.ready("node-3") and "join" not in s.due
+    s.fire("tick", 0.25)
+    assert s.ready("node-3") and "join" in s.due
+
+
 def test_a_node_that_trains_is_neither_tested_nor_judged_by_its_speed() -> None:
     s = Checked()
     s.say("node-2", HealthChecked(report=health_report(2, 10.0)))

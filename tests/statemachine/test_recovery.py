@@ -849,6 +849,30 @@ def test_a_node_that_returns_while_the_others_go_to_a_boundary_makes_them_abort(
     assert s.machine.generation == 3
 
 
+def test_trainers_that_failed_and_returned_in_an_outage_are_lost_though_a_boundary_is_on_its_way() -> None:
+    """Without them the others may not reach the boundary, and the recovery is from their loss."""
+    s = Recovering()
+    s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
+    s.fire("join", 0.1)
+    assert set(s.modes().values()) == {"boundary"}
+    s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
+    assert s.modes() == {"node-1": "boundary"}
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=1)
+    assert set(s.modes()) == set(HELD) and set(s.modes().values()) == {"abort"}
+    s.quiesced("node-0", 3, report())
+    s.reports(3, "node-1", "node-2", "node-3")
+    s.plan()
+    for name in HELD:
+        s.resumed(name, 3)
+    s.stepped("node-1", 3, 2)
+    assert (s.recovery["cause"], s.recovery["nodes"], s.recovery["detected_how"]) == (
+        "trainer_lost",
+        ["node-0", "node-3"],
+        "hello",
+    )
+
+
 # --- records of recoveries -----------------------------------------------------------------------
 
 

@@ -299,7 +299,7 @@ class Invariants(Oracle):
         """Check that a mere change of the protection costs no step, unless a spike is undone at that boundary."""
         recovery = event.details["recovery"]
         alone = recovery["cause"] == "protection_changed" and recovery["generations_tried"] == 1
-        alone = alone and event.generation != self.spike_lineage
+        alone = alone and recovery["generation"] != self.spike_lineage
         if alone and recovery["recomputed_steps"] + recovery["rolled_back_steps"]:
             self.violated("the protection is switched, but steps are computed again")
 

@@ -203,7 +203,8 @@ class SimNode(SimHost):
                 self._check = None
             self.on_effect(it)
         elif isinstance(it, CommandArrived):
-            if isinstance(it.message.command, Fence):
+            # Its injector may hold messages back that it sent before, and let them go later.
+            if isinstance(it.message.command, Fence) and not self.has_message_faults:
                 self.oracle.on_fenced(self.name, it.message.incarnation)
         elif isinstance(it, HealthCheckEnded):
             self._checked(it.report)
