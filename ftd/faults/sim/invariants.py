@@ -51,7 +51,7 @@ class Invariants(Oracle):
         """Incarnation of each term's first leader, and the time."""
         self.next_to_publish = 1
         self.first_step = 0
-        """The step from which the current job began."""
+        """The step from which the current job began, or an earlier one to which it returned."""
         self.wrong_code = False
         self.spike_lineage = 0
         """Lineage that began with the last spike of the loss that was undone."""
@@ -146,6 +146,7 @@ class Invariants(Oracle):
         self.checkpoint_store.rolled_back(self.job_id or "", step)
         self.published = {number: version for number, version in self.published.items() if number <= step}
         self.newest_published = min(self.newest_published, step)
+        self.first_step = min(self.first_step, step)
         self.next_to_publish = min(self.next_to_publish, step + 1)
         self.evaluations.rolled_back(step)
 
