@@ -239,7 +239,7 @@ def test_a_journal_that_forgets_its_position_is_found(monkeypatch: pytest.Monkey
         real(self, state, **{**more, "position": None})
 
     monkeypatch.setattr(Journal, "save", save)
-    found("", seeds_from(160), RESTORED_BROKER)
+    found("", seeds_from(174), RESTORED_BROKER)
 
 
 def test_a_follower_that_fails_on_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_a_journal_that_loses_the_resumed_plan_with_its_end_is_found(
     overrides = SeedOverrides(
         coordinators=1, zero1=False, rare_faults=False, at_commits=cuts, triggered_faults=triggered
     )
-    found("", seeds_from(86), overrides)
+    found("", seeds_from(113), overrides)
 
 
 def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
@@ -337,14 +337,14 @@ def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
         patch.setattr(durable, "skip_unseen_generations", lambda journal, incarnation: journal)
         found("was used twice", overrides=RESTORED_BROKER)
     monkeypatch.setattr(election, "is_outdated", lambda newest, others: False)
-    found("which is connected, has", seeds_from(28), RESTORED_BROKER)
+    found("which is connected, has", seeds_from(53), RESTORED_BROKER)
 
 
 def test_a_lost_build_order_that_is_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
     lossy = tuple(("JobSubmitted", faults.lose_messages, 0) for _ in range(3))
     submitted = (("NodeJoined", faults.lose_messages, 0), ("NodeJoined", faults.lose_messages, 1))
-    found("to build", seeds_from(40), SeedOverrides(rare_faults=False, triggered_faults=(*lossy, *submitted)))
+    found("to build", seeds_from(56), SeedOverrides(rare_faults=False, triggered_faults=(*lossy, *submitted)))
 
 
 def upgrade_and_lose_power(sim: Simulation) -> None:
@@ -471,7 +471,7 @@ def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pyte
     cuts = tuple(("TrainingResumed", faults.cut_node, passed) for passed in (0, 0, 1, 2))
     found(
         "",
-        seeds_from(50),
+        seeds_from(154),
         overrides=SeedOverrides(
             coordinators=1, triggered_faults=(*cuts, ("NodeLost", faults.exit_trainer, 0))
         ),
@@ -497,7 +497,7 @@ def test_an_agent_that_repeats_no_report_after_an_outage_is_found(monkeypatch: p
     real = agent_commands.send_hello
     monkeypatch.setattr(agent_commands, "send_hello", hello)
     outages = tuple((name, faults.restart_broker, 0) for name in ("Quiesced", "PlanChosen", "NodeLost"))
-    found("no progress after the healing", seeds_from(170), SeedOverrides(triggered_faults=outages))
+    found("no progress after the healing", seeds_from(348), SeedOverrides(triggered_faults=outages))
 
 
 def test_a_snapshot_that_is_retained_before_it_is_complete_everywhere_is_found(
@@ -568,7 +568,7 @@ def test_a_rollback_that_undoes_nothing_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_trainers_that_do_not_learn_what_to_retain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_snapshots, "send_retained", lambda a, device: None)
-    found("overwrites its shard of the newest snapshot", seeds_from(70))
+    found("overwrites its shard of the newest snapshot", seeds_from(95))
 
 
 def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,7 +582,7 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
     monkeypatch.setattr(agent_commands, "prepare", prepare)
     # Otherwise it would be repaired.
     monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
-    found("no progress after the healing", seeds_from(60), SeedOverrides(duplicates=0.1))
+    found("no progress after the healing", seeds_from(108), SeedOverrides(duplicates=0.1))
 
 
 def test_a_snapshot_that_counts_with_a_wrong_protection_is_found(
@@ -625,7 +625,7 @@ def test_snapshot_copies_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rollback, "held_copies", lambda *everything, **others: {})
     crashes = tuple(("SnapshotCompleted", faults.crash_node, passed) for passed in (1, 2))
     alone = SeedOverrides(zero1=False, protection="aec+buddy", checkpoints=False, triggered_faults=crashes)
-    found("and replica peers of", seeds_from(70), alone)
+    found("and replica peers of", seeds_from(85), alone)
 
 
 # --- names that never come back ---------------------------------------------------------------------
@@ -780,7 +780,7 @@ def test_endless_rollbacks_to_a_corrupt_checkpoint_are_found(
     )
     found(
         "no progress after the healing",
-        seeds_from(16),
+        seeds_from(30),
         SeedOverrides(checkpoints=True, triggered_faults=triggered),
     )
 
