@@ -76,7 +76,7 @@ class BrokerChecks:
             if not payload:
                 return
             copy = decode_copy(payload)
-            oracle.journal_by = connection.host
+            oracle.led_last = connection.host
             if copy.position > oracle.replicated:
                 oracle.replicated, oracle.replicated_by = copy.position, connection.host
             oracle.on_journal(note)
@@ -124,6 +124,7 @@ class BrokerChecks:
         oracle, network = self._invariants, self._network
         what = f"{me.name} begins to lead from the journal {position}"
         self._check_snapshot_age(me, what)
+        oracle.led_last = me.name
         if me.unreadable is not None and me.unreadable.position > position and not me.reads(me.unreadable):
             oracle.violated(f"{what}, but saw {me.unreadable.position}, a journal that it cannot read")
         if position >= oracle.replicated:
@@ -167,10 +168,11 @@ class BrokerChecks:
         then nothing there shows it.
         """
         oracle = self._invariants
-        if oracle.journal_by in ("", me.name):
+        other, oracle.led_last = oracle.led_last, me.name
+        if other == me.name:
             return
         if not self._network.restored_stale:
-            oracle.violated(f"{me.name} leads again with its state, and {oracle.journal_by} led in between")
+            oracle.violated(f"{me.name} leads again with its state, and {other} led in between")
         self._forget_lost(view)
 
     def _check_snapshot_age(self, me: SimCoordinator, what: str) -> None:

@@ -321,6 +321,8 @@ class _Process(Coordinator):
         position = max(self.journal.position, copy.position if copy is not None else (0, 0))
         super()._begin(leader, copy)
         of = self._of
+        if position >= of.invariants.replicated:  # Also if it is deposed already: nobody has written since.
+            of.invariants.led_last = of.name
         connection = of.network.leader
         if connection is not None and connection.host == of.name and self._loop.alive:
             of.check(lambda: of.on_lead(position, JournalView(self.machine)))

@@ -63,8 +63,8 @@ class Invariants(Oracle):
         """The position of the newest journal that was ever at the broker."""
         self.replicated_by = ""
         """The coordinator that published it."""
-        self.journal_by = ""
-        """The coordinator whose journal was the last to reach the broker."""
+        self.led_last = ""
+        """The coordinator that began to lead last, or whose journal reached the broker since."""
 
     def new_job(self, begin: CheckpointRecord | None, job: Job | None) -> None:
         """:param begin: the checkpoint that the job starts from."""
