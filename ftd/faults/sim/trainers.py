@@ -461,9 +461,12 @@ class SimTrainer:
             )
 
     def flip_bit(self) -> bool:
-        """Corrupt a layer of which the group has another copy. Return whether there is one."""
+        """Corrupt a layer of which the group has another copy. Return whether there is one.
+
+        Only while it trains: nothing compares what changes after the comparison at the end of the job.
+        """
         group = self.group
-        if group is None or group.sharded or not self.responsive or self.phase not in (*STEPPING, "done"):
+        if group is None or group.sharded or not self.responsive or self.phase not in STEPPING:
             return False
         owned = sorted(group.replicated_layers.intersection(group.owned[self.rank], self.layers))
         if not owned or any(self.layers[layer] in self.node.versions.sound for layer in owned):
