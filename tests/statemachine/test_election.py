@@ -672,7 +672,7 @@ def test_a_leader_whose_record_is_still_the_newest_keeps_its_state_whoever_it_me
 
 
 def test_a_leader_that_finds_the_journal_of_another_one_does_not_continue_with_its_state() -> None:
-    """Both are there again, but the broker lost everything, and the other one began anew under a lower term."""
+    """Both are there again, but the broker lost everything, and the other one began again under a lower term."""
     carl = Peer(name="carl", incarnation=3)
     one = One()
     one.feed(FollowerSessionOpened)
@@ -680,12 +680,12 @@ def test_a_leader_that_finds_the_journal_of_another_one_does_not_continue_with_i
     one.feed(PeerSeen, peer=carl)
     one.feed(FollowerSessionLost)
     one.feed(LeaderSessionLost, why="the broker")
-    anew = Leader(term=mine.term - 1, name="carl", incarnation=3)
+    lower = Leader(term=mine.term - 1, name="carl", incarnation=3)
     one.feed(PeerSeen, peer=carl)
-    one.feed(LeaderSeen, leader=anew)
+    one.feed(LeaderSeen, leader=lower)
     one.feed(FollowerSessionOpened)
     one.waits_for_its_turn()
-    lead = one.leads(found=anew, term=mine.term)
+    lead = one.leads(found=lower, term=mine.term)
     assert not lead.resumed and lead.leader.term > mine.term
 
 
