@@ -193,7 +193,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     if old is not None:
         node.retired = (*old.retired, old.incarnation)[-MAX_RETIRED:]
         _continue_drain(c, old, node)
-        node.failures, node.quarantine = old.failures, old.quarantine
+        node.failures, node.quarantine, node.needed_by = old.failures, old.quarantine, old.needed_by
     c.nodes[name] = node
     c.rejected.pop((name, incarnation), None)
     _join(c, node, f"{name} at {hello.facts.host} with {count_noun(hello.facts.devices, 'device')}")

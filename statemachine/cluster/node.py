@@ -197,6 +197,10 @@ class NodeMachine:
     """Problem that its last health check found; empty: none."""
     quarantine: Quarantine | None = None
     """Reason why the node is set aside, across incarnations and jobs; ``None``: it is not."""
+    needed_by: int = 0
+    """Number of the other nodes when they had no plan for the job without it, so that it was readmitted; 0: they
+    had, as far as known.
+    """
     retired: tuple[int, ...] = ()
     """Past incarnations of this name, the last ``MAX_RETIRED``."""
 
@@ -227,6 +231,6 @@ class NodeMachine:
         """Reset what was known about this node and a job that is over."""
         self.prepare_sent = self.prepared = self.returning = False
         self.build_error = None
-        self.counted_in = self.step = self.timed_generation = 0
+        self.counted_in = self.step = self.timed_generation = self.needed_by = 0
         self.speed, self.speed_changed_at = 1.0, None
         self.snapshots, self.part_failures, self.retain_sent_step = frozenset(), Counter(), 0

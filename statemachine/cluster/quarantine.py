@@ -10,8 +10,8 @@ of them, belongs to the job's code (``trainers``), and is forgotten on all of th
 the nodes, such as that of a file server, makes none of them stand out.
 
 The job comes first: if the other nodes cannot train, those that are set aside are readmitted one by one,
-except where their results would be wrong. Their failures still count, so that the next one sets them aside
-again.
+except where their results would be wrong. Their failures still count: the next one sets them aside again if
+there are more nodes by then.
 """
 
 from collections.abc import Sequence
@@ -168,7 +168,7 @@ def quarantine_node(
     *,
     fenced: bool = True,
 ) -> bool:
-    """Set a node aside, and return whether it was: not if it is the only node that can train, or if too many
+    """Set a node aside, and return whether it was: not if the others cannot train without it, or if too many
     nodes are set aside already. Either way an event with the evidence says so.
 
     A node whose trainers run is fenced and declared lost, unless ``fenced`` is false: its state does not count,
@@ -177,7 +177,7 @@ def quarantine_node(
 
     :param reason: sentence that says why, without the node's name.
     """
-    why = _why_not(c, node)
+    why = _why_not(c, node, cause)
     details: dict[str, Any] = {"cause": cause, "evidence": evidence_details(c, evidence)}
     if why:
         c.emit("QuarantineSkipped", f"{node.name} stays, since {why}: {reason}", node=node.name, **details)
@@ -200,15 +200,24 @@ def quarantine_node(
     return True
 
 
-def _why_not(c: Cluster, node: NodeMachine) -> str:
+def _why_not(c: Cluster, node: NodeMachine, cause: QuarantineCause) -> str:
     """Return why this node cannot be set aside, or an empty string if it can."""
     others = [one for one in c.alive() if one is not node]
-    if not any(one.quarantine is None and not one.departing for one in others):
+    usable = _count_usable(c, node)
+    if not usable:
         return "no other node can train"
+    if usable <= node.needed_by and cause not in WRONG_RESULTS:
+        return "the other nodes cannot train without it"
     aside, present = sum(1 for one in others if one.quarantine is not None), len(others) + 1
     if aside >= max(1, int(c.hardware.quarantine.max_share * present)):
         return f"{aside} of {present} nodes are set aside already (quarantine.max_share)"
     return ""
+
+
+def _count_usable(c: Cluster, node: NodeMachine) -> int:
+    """Return the number of other nodes that may take part in plans."""
+    others = [one for one in c.alive() if one is not node]
+    return sum(1 for one in others if one.quarantine is None and not one.departing)
 
 
 def evidence_details(c: Cluster, failures: Sequence[NodeFailure]) -> list[dict[str, Any]]:
@@ -326,6 +335,8 @@ def readmit_node(c: Cluster, node: NodeMachine, by: str, reason: str) -> None:
     cause, node.quarantine = node.quarantine.cause, None
     if by == "user":
         node.failures = ()
+    elif by == "need":
+        node.needed_by = _count_usable(c, node)
     c.dirty = True
     c.persist()
     c.emit("NodeReadmitted", f"{node.name} may take part again: {reason}", node=node.name, by=by, cause=cause)

@@ -304,6 +304,31 @@ def test_a_node_without_which_there_is_no_plan_is_readmitted() -> None:
     assert len(s.machine._c.nodes["node-1"].failures) == 1, "it is on probation"
 
 
+def test_a_node_that_the_others_need_is_not_set_aside_again_until_there_are_more() -> None:
+    s = small(QuarantineLimits(failures=1))
+    s.say("node-1", TrainerLost(generation=1, device=0, cause="raised", detail=BAD))
+    s.quiesced("node-0", 2, report(1))
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s.feed(PlanImpossible, generation=2, too_few=True, reason="too few nodes", needed=2)
+
+    s.fire("join", 1.0)
+    for name, held in (("node-0", report(1)), ("node-1", report(0, held=()))):
+        s.quiesced(name, 3, held)
+    s.plan()
+    for name in NAMES[:2]:
+        s.resumed(name, 3)
+    s.stepped("node-0", 3, 2)
+    s.say("node-1", TrainerLost(generation=3, device=0, cause="raised", detail=BAD))
+    [skipped] = [event for event in s.all(EmitEvent) if event.name.startswith("Quarantine")]
+    assert skipped.reason.startswith("node-1 stays, since the other nodes cannot train without it: ")
+    assert not s.commands(Fence)
+    s.quiesced("node-0", 4, report(2))
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s.hello("node-2", 102)
+    s.say("node-1", TrainerLost(generation=4, device=0, cause="raised", detail=BAD))
+    assert "NodeQuarantined" in [event.name for event in s.all(EmitEvent)], "node-2 may take its place"
+
+
 def test_a_node_that_does_not_answer_the_quiesce_again_and_again_is_set_aside() -> None:
     s = Bad(limits=QuarantineLimits(failures=1))
     s.feed(NodeVanished, node="node-0", incarnation=100)

@@ -239,6 +239,19 @@ def test_a_part_beyond_repair_leads_to_a_new_snapshot_at_once() -> None:
     assert s.machine.snapshot.step == 36
 
 
+def test_a_corrupt_part_counts_once_against_its_node_whichever_incarnation_reports_it() -> None:
+    s = Tried()
+    s.begin_with_one()
+    s.heartbeat("node-1", retained_step=22, corrupt_step=22)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.hello("node-1", 201)
+    s.say("node-1", Prepared(job_id="job-1", profile=None))
+    s.heartbeat("node-1", retained_step=22, corrupt_step=22)
+    node = s.machine._c.nodes["node-1"]
+    assert node.incarnation == 201 and sum(node.part_failures.values()) == 1
+    assert [failure.cause for failure in node.failures] == ["checksum"]
+
+
 def test_a_lost_snapshot_order_is_sent_again_and_a_lost_completion_requested() -> None:
     s = Snapshots()
     s.begin()
