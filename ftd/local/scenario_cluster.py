@@ -16,18 +16,20 @@ from ftd.faults.chaos.player import ScenarioPlayer, ScenarioResult
 from ftd.faults.chaos.targets import read_layout
 from ftd.faults.chaos.values import CentralService, ClusterSetup, SameLosses, Scenario
 from ftd.local.cluster import ClusterOptions
-from ftd.local.driver import ClusterResources, LocalDriver
+from ftd.local.driver import NODES_START_S, ClusterResources, LocalDriver
 from ftd.local.inject import LocalInjector
 from ftd.local.mounts import mount_tmpfs
 from ftd.local.namespaces import unavailable_reason
 from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.transport.wire.public import JobData
+from statemachine.cluster.quarantine import HEALTH_CAUSES
 
 START_S = 120.0
 """Longest time from the submission of the job until training begins."""
 LEAVE_S = 10.0
 STOP_S = 10.0
 _GAP_EVENTS = 200
+_POLL_S = 0.1
 DISK = "{disk}"
 Report = Callable[[str], None]
 
@@ -239,9 +241,26 @@ class ScenarioCluster:
             if not driver.cluster.processes.running(name):
                 await driver.start_node(name)
         await driver.ready()
-        for name, node in driver.state.get("nodes", {}).items():
-            if node["quarantine"] is not None:
-                await driver.readmit(name)
+        aside = {name: node for name, node in driver.state["nodes"].items() if node["quarantine"] is not None}
+        for name in aside:
+            await driver.readmit(name)
+        checked = {name: one for name, one in aside.items() if one["quarantine"]["cause"] in HEALTH_CAUSES}
+        await self._await_checks({name: node["health"] for name, node in checked.items()})
+
+    async def _await_checks(self, before: dict[str, Any]) -> None:
+        """Wait until nodes that were readmitted have passed the health check that they need for it.
+
+        :param before: the results of their last checks.
+        :raises PeerError: one of them does not pass.
+        """
+        for name, health in before.items():
+            deadline = asyncio.get_running_loop().time() + NODES_START_S
+            while self._driver.state["nodes"][name]["health"] == health:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise PeerError(f"{name} made no health check within {NODES_START_S:g} s")
+                await asyncio.sleep(_POLL_S)
+            if reason := self._driver.state["nodes"][name]["quarantine"]:
+                raise PeerError(f"{name} cannot be readmitted: {reason['reason']}")
 
     # --- events and states ---------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ _ORDERS_PER_TICK = 50
 
 def take_report(c: Cluster, node: NodeMachine, report: HealthReport) -> None:
     """Take the result of a check, and set the node aside if its devices are bad."""
-    if node.health is not None and report.number <= node.health.number:
+    if node.health is not None and report.number <= max(node.health.number, node.judged_check):
         return
     node.health, node.health_at, node.health_ordered_at = report, c.at, None
     node.device_speeds = _speeds_by_kind(report)

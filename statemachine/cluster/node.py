@@ -186,7 +186,7 @@ class NodeMachine:
     links_ordered: bool = False
     """Whether a check of its links was ordered."""
     judged_check: int = 0
-    """Number of the last health check that was compared with the other nodes'."""
+    """Number of the last health check that was compared with the other nodes', or that no longer counts."""
     slow_checks: tuple[NodeFailure, ...] = ()
     """Results of the last health checks in a row that were slow."""
     suspected: bool = False

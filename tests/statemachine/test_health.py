@@ -259,6 +259,18 @@ def test_a_wrong_device_stays_aside_until_a_user_readmits_it_and_it_passes_anoth
     assert s.ready("node-3") and not s.aside("node-3")
 
 
+def test_a_check_that_was_ordered_before_a_user_readmits_a_node_does_not_count() -> None:
+    s = Checked(every_s=60.0)
+    s.join("node-3", health_report(1, wrong="a product is wrong"))
+    s.fire("tick", 61.0)
+    assert s.ordered == ["node-3"]
+    s.feed(ReadmitRequested, request="r", node="node-3")
+    s.say("node-3", HealthChecked(report=health_report(2, wrong="a product is wrong")))
+    assert not s.aside("node-3") and not s.ready("node-3")
+    s.check("node-3", health_report(3))
+    assert s.ordered == ["node-3", "node-3"] and s.ready("node-3")
+
+
 def test_a_node_in_use_whose_hello_shows_a_wrong_product_is_fenced_and_told_nothing_else() -> None:
     s = Checked()
     s.hello(

@@ -10,7 +10,7 @@ from ftd.faults.chaos.values import Scenario
 from ftd.faults.chaos.verdicts import has_failed, unmet_expectations
 
 GRACE_S = 10.0
-"""Longest time for which states and events may still arrive after the job has ended."""
+"""Longest time for which states and events may still arrive after the job has ended and all faults are over."""
 IDLE_PHASES = frozenset({"PAUSED", "WAITING"})
 """Phases in which no further step can be expected."""
 
@@ -40,7 +40,9 @@ class EndCondition:
         satisfied = happened and not unmet_expectations(scenario, record)
         if record.end_event:
             self._ended_at_s = now_s if self._ended_at_s is None else self._ended_at_s
-            over = satisfied or now_s > self._ended_at_s + GRACE_S
+            # The next scenario on this cluster must not begin with this one's faults.
+            quiet_since_s = max((self._ended_at_s, *(one.over_at_s for one in injected)))
+            over = satisfied or now_s > quiet_since_s + GRACE_S
             return f"the end of the job ({record.end_event})" if over else ""
         if any(one.problem for one in injected) and not injecting:
             return "a fault that could not be injected"

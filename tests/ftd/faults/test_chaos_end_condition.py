@@ -92,6 +92,14 @@ def test_messages_may_still_arrive_after_the_job_s_end() -> None:
     assert story.end_reason(2.1 + GRACE_S + 0.1) == "the end of the job (JobFinished)"
 
 
+def test_it_waits_until_a_fault_is_over_also_if_the_job_has_ended() -> None:
+    story = Story({**KILL, "do": "disconnect", "for_s": 30.0}, expect={"events": ["NodeLost"]})
+    story.inject(1.0)
+    story.receive("JobFinished", 2.0)
+    assert story.end_reason(2.1) == story.end_reason(31.0 + GRACE_S - 0.1) == ""
+    assert story.end_reason(31.0 + GRACE_S + 0.1) == "the end of the job (JobFinished)"
+
+
 def test_it_ends_when_an_expectation_or_a_fault_fails() -> None:
     story = Story(expect={"no_events": ["NodeLost"], "events": ["NodeJoined"]})
     story.inject(1.0)
