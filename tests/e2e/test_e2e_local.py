@@ -188,7 +188,8 @@ def test_other_commands_reach_it_while_it_runs(
     assert "coordinator has ended; coordinator-2 still running" in printed
     assert "node-3 has ended before it was ready: the job started with the other 3 nodes" in printed
     assert re.search(r"^broker: mqtt://127\.0\.0\.1:\d+$", printed, re.M)
-    assert re.search(r"start-up .* of 4 nodes are ready \(stage 1 of 7\)", printed)
+    # A line comes every two seconds at most, so a quick start shows only some of its stages.
+    assert re.search(r"start-up .* \(stage \d of 7\)", printed)
 
 
 def test_a_command_changes_only_the_cluster_that_it_names(
