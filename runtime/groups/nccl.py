@@ -25,7 +25,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from itertools import product
 
@@ -172,37 +172,45 @@ class NcclCommunicator(Communicator):
         return backend(PrefixStore(name, store), members.index(self.rank), len(members), options)
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
-        self.check()
-        return self._issue(self._groups[channel, self.rank < peer].send([tensor], peer, 0))
+        return self._issue(lambda: self._groups[channel, self.rank < peer].send([tensor], peer, 0))
 
     def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
-        self.check()
-        return self._issue(self._groups[channel, peer < self.rank].recv([tensor], peer, 0))
+        return self._issue(lambda: self._groups[channel, peer < self.rank].recv([tensor], peer, 0))
 
     def all_reduce(self, tensor: Tensor, members: Members) -> PendingOperation:
-        self.check()
         if len(members) == 1:
+            self.check()
             return PendingOperation(done=True)
-        return self._issue(self._groups[members].allreduce([tensor]))
+        return self._issue(lambda: self._groups[members].allreduce([tensor]))
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        self.check()
-        return self._issue(self._groups[members]._allgather_base(target, source))
+        return self._issue(lambda: self._groups[members]._allgather_base(target, source))
 
     def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        self.check()
         if target.numel() % len(members) == 0:
-            return self._issue(self._groups[members]._allgather_base(target, source))
-        return self._issue(self._groups[members].allgather([_ranges(target, len(members))], [source]))
+            return self.all_gather(target, source, members)
+        ranges = _ranges(target, len(members))
+        return self._issue(lambda: self._groups[members].allgather([ranges], [source]))
 
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        self.check()
         if source.numel() % len(members) == 0:
-            return self._issue(self._groups[members]._reduce_scatter_base(target, source))
-        return self._issue(self._groups[members].reduce_scatter([target], [_ranges(source, len(members))]))
+            return self._issue(lambda: self._groups[members]._reduce_scatter_base(target, source))
+        ranges = _ranges(source, len(members))
+        return self._issue(lambda: self._groups[members].reduce_scatter([target], [ranges]))
 
-    def _issue(self, work: Work) -> PendingOperation:
-        return _IssuedOperation(work)
+    def _issue(self, issue: Callable[[], Work]) -> PendingOperation:
+        """Issue an operation, which NCCL rejects if its group is aborted or broken.
+
+        :raises PeerLost: the group is broken without an abort.
+        """
+        self.check()
+        try:
+            return _IssuedOperation(issue())
+        except Exception as error:
+            self.check()  # An abort may have come since.
+            if isinstance(error, dist.DistBackendError):
+                raise PeerLost(short_message(error)) from error
+            raise
 
     def wait(self, pending: PendingOperation) -> None:
         if not isinstance(pending, _IssuedOperation):

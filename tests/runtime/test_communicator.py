@@ -390,6 +390,26 @@ def test_pairs_that_will_communicate_connect_while_the_world_forms_without_a_cir
         one.close()
 
 
+@pytest.mark.parametrize(("aborted", "expected"), [(True, CommunicationAborted), (False, PeerLost)])
+def test_an_operation_that_nccl_rejects_is_one_of_a_group_that_was_aborted_or_has_lost_a_peer(
+    aborted: bool, expected: type[Exception]
+) -> None:
+    """An abort may come in the moment in which the main thread issues an operation."""
+    one = NcclCommunicator(
+        Rendezvous(host="127.0.0.1", port=1, token=TOKEN, generation=1), 0, 2, torch.device("cpu")
+    )
+
+    def allreduce(_: object) -> None:
+        if aborted:
+            one.abort()
+        raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0")
+
+    one._groups[0, 1] = SimpleNamespace(allreduce=allreduce, abort=lambda: None)
+    with pytest.raises(expected):
+        one.all_reduce(torch.ones(1), (0, 1))
+    one.close()
+
+
 def test_ranks_that_share_a_gpu_are_rejected_with_what_to_change(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ class ProcessGroupNCCL:
         work, stream = Work(), self._streams[ranks]
         with self._lock:
             if self._aborted:
-                raise RuntimeError("NCCL communicator was aborted")
+                raise dist.DistBackendError("NCCL communicator was aborted")
             stream.under_way.add(work)
         stream.put((run, work))
         return work
