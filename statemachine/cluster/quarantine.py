@@ -282,9 +282,8 @@ def readmit(c: Cluster, event: ReadmitRequested) -> None:
         return
     if node.quarantine.cause in HEALTH_CAUSES and node.alive and node.health is not None:
         if node.health_ordered_at is not None:
-            node.judged_check = (
-                node.health.number + 1
-            )  # That check may have begun before the device was repaired.
+            # The check under way may have begun before the device was repaired.
+            node.judged_check = node.health.number + 1
         node.health_pending, node.health_ordered_at = True, None  # The next tick orders the check.
     c.answer(event.request, True, f"{node.name} is not set aside any more; {_when_it_takes_part(c, node)}")
     readmit_node(c, node, "user", "a user requested it")
