@@ -198,11 +198,14 @@ def take_returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
     else:
         take_back(c, node)
         include_returned_node(c, node)
-        take_hello(c, node, signal)
+        take_hello(c, node, signal, is_back=True)
 
 
-def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
-    """Compare what the node reports with what is known here, and repeat what it may have missed."""
+def take_hello(c: Cluster, node: NodeMachine, signal: Hello, *, is_back: bool = False) -> None:
+    """Compare what the node reports with what is known here, and repeat what it may have missed.
+
+    :param is_back: the node was absent until now.
+    """
     if signal.generation < node.obeyed:
         c.ignore("a Hello that is older than this node's last report", node.name)
         return
@@ -212,7 +215,7 @@ def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         health.take_report(c, node, signal.health)
         if not node.alive:
             return
-    new_snapshots = snapshots.take_held(c, node, signal)
+    new_snapshots = snapshots.take_held(c, node, signal, is_back=is_back)
     learn_generation(c, signal.generation)
     under_way = c.current_job.job_id if c.active else None
     if signal.job_id is not None and signal.job_id != under_way:

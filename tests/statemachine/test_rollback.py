@@ -14,7 +14,7 @@ from statemachine.events import (
     RestoreChecked,
 )
 from statemachine.messages.cluster import Heartbeat, RestoreFailed, Resume, Stepped, TakeSnapshot, TrainerLost
-from statemachine.messages.common import Prepared
+from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import CheckpointRecord, ClusterPhase
 from statemachine.timing import Timing
 from tests.helpers.cluster_machine import running
@@ -221,6 +221,24 @@ def half_lost() -> Snapshots:
     s.both_hosts_die()
     s.hello("node-3", 203, snapshots=(KEY,))
     return s
+
+
+def test_a_host_that_is_back_with_its_part_of_the_snapshot_ends_the_wait_though_it_cannot_train() -> None:
+    """It said before that it has the part, so its Hello tells nothing new."""
+    s = Snapshots()
+    s.complete_snapshot()
+    s.both_hosts_die()
+    s.survivors(3)
+    s.plan_or_not()
+    s.check()
+    assert "may still hold it" in waiting_for(s)
+    s.hello("node-3", 103, job_id="job-1", generation=2, snapshots=(KEY,))
+    assert {one.node for one in s.commands(Quiesce)} == {"node-0", "node-2"}
+    s.survivors(4)
+    s.plan_or_not()
+    s.check()
+    s.plan()
+    assert {one.command.restore.step for one in s.commands(Resume)} == {3}
 
 
 def restoring() -> Snapshots:

@@ -291,9 +291,11 @@ def abandon(c: Cluster, why: str) -> None:
 # --- snapshots that nodes hold -------------------------------------------------------------------
 
 
-def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
-    """Record what a Hello says the node's memory holds. Return whether that is new information about the
-    newest snapshot.
+def take_held(c: Cluster, node: NodeMachine, signal: Hello, *, is_back: bool = False) -> bool:
+    """Record what a Hello says the node's memory holds. Return whether more of the newest snapshot is present
+    now.
+
+    :param is_back: the node was absent until now.
     """
     node.retained_step, node.said_hello = None, True
     job, newest = c.job, c.snapshots.newest
@@ -301,12 +303,10 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
         return False
     before = node.snapshots
     node.snapshots |= {held for held in signal.snapshots if held.job_id == job.job_id}
-    if node.snapshots == before:
-        return False
-    c.persist()
-    return newest is not None and any(
-        same_snapshot(held, key_of(c, newest)) for held in node.snapshots - before
-    )
+    if node.snapshots != before:
+        c.persist()
+    added = node.snapshots if is_back else node.snapshots - before
+    return newest is not None and any(same_snapshot(held, key_of(c, newest)) for held in added)
 
 
 def take_retained(c: Cluster, node: NodeMachine, signal: Heartbeat) -> bool:
