@@ -200,7 +200,7 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
         (32281, SeedOverrides()),
         # A paused job waits for a node whose health check can only be compared later, at a tick.
         (287, SeedOverrides()),
-        # A node is back with its part of an awaited snapshot, of which it had told before.
+        # A node is back with its part of an awaited snapshot, which it had reported before.
         (70142, SeedOverrides(coordinators=2, upgrades=True)),
         # The others cannot train without a node whose part of the snapshot is corrupt.
         (2615, SeedOverrides()),
