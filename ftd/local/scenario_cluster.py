@@ -29,7 +29,6 @@ START_S = 120.0
 LEAVE_S = 10.0
 STOP_S = 10.0
 _GAP_EVENTS = 200
-_POLL_S = 0.1
 DISK = "{disk}"
 Report = Callable[[str], None]
 
@@ -106,6 +105,7 @@ class ScenarioCluster:
         self._player: ScenarioPlayer | None = None
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
+        self._state_changed = asyncio.Event()
         self._baselines: dict[bytes, dict[int, float]] = {}
 
     async def __aenter__(self) -> Self:
@@ -244,23 +244,25 @@ class ScenarioCluster:
         aside = {name: node for name, node in driver.state["nodes"].items() if node["quarantine"] is not None}
         for name in aside:
             await driver.readmit(name)
-        checked = {name: one for name, one in aside.items() if one["quarantine"]["cause"] in HEALTH_CAUSES}
-        await self._await_checks({name: node["health"] for name, node in checked.items()})
+        for name, node in aside.items():
+            if node["quarantine"]["cause"] in HEALTH_CAUSES:
+                await self._await_check(name, node["health"])
 
-    async def _await_checks(self, before: dict[str, Any]) -> None:
-        """Wait until nodes that were readmitted have passed the health check that they need for it.
+    async def _await_check(self, name: str, before: Any) -> None:
+        """Wait until a node that was readmitted has passed the health check that it needs for it.
 
-        :param before: the results of their last checks.
-        :raises PeerError: one of them does not pass.
+        :param before: the result of its last check.
+        :raises PeerError: it does not pass.
         """
-        for name, health in before.items():
-            deadline = asyncio.get_running_loop().time() + NODES_START_S
-            while self._driver.state["nodes"][name]["health"] == health:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise PeerError(f"{name} made no health check within {NODES_START_S:g} s")
-                await asyncio.sleep(_POLL_S)
-            if reason := self._driver.state["nodes"][name]["quarantine"]:
-                raise PeerError(f"{name} cannot be readmitted: {reason['reason']}")
+        try:
+            async with asyncio.timeout(NODES_START_S):
+                while self._driver.state["nodes"][name]["health"] == before:
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
+        except TimeoutError:
+            raise PeerError(f"{name} made no health check within {NODES_START_S:g} s") from None
+        if aside := self._driver.state["nodes"][name]["quarantine"]:
+            raise PeerError(f"{name} cannot be readmitted: {aside['reason']}")
 
     # --- events and states ---------------------------------------------------------------------------
 
@@ -273,6 +275,7 @@ class ScenarioCluster:
             self._ended.set()
 
     def _on_state(self, state: dict[str, Any]) -> None:
+        self._state_changed.set()
         if self._player is not None:
             self._player.on_state(state)
 

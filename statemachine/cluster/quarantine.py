@@ -202,12 +202,12 @@ def quarantine_node(
 
 def _why_not(c: Cluster, node: NodeMachine, cause: QuarantineCause) -> str:
     """Return why this node cannot be set aside, or an empty string if it can."""
-    others = [one for one in c.alive() if one is not node]
     usable = _count_usable(c, node)
     if not usable:
         return "no other node can train"
     if usable <= node.needed_by and cause not in WRONG_RESULTS:
         return "the other nodes cannot train without it"
+    others = [one for one in c.alive() if one is not node]
     aside, present = sum(1 for one in others if one.quarantine is not None), len(others) + 1
     if aside >= max(1, int(c.hardware.quarantine.max_share * present)):
         return f"{aside} of {present} nodes are set aside already (quarantine.max_share)"
@@ -216,8 +216,7 @@ def _why_not(c: Cluster, node: NodeMachine, cause: QuarantineCause) -> str:
 
 def _count_usable(c: Cluster, node: NodeMachine) -> int:
     """Return the number of other nodes that may take part in plans."""
-    others = [one for one in c.alive() if one is not node]
-    return sum(1 for one in others if one.quarantine is None and not one.departing)
+    return sum(one is not node and one.quarantine is None and not one.departing for one in c.alive())
 
 
 def evidence_details(c: Cluster, failures: Sequence[NodeFailure]) -> list[dict[str, Any]]:

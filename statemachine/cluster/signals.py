@@ -112,9 +112,12 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
                 request_overdue_hello(c, node, c.timing.silence_s)
             take_acknowledgement(c, node, signal)
             take_times(node, signal)
-            corrupt = f"the snapshot of step {signal.corrupt_step} is corrupt in its memory"
-            known = any(failure.detail == corrupt for failure in node.failures)  # By an earlier incarnation.
-            found = [corrupt] if snapshots.take_retained(c, node, signal) and not known else []
+            found = []
+            if snapshots.take_retained(c, node, signal):
+                corrupt = f"the snapshot of step {signal.corrupt_step} is corrupt in its memory"
+                # An earlier incarnation may have reported the same part.
+                if all(failure.detail != corrupt for failure in node.failures):
+                    found.append(corrupt)
             repairs = min(snapshots.take_repairs(node, signal), MAX_FAILURES)  # A hostile node may say 2**60.
             found += ["bytes of a snapshot changed in its memory, and were repaired"] * repairs
             for detail in found:

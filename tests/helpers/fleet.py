@@ -183,9 +183,10 @@ class Fleet:
         return bool(stops[0])
 
     def broken_step(self) -> None:
-        """Run a step in which a rank calls ``abort``, and which no rank finishes; but with ZeRO-1, once the step
-        is decided, ranks that gather nothing from the ones that fail may finish it first.
+        """Run a step in which a rank calls ``abort``, and which no rank finishes; but with ZeRO-1, once a rank
+        that fails has committed the step, those that gather nothing from such ranks may finish it first.
         """
+        before = self.engines[0].committed_step
 
         def run(rank: int, engine: Engine) -> bool:
             try:
@@ -195,7 +196,9 @@ class Fleet:
             return False
 
         aborted = self.each(run)
-        assert any(aborted) and (self.job.zero1 or all(aborted))
+        failed = [engine for engine, one in zip(self.engines, aborted, strict=True) if one]
+        decided = self.job.zero1 and any(engine.committed_step > before for engine in failed)
+        assert all(aborted) or decided
 
     def abort(self) -> None:
         # After the error of one rank, others may still be entering.

@@ -124,6 +124,14 @@ class Snapshots(Coordination):
             self.quiesced(name, 2, report(5, held=HELD[name]))
         self.feed(NodeVanished, node="node-3", incarnation=103)
 
+    def wait_for_both_hosts(self) -> None:
+        """Lose both hosts of layers 2 and 3 after a snapshot, so that the job waits for what they hold of it."""
+        self.complete_snapshot()
+        self.both_hosts_die()
+        self.survivors(3)
+        self.plan_or_not()
+        self.check()
+
     def survivors(self, generation: int, **says: Any) -> None:
         for name in ("node-0", "node-2"):
             self.quiesced(name, generation, report(5, held=HELD[name], **says))

@@ -224,13 +224,9 @@ def half_lost() -> Snapshots:
 
 
 def test_a_host_that_is_back_with_its_part_of_the_snapshot_ends_the_wait_though_it_cannot_train() -> None:
-    """It said before that it has the part, so its Hello tells nothing new."""
+    """It reported before that it has the part, so its Hello contains nothing new."""
     s = Snapshots()
-    s.complete_snapshot()
-    s.both_hosts_die()
-    s.survivors(3)
-    s.plan_or_not()
-    s.check()
+    s.wait_for_both_hosts()
     assert "may still hold it" in waiting_for(s)
     s.hello("node-3", 103, job_id="job-1", generation=2, snapshots=(KEY,))
     assert {one.node for one in s.commands(Quiesce)} == {"node-0", "node-2"}

@@ -448,11 +448,7 @@ def test_heartbeats_of_another_lineage_do_not_count() -> None:
 
 def test_without_its_shards_the_cluster_waits_for_nodes_that_may_have_them() -> None:
     s = Snapshots()
-    s.complete_snapshot()
-    s.both_hosts_die()
-    s.survivors(3)
-    s.plan_or_not()
-    s.check()
+    s.wait_for_both_hosts()
     assert s.machine.phase == "PAUSED"
     assert "node-1 and node-3 may still hold it" in s.machine.public_state()["waiting_for"]
     s.note("a host returns and has checked its memory")
@@ -466,11 +462,7 @@ def test_without_its_shards_the_cluster_waits_for_nodes_that_may_have_them() -> 
 
 def test_the_job_is_lost_if_no_node_returns() -> None:
     s = Snapshots()
-    s.complete_snapshot()
-    s.both_hosts_die()
-    s.survivors(3)
-    s.plan_or_not()
-    s.check()
+    s.wait_for_both_hosts()
     s.fire("pause_limit", 30.0)
     assert s.machine.phase == "FAILED"
 
@@ -680,11 +672,7 @@ def test_nodes_that_may_still_hold_the_state_are_named() -> None:
 
 def test_a_holder_of_a_snapshot_part_is_named_once_while_it_may_return() -> None:
     s = Snapshots()
-    s.complete_snapshot()
-    s.both_hosts_die()
-    s.survivors(3)
-    s.plan_or_not()
-    s.check()
+    s.wait_for_both_hosts()
     waiting = s.machine.public_state()["waiting_for"]
     assert (
         "; node-3 and node-1 may still hold it" in waiting

@@ -124,7 +124,6 @@ class BrokerChecks:
         oracle, network = self._invariants, self._network
         what = f"{me.name} begins to lead from the journal {position}"
         self._check_snapshot_age(me, what)
-        oracle.led_last = me.name
         if me.unreadable is not None and me.unreadable.position > position and not me.reads(me.unreadable):
             oracle.violated(f"{what}, but saw {me.unreadable.position}, a journal that it cannot read")
         if position >= oracle.replicated:

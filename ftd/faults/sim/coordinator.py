@@ -321,10 +321,11 @@ class _Process(Coordinator):
         position = max(self.journal.position, copy.position if copy is not None else (0, 0))
         super()._begin(leader, copy)
         of = self._of
-        if position >= of.invariants.replicated:  # Also if it is deposed already: nobody has written since.
-            of.invariants.led_last = of.name
         connection = of.network.leader
-        if connection is not None and connection.host == of.name and self._loop.alive:
+        holds_session = connection is not None and connection.host == of.name and self._loop.alive
+        if holds_session or position >= of.invariants.replicated:
+            of.invariants.led_last = of.name  # Also if it is deposed already: nobody has written since.
+        if holds_session:
             of.check(lambda: of.on_lead(position, JournalView(self.machine)))
             of.check(lambda: of.invariants.check_start(self.machine))
 
