@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch is imported: its threads do not survive a fork.
 
@@ -50,33 +49,14 @@ def use_memory_for_temporary_files() -> None:
 use_memory_for_temporary_files()
 
 SERVICES = (
-    (
-        *(
-            f"tests/ftd/{package}/"
-            for package in ("cli", "coordinator", "local", "node", "snapshots", "transport")
-        ),
-        "tests/gpu/test_emulated_gpu.py",
-        "tests/security/",
-        "tests/e2e/test_e2e_local.py",
-    ),
-    ("tests/e2e/",),
+    "tests/gpu/test_emulated_gpu.py",
+    "tests/e2e/",
+    "tests/security/",
+    *(f"tests/ftd/{package}/" for package in ("cli", "coordinator", "local", "node", "snapshots", "transport")),
 )
-"""Tests of running daemons, in two halves; a test belongs to the first half that names it. All other tests go
-to the workers that have no half, or have finished theirs.
+"""Tests of running daemons, those that take long before the others. They come before all other tests: their waits leave
+processor time to each other, and the short tests let the workers end at the same time.
 """
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let two workers run half of the tests of running daemons each, one by one, then a share of the others."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class OneServiceAtATime(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            half = next((part[0] for part in SERVICES if nodeid.startswith(part)), None)
-            return half or nodeid.partition("::")[0]
-
-    return OneServiceAtATime(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -110,9 +90,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--quick") and folder and folder[0] in NOT_QUICK else None
 
 
+def _service_rank(item: pytest.Item) -> int:
+    return next((rank for rank, part in enumerate(SERVICES) if item.nodeid.startswith(part)), len(SERVICES))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select quick tests with ``--quick``, and forbid them to start processes."""
+    """Put tests of running daemons first; select quick tests with ``--quick``, and forbid them to start processes."""
+    items.sort(key=_service_rank)
     if not config.getoption("--quick"):
         return
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in ("processes", "long"))]
