@@ -146,6 +146,8 @@ class BrokerChecks:
         lost_for_good = any(other.disk.knew >= oracle.replicated for other in self._coordinators.values())
         # What a leader could not write to its own disk was at the broker, and nothing followed from it.
         lost_for_good |= oracle.replicated_by == me.name
+        # The others could not write it to their disks either.
+        lost_for_good |= all(other.position <= position for other in self._coordinators.values())
         # A coordinator that has no journal and has never met another one knows of nobody to wait for.
         is_new = position == (0, 0) and me.process is not None and not me.process.journal.shared
         if (

@@ -10,7 +10,7 @@ from ftd.faults.sim.journals import incarnations, is_job_over, named_nodes
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.oracle import VOTE_FIELDS, JournalView, Oracle
 from ftd.faults.sim.published_events import PublishedEvents
-from ftd.faults.sim.trainers import SimGroups
+from ftd.faults.sim.trainers import SimGroups, SimTrainer
 from ftd.faults.sim.world import World
 from ftd.transport.wire.checking import problem_of_details
 from ftd.transport.wire.public import EventMessage, encode_json
@@ -411,6 +411,11 @@ class Invariants(Oracle):
         trainers = [trainer for node in self.nodes.values() for trainer in node.trainers.values()]
         return any(trainer.alive and trainer.committed >= self.newest_published for trainer in trainers)
 
+    def _knows_last_resume(self, trainer: SimTrainer) -> bool:
+        """Return whether a trainer took the last Resume, or was stopped for a later generation, with the same past."""
+        missed = trainer.phase == "quiesced" and trainer.generation == self.newest_resume
+        return trainer.generation >= self.newest_resume and not missed and trainer.lineage == self.lineage
+
     def _check_abandoned(self) -> None:
         """Check that state is abandoned only when no trainer that counts holds some layer of the newest step.
 
@@ -423,7 +428,7 @@ class Invariants(Oracle):
             for node in self.nodes.values()
             if all(trainer.responsive for trainer in node.trainers.values())
             for trainer in node.trainers.values()
-            if trainer.generation >= self.newest_resume and trainer.lineage == self.lineage
+            if self._knows_last_resume(trainer)
         ]
         if self.diverged is None and not self.groups.missing_layers(
             counting, self.known_step, [t for t in counting if t.ready == self.known_step]
@@ -462,9 +467,7 @@ class Invariants(Oracle):
             trainer
             for node in self.nodes.values()
             for trainer in node.trainers.values()
-            if trainer.responsive
-            and trainer.generation >= self.newest_resume
-            and trainer.lineage == self.lineage
+            if trainer.responsive and self._knows_last_resume(trainer)
         ]
         others = [trainer for trainer in counting if trainer.node.name != name]
         if self.groups.missing_layers(others, self.known_step) and not self.groups.missing_layers(
