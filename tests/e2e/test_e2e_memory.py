@@ -96,7 +96,7 @@ name = "wide"
 steps = 100000
 [training]
 function = "{Path(__file__).parents[1]}/helpers/wide.py:build"
-global_batch = 16
+global_batch = 8
 microbatch = 2
 seed = 3
 precision = "float64"
