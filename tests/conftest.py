@@ -52,7 +52,10 @@ SERVICES = (
     "tests/gpu/test_emulated_gpu.py",
     "tests/e2e/",
     "tests/security/",
-    *(f"tests/ftd/{package}/" for package in ("cli", "coordinator", "local", "node", "snapshots", "transport")),
+    *(
+        f"tests/ftd/{package}/"
+        for package in ("cli", "coordinator", "local", "node", "snapshots", "transport")
+    ),
 )
 """Tests of running daemons, those that take long before the others. They come before all other tests: their waits leave
 processor time to each other, and the short tests let the workers end at the same time.

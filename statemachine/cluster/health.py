@@ -41,18 +41,30 @@ _ORDERED_AGAIN_S = 10.0
 _ORDERS_PER_TICK = 50
 
 
+def restore(c: Cluster) -> None:
+    """Continue after a restart of the coordinator. The nodes report their last results again, which are judged again,
+    unless a node was readmitted since: it is to be tested once more.
+    """
+    for node in c.nodes.values():
+        node.health_pending &= c.hardware.health.enabled
+        node.suspected &= c.hardware.health.enabled
+        if not node.health_pending:
+            node.judged_check = 0
+
+
 # --- results --------------------------------------------------------------------------------------
 
 
 def take_report(c: Cluster, node: NodeMachine, report: HealthReport) -> None:
     """Take the result of a check, and set the node aside if its devices are bad."""
-    if node.health is not None and report.number <= max(node.health.number, node.judged_check):
+    if node.health is not None and report.number <= node.health.number:
         return
-    node.health, node.health_at, node.health_ordered_at = report, c.at, None
-    node.device_speeds = _speeds_by_kind(report)
-    node.health_pending = False
-    c.dirty = True
+    node.health, node.health_at, node.device_speeds = report, c.at, _speeds_by_kind(report)
     c.publish()
+    if report.number <= node.judged_check:
+        return
+    node.health_pending, node.health_ordered_at = False, None
+    c.dirty = True
     if c.hardware.health.enabled:
         _judge(c, node)
 

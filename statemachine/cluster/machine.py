@@ -125,6 +125,7 @@ class ClusterMachine:
         machine = cls(timing)
         c = machine._c = durable.read(timing, durable_state, at)
         c.hardware, c.at, c.cause = hardware, at, cause
+        health.restore(c)
         if c.active:
             jobs.build_templates(c)
         return machine, machine._take_out()

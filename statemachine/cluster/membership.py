@@ -340,8 +340,9 @@ def prepare(c: Cluster, nodes: Iterable[NodeMachine]) -> None:
 
 
 def mark_unhealthy(c: Cluster, node: NodeMachine) -> bool:
-    """Mark a node UNHEALTHY; return ``False`` if it already was."""
+    """Mark a node UNHEALTHY, since it has lost trainers; return ``False`` if it already was."""
     changed = node.feed(NodeEvent.UNHEALTHY)
+    node.trainers_lost = True
     node.prepared = False
     node.prepare_sent = False
     if c.profiler == node.name:
@@ -356,7 +357,7 @@ def mark_healthy(c: Cluster, node: NodeMachine) -> None:
     """Note that every trainer of the node has built the job."""
     was = node.state
     node.feed(NodeEvent.HEALTHY)
-    node.prepare_sent = False
+    node.prepare_sent = node.trainers_lost = False
     node.prepared = True
     node.build_error = None
     c.dirty = True

@@ -136,6 +136,10 @@ class NodeMachine:
     """Whether the node may leave: it gets no work until it returns as a new incarnation."""
     returning: bool = False
     """Whether the node lost a trainer and has not taken part since."""
+    trainers_lost: bool = False
+    """Whether the node lost a trainer, which was counted, and has not built the job since. When the node was absent
+    meanwhile, it reports the loss again.
+    """
     counted_in: int = 0
     """Last resumed generation whose decision counted this node's report. See ``rules.is_trusted``."""
     obeyed: int = 0
@@ -229,7 +233,7 @@ class NodeMachine:
 
     def reset_job(self) -> None:
         """Reset what was known about this node and a job that is over."""
-        self.prepare_sent = self.prepared = self.returning = False
+        self.prepare_sent = self.prepared = self.returning = self.trainers_lost = False
         self.build_error = None
         self.counted_in = self.step = self.timed_generation = self.needed_by = 0
         self.speed, self.speed_changed_at = 1.0, None

@@ -32,15 +32,19 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     if not c.active:
         c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
         return
+    known = node.trainers_lost
     changed = mark_unhealthy(c, node)
-    if not changed and (signal.cause != "unprepared" or node.build_error is not None):
+    what = f"trainer {signal.device} of {node.name}: {signal.cause}"
+    if (known or not changed) and (signal.cause != "unprepared" or node.build_error is not None):
+        if changed:  # The node was absent since this was counted, and is back.
+            c.publish()
+            recover_from_loss(c, node, "trainer_lost", signal.cause, what)
         return
     node.returning = True
     if signal.cause == "unprepared":
         node.build_error = signal.detail
     error = error_of(signal)
     c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
-    what = f"trainer {signal.device} of {node.name}: {signal.cause}"
     c.emit(
         "TrainerLost",
         f"{what}{f', {error}' if error else ''}",

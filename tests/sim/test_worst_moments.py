@@ -233,6 +233,35 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
         (40003, SeedOverrides(coordinators=2, upgrades=True)),
         (40075, SeedOverrides(checkpoints=True, protection="aec", rare_faults=True)),
         (40241, SeedOverrides(checkpoints=True, protection="aec", rare_faults=True)),
+        # A coordinator takes over before it hears the result of a node's health check, whose report was lost.
+        (
+            1100221,
+            SeedOverrides(
+                upgrades=True,
+                corruption=True,
+                rare_faults=True,
+                triggered_faults=(
+                    ("JobPrepared", faults.corrupt_parameter, 1),
+                    ("ClusterPaused", freeze_everything, 3),
+                    ("NodeFenced", faults.partition_two, 1),
+                ),
+            ),
+        ),
+        # A node whose trainers raised is lost and back, and reports the error again.
+        (
+            2201389,
+            SeedOverrides(
+                zero1=False,
+                checkpoints=True,
+                upgrades=True,
+                power_losses=True,
+                triggered_faults=(
+                    ("SnapshotFailed", faults.lose_all_memory, 0),
+                    ("PlanChosen", crash_two_hosts, 0),
+                    ("GenerationStarted", faults.restore_broker, 2),
+                ),
+            ),
+        ),
     ],
 )
 def test_seeds_that_once_found_a_bug_with_overrides_hold(seed: int, overrides: SeedOverrides) -> None:

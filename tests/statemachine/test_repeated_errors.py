@@ -60,6 +60,26 @@ def test_an_error_of_another_node_when_the_step_is_redone_fails_the_job() -> Non
     assert "in step 2 on node-3, and when it was redone on node-0: ValueError: 7 classes" in outcome(s)
 
 
+@pytest.mark.parametrize("takeover", [False, True])
+def test_an_error_that_is_reported_again_after_an_absence_counts_once(takeover: bool) -> None:
+    s = running()
+    raises(s, "node-3", generation=1)
+    assert events(s).count("TrainerLost") == 1
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    if takeover:
+        s = restarted(s)
+    s.hello("node-3", 103, job_id="job-1", generation=1)
+    assert s.machine._c.nodes["node-3"].alive
+    raises(s, "node-3", generation=1)
+    assert "TrainerLost" not in events(s)
+    error = s.machine._c.repeated_error
+    assert error is not None and error.tries == 1
+    assert len(s.machine._c.nodes["node-3"].failures) == 1 and not s.machine._c.nodes["node-3"].ready
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    raises(s, "node-3", generation=1)
+    assert events(s).count("TrainerLost") == 1
+
+
 def test_a_node_that_raises_alone_does_not_fail_a_job_that_continues_without_it() -> None:
     """This holds however often it raises; and the same words from another node in another step are a different
     error. (Here no node is set aside; ``test_quarantine`` has those tests.)

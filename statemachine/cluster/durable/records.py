@@ -55,6 +55,10 @@ class NodeRecord:
     drain_granted: bool = False
     drain_waits: str = ""
     fenced: bool = False
+    health_pending: bool = False
+    judged_check: int = 0
+    suspected: bool = False
+    trainers_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
