@@ -123,6 +123,8 @@ class Journal:
         self.position: Position = (int(term), int(serial))
         self.shared = "shared" in known
         """Whether there has ever been another coordinator, which may know more than this journal."""
+        self.peers = frozenset[str](json.loads(known.get("peers", "[]")))
+        """The names of the other coordinators that were ever met."""
         offset, _, boot = known.get("clock", f"0 {self._boot}").partition(" ")
         self._clock = boot, float(offset)
         self._foreign: tuple[Position, ForeignJournal] | None = (
@@ -219,6 +221,16 @@ class Journal:
             with self._failing("written"):
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES ('shared', '1')")
             self.shared = True
+
+    def note_peer(self, name: str) -> None:
+        """Remember another coordinator."""
+        self.mark_shared()
+        if name not in self.peers:
+            peers = self.peers | {name}
+            with self._failing("written"):
+                names = json.dumps(sorted(peers))
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES ('peers', ?)", (names,))
+            self.peers = peers
 
     @property
     def foreign_journal(self) -> ForeignJournal | None:

@@ -13,7 +13,7 @@ callbacks ``on_connected`` and ``on_lost``.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never, cast
 
@@ -327,8 +327,8 @@ class FollowerCallbacks:
 
     position: Callable[[], tuple[int, int]]
     """Function that returns the position of the newest state in its journal."""
-    on_peer: Callable[[], None]
-    """Callback for another coordinator's presence, whoever leads."""
+    on_peer: Callable[[str], None]
+    """Callback for the name of another coordinator that is or was present, whoever leads."""
     on_broker_alive: Callable[[], None]
     """Callback for any message from the broker, whoever leads: at least twice a second with a healthy leader."""
     save_journal: Callable[[JournalCopy], str]
@@ -501,11 +501,11 @@ class FollowerSession:
             raise WireError(f"it claims to be of {seen.incarnation}")
         self._feed_peer(topic, seen)
         if seen.name != self._me.name:  # Otherwise an earlier process of this coordinator left it.
-            self._callbacks.on_peer()
+            self._callbacks.on_peer(seen.name)
 
     def _feed_peer(self, topic: str, seen: PeerMessage) -> None:
         if seen.departed:
-            self._feed(PeerVanished(**self._stamp(), incarnation=seen.incarnation))
+            self._feed(PeerVanished(**self._stamp(), incarnation=seen.incarnation, name=seen.name))
             if self._leading():
                 self._remove_peer(topic)
             return
@@ -568,6 +568,7 @@ class Leadership:
         leader: LeaderCallbacks,
         follower: FollowerCallbacks,
         shared: bool,
+        known_peers: Collection[str],
         on_message: Callable[[str, bytes, bool], None],
         on_connected: Callable[[], None],
         on_lost: Callable[[], None],
@@ -577,8 +578,9 @@ class Leadership:
         ``MqttSession`` while this coordinator leads.
 
         :param shared: whether there has ever been another coordinator.
+        :param known_peers: names of other coordinators that were ever met.
         """
-        self.machine = ElectionMachine(me, timing, shared=shared)
+        self.machine = ElectionMachine(me, timing, shared=shared, known_peers=known_peers)
         self.serial = 0
         """Number of states written under the present term."""
         self._transport, self._topics, self._me, self._program = transport, topics, me, program

@@ -101,6 +101,8 @@ class PeerSeen(Event, frozen=True, kw_only=True):
 
 class PeerVanished(Event, frozen=True, kw_only=True):
     incarnation: int
+    name: str = ""
+    """Name of the coordinator; empty: unknown."""
 
 
 class JournalChecked(Event, frozen=True, kw_only=True):

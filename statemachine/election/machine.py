@@ -34,10 +34,11 @@ A broker that was restarted may have lost the record, or return with an older on
 and has never had peers then continues at once. If it has peers, it may have been cut off and deposed
 meanwhile: it continues when all of them are present again and know less, and after
 ``lost_record_timeout_s`` if one of them is absent; with its own state only if the broker has no other one's
-journal. A coordinator that followed leaves the others ``leader_silence_s`` for that; one that was absent
-lately leaves them ``lost_record_timeout_s``. Each leaves the same time to a peer that knows more, from
-meeting it on, and longer while that peer stays. If no coordinator has ever known a cluster, none of them
-waits (``peer_knowledge``).
+journal. A coordinator that followed leaves the others ``leader_silence_s`` for that, and so does one that
+was restarted if all peers that it ever met are present, and one of them knows less; any other leaves them
+``lost_record_timeout_s``. Each leaves the same time to a peer that knows more, from meeting it on, and
+longer while that peer stays. If no coordinator has ever known a cluster, none of them waits
+(``peer_knowledge``).
 
 A coordinator that cannot read the newest journal (another version of the program wrote it) is *ineligible*:
 it does not become a candidate, no other waits for its turn, and it stores nothing that it does not
@@ -51,6 +52,7 @@ before it. Two that are candidates at the same time end each other's leader sess
 its record, which the other receives.
 """
 
+from collections.abc import Collection
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -103,13 +105,16 @@ class ElectionMachine:
     ``FollowerSessionOpened``.
     """
 
-    def __init__(self, me: Peer, timing: Timing, *, shared: bool = False) -> None:
+    def __init__(
+        self, me: Peer, timing: Timing, *, shared: bool = False, known_peers: Collection[str] = ()
+    ) -> None:
         """Create the machine of coordinator ``me``.
 
         :param shared: this coordinator has ever had peers.
+        :param known_peers: names of peers that it ever met.
         """
         self.me = me
-        self._knowledge = PeerKnowledge(timing, shared=shared)
+        self._knowledge = PeerKnowledge(timing, shared=shared, names=known_peers)
         self._record_present = False
         """Whether the broker has the leader's record."""
         self.role = Role.FOLLOWER
@@ -169,7 +174,10 @@ class ElectionMachine:
                     self._act()
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:
-                    self._publish_standbys(self.peers.pop(event.incarnation, None) is not None)
+                    was_present = self.peers.pop(event.incarnation, None) is not None
+                    if not was_present:
+                        self._knowledge.note_departed(self.me, event.name)
+                    self._publish_standbys(was_present)
             case JournalChecked():
                 self._take_problem(event.problem)
             case LeaderSessionOpened() if problem := event.problem or self.me.ineligible:

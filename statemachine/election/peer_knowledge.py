@@ -5,7 +5,7 @@ coordinator leaves it to the others follows from whom it met, and from the journ
 hold.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from statemachine.election.leadership import Leader, Peer
 from statemachine.timing import Timing
@@ -19,13 +19,15 @@ what it retains.
 class PeerKnowledge:
     """Knowledge of one coordinator about its peers."""
 
-    def __init__(self, timing: Timing, *, shared: bool) -> None:
+    def __init__(self, timing: Timing, *, shared: bool, names: Collection[str] = ()) -> None:
         """Create the knowledge of a coordinator that has met no peer in this process.
 
         :param shared: this coordinator has ever had peers.
+        :param names: names of peers that it ever met.
         """
         self._timing = timing
         self._shared = shared
+        self._names = set(names)
         self._new = not shared
         """Whether no coordinator that was met has ever known a cluster: it begins with whoever leads first."""
         self._past_peers: set[str] = set()
@@ -44,8 +46,15 @@ class PeerKnowledge:
         if peer.name == me.name:  # This coordinator itself, or what is left of an earlier process of it.
             return
         self._shared = True
+        self._names.add(peer.name)
         if not present_before and peer.position >= self._furthest:
             self._furthest, self._furthest_at = peer.position, at
+
+    def note_departed(self, me: Peer, name: str) -> None:
+        """Note what is left at the broker of a coordinator that was not met: it may have known a cluster."""
+        if name not in ("", me.name):
+            self._shared, self._new = True, False
+            self._names.add(name)
 
     def note_session_lost(self, me: Peer, peers: Iterable[Peer]) -> None:
         """Note that the follower session is lost; ``peers`` were present."""
@@ -92,7 +101,8 @@ class PeerKnowledge:
             wait_s = timing.lost_record_timeout_s + (timing.leader_silence_s if ahead else 0.0)
             return max(began_at, self._furthest_at) + wait_s
         kept_up = leader is not None and me.position[0] >= leader.term
-        lately = kept_up or any(peer.position < me.position for peer in others)
+        all_present = self._names <= {peer.name for peer in others}
+        lately = kept_up or (all_present and any(peer.position < me.position for peer in others))
         if not (lately or led):
             wait_s = timing.lost_record_timeout_s
         elif not led:

@@ -233,6 +233,8 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
         (40003, SeedOverrides(coordinators=2, upgrades=True)),
         (40075, SeedOverrides(checkpoints=True, protection="aec", rare_faults=True)),
         (40241, SeedOverrides(checkpoints=True, protection="aec", rare_faults=True)),
+        # Of three coordinators two are restarted while the one that knows most is away, and the broker forgot all.
+        (149, MOMENTS["the leader dies between journal and command"]),
         # A coordinator takes over before it hears the result of a node's health check, whose report was lost.
         (
             1100221,

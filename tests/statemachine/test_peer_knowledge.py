@@ -68,6 +68,13 @@ def test_an_earlier_process_of_this_coordinator_is_no_peer() -> None:
     assert waits_s(alone, bert((4, 8)), led=True, leader_term=4) == 0.0
 
 
+def test_what_is_left_of_a_coordinator_that_was_not_met_shows_that_the_cluster_is_not_new() -> None:
+    for name, wait_s in (("carl", LONG_S), ("bert", 0.0), ("", 0.0)):
+        alone = knows(shared=False)
+        alone.note_departed(bert(), name)
+        assert waits_s(alone, bert()) == wait_s, name
+
+
 # --- peers that know more ----------------------------------------------------------------------------
 
 
@@ -192,3 +199,12 @@ def test_terms_are_left_out_unless_the_last_leader_was_seen_to_lead_in_this_sess
 )
 def test_a_journal_is_outdated_if_a_peer_that_may_lead_has_a_newer_one(other: Peer, outdated: bool) -> None:
     assert is_outdated((4, 8), [other]) is outdated
+
+
+def test_a_restarted_coordinator_waits_for_peers_that_it_met_before_its_restart() -> None:
+    me, restarted = bert((4, 9)), PeerKnowledge(TIMING, shared=True, names={"carl", "dora"})
+    restarted.note_peer(me, carl((4, 8)), BEGAN_AT, present_before=False)
+    assert waits_s(restarted, me, carl((4, 8))) == LONG_S, "dora may know more"
+    restarted.note_peer(me, dora((4, 9)), BEGAN_AT, present_before=False)
+    assert waits_s(restarted, me, carl((4, 8)), dora((4, 9))) == SHORT_S
+    assert waits_s(restarted, me, carl((4, 8)), leader_term=4) == SHORT_S, "it followed until now"

@@ -166,13 +166,13 @@ class BrokerChecks:
         """Check that ``me``, whose session was lost, may lead again with the state that it had.
 
         No other coordinator led in between, unless the broker came back with what it had retained before that:
-        then nothing there shows it.
+        then nothing there shows it. One that wrote nothing newer decided nothing.
         """
         oracle = self._invariants
         other, oracle.led_last = oracle.led_last, me.name
         if other == me.name:
             return
-        if not self._network.restored_stale:
+        if not self._network.restored_stale and self._coordinators[other].position > me.position:
             oracle.violated(f"{me.name} leads again with its state, and {other} led in between")
         self._forget_lost(view)
 

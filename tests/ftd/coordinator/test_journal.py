@@ -504,6 +504,17 @@ def test_a_coordinator_with_peers_skips_generations(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_the_names_of_other_coordinators_outlast_a_restart(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    assert not journal.shared and not journal.peers
+    for name in ("b", "c", "b"):
+        journal.note_peer(name)
+    journal.close()
+    again = Journal(tmp_path)
+    assert again.shared and again.peers == {"b", "c"}
+    again.close()
+
+
 def test_the_oldest_steps_and_events_are_deleted_gradually(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
