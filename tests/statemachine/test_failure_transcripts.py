@@ -683,7 +683,7 @@ def test_standby_of_another_version() -> None:
     s.role()
     s.note("anna dies")
     s.feed(LeaderVanished, incarnation=1, graceful=False)
-    s.feed(PeerVanished, incarnation=1)
+    s.feed(PeerVanished, incarnation=1, name="anna")
     s.pass_time(10.0)
     s.role()
     s.note("anna's view: bert looks like a standby but is ineligible")
