@@ -80,8 +80,8 @@ class Timing:
     attempt.
     """
     lost_record_timeout_s: float = 30.0
-    """Time that a coordinator that was absent lately waits for one that knows more, if the broker lost the
-    record of the leader. It must be above ``leader_silence_s``.
+    """Time that a coordinator that was absent lately, or was restarted and misses another one, waits for one
+    that knows more, if the broker lost the record of the leader. It must be above ``leader_silence_s``.
     """
     leader_session_s: float = 3.0
     """Limit of a takeover attempt: to connect, and to read what the last leader left at the broker."""
