@@ -47,6 +47,8 @@ _MAX_LOG_PAGES = 2_000
 """Pages of the write-ahead log after which the next writer must move it into the file, however urgent its
 write is.
 """
+MAX_PEERS = 100
+"""Most names of other coordinators that are kept: whoever may publish on the broker can claim to be one."""
 _VERSION = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TABLE_OF = {"StepCommitted": "steps", "Evaluated": "evaluations"}
@@ -223,9 +225,9 @@ class Journal:
             self.shared = True
 
     def note_peer(self, name: str) -> None:
-        """Remember another coordinator."""
+        """Remember another coordinator, and its name unless there are too many already."""
         self.mark_shared()
-        if name not in self.peers:
+        if name not in self.peers and len(self.peers) < MAX_PEERS:
             peers = self.peers | {name}
             with self._failing("written"):
                 names = json.dumps(sorted(peers))

@@ -512,6 +512,9 @@ def test_the_names_of_other_coordinators_outlast_a_restart(tmp_path: Path) -> No
     journal.close()
     again = Journal(tmp_path)
     assert again.shared and again.peers == {"b", "c"}
+    for number in range(2 * module.MAX_PEERS):
+        again.note_peer(f"claimed-{number}")
+    assert len(again.peers) == module.MAX_PEERS
     again.close()
 
 
