@@ -48,7 +48,7 @@ _MAX_LOG_PAGES = 2_000
 write is.
 """
 MAX_PEERS = 100
-"""Most names of other coordinators that are kept: whoever may publish on the broker can claim to be one."""
+"""Limit of the number of stored names of other coordinators: any client with write access can send names."""
 _VERSION = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TABLE_OF = {"StepCommitted": "steps", "Evaluated": "evaluations"}

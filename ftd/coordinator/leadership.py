@@ -328,7 +328,7 @@ class FollowerCallbacks:
     position: Callable[[], tuple[int, int]]
     """Function that returns the position of the newest state in its journal."""
     on_peer: Callable[[str], None]
-    """Callback for the name of another coordinator that is or was present, whoever leads."""
+    """Callback that receives the name of another coordinator, which is present or has left."""
     on_broker_alive: Callable[[], None]
     """Callback for any message from the broker, whoever leads: at least twice a second with a healthy leader."""
     save_journal: Callable[[JournalCopy], str]

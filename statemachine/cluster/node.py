@@ -137,8 +137,8 @@ class NodeMachine:
     returning: bool = False
     """Whether the node lost a trainer and has not taken part since."""
     trainers_lost: bool = False
-    """Whether the node lost a trainer, which was counted, and has not built the job since. When the node was absent
-    meanwhile, it reports the loss again.
+    """True from the loss of a trainer until the node has built the job again. The loss counts once: a node that
+    was absent meanwhile reports it again.
     """
     counted_in: int = 0
     """Last resumed generation whose decision counted this node's report. See ``rules.is_trusted``."""
