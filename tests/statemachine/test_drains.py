@@ -1,6 +1,5 @@
 """Drains: nothing is promised before the planner has answered, and what was promised is what happens."""
 
-import json
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from statemachine.events import (
 from statemachine.messages.cluster import Fence, Heartbeat, Leaving, Release
 from statemachine.messages.common import Finished, Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, DeviceReport
-from statemachine.timing import Timing
-from tests.helpers.cluster_machine import events, sent
+from tests.helpers.cluster_machine import events, restarted, sent
 from tests.helpers.transcripts import PROFILE, Coordination, committed, report
 
 
@@ -92,11 +90,8 @@ class Drains(Coordination):
         self.check_all()
 
     def restarted(self) -> "Drains":
-        journal = json.loads(json.dumps(self.machine.durable_state()))
-        machine, effects = ClusterMachine.restore(Timing(), journal, self.now, "restart")
-        other = Drains(0, machine)
-        other.now, other.incarnations = self.now, self.incarnations
-        other.took(effects)
+        other = restarted(self)
+        other.said, other.told = {}, []
         other.feed(BrokerConnected)
         other.feed(TemplatesReady, job_id="job-1")
         other.check_all()

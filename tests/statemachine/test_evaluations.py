@@ -1,20 +1,18 @@
 """Tests of evaluations in the cluster machine: each result is reported once, whatever fails."""
 
-import json
 import math
 from typing import Any
 
 from msgspec.structs import replace
 
 from planner.values import Device
-from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Resumption, decide
 from statemachine.effects import EmitEvent
 from statemachine.events import NodeVanished, SubmitRequested, TemplatesReady
 from statemachine.messages.cluster import Heartbeat, RequestSteps, Resume, Stepped
 from statemachine.messages.common import Finished
 from statemachine.messages.values import CheckpointRecord, ClusterPhase, CommittedStep, Evaluation
-from statemachine.timing import Timing
+from tests.helpers.cluster_machine import restarted
 from tests.helpers.transcripts import Coordination, committed, job, report, vote
 
 
@@ -45,15 +43,6 @@ def published(s: Coordination) -> list[tuple[str, int | None]]:
     return [
         (e.name, e.step) for e in s.all(EmitEvent) if e.name in ("StepCommitted", "Evaluated", "JobFinished")
     ]
-
-
-def restarted(s: Coordination) -> Coordination:
-    journal = json.loads(json.dumps(s.machine.durable_state()))
-    machine, effects = ClusterMachine.restore(Timing(), journal, s.now, "restart")
-    other = Coordination(machine)
-    other.now, other.incarnations = s.now, s.incarnations
-    other.took(effects)
-    return other
 
 
 def resumed(s: Coordination) -> set[int]:

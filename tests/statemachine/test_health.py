@@ -20,6 +20,7 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Prepared
 from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, NodeActivity
 from statemachine.timing import Timing
+from tests.helpers.cluster_machine import restarted
 from tests.helpers.transcripts import Coordination, facts, health_report
 
 OTHERS = ("node-0", "node-1", "node-2")
@@ -322,33 +323,32 @@ def test_a_restarted_coordinator_keeps_the_quarantine_and_does_not_wait_for_chec
     assert nodes["node-4"].ready
 
 
-def restarted(s: Checked, **limits: Any) -> Checked:
-    """Return the cluster with the coordinator restarted."""
-    hardware = HardwareLimits(health=HealthLimits(every_s=600.0, **limits))
-    s.machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restarted", hardware)
-    s.feed(BrokerConnected)
-    return s
+def taken_over(s: Checked, **limits: Any) -> Checked:
+    """Return the cluster with the coordinator restarted, and connected."""
+    other = restarted(s, HardwareLimits(health=HealthLimits(every_s=600.0, **limits)))
+    other.feed(BrokerConnected)
+    return other
 
 
 def test_a_restarted_coordinator_waits_for_a_check_that_was_not_reported() -> None:
     s = Checked()
     s.join("node-3", None)
-    restarted(s)
+    s = taken_over(s)
     s.say("node-3", Prepared(job_id="job-1", profile=None))
     assert not s.ready("node-3")
     s.say("node-3", HealthChecked(report=health_report(1, wrong="a product is wrong")))
     assert s.aside("node-3") == "wrong_device"
-    assert restarted(s).aside("node-3") == "wrong_device"
+    assert taken_over(s).aside("node-3") == "wrong_device"
     off = Checked()
     off.join("node-3", None)
-    assert restarted(off, enabled=False).ready("node-3")
+    assert taken_over(off, enabled=False).ready("node-3")
 
 
 def test_a_readmitted_node_is_tested_again_if_the_coordinator_is_restarted_before() -> None:
     s = Checked()
     s.join("node-3", health_report(1, wrong="a product is wrong"))
     s.feed(ReadmitRequested, request="r", node="node-3")
-    restarted(s)
+    s = taken_over(s)
     old = health_report(1, wrong="a product is wrong")
     s.hello("node-3", 103, facts=TESTED, job_id="job-1", prepared=True, health=old)
     assert not s.aside("node-3") and not s.ready("node-3")
@@ -359,7 +359,7 @@ def test_a_readmitted_node_is_tested_again_if_the_coordinator_is_restarted_befor
 def test_a_suspected_node_is_judged_again_after_a_restart() -> None:
     s = Checked()
     s.join("node-3", health_report(1, 1.0))
-    restarted(s)
+    s = taken_over(s)
     assert not s.ready("node-3")
     for number, name in enumerate(OTHERS):
         at_work = {"job_id": "job-1", "prepared": True, "training": True, "generation": 1}
@@ -370,4 +370,4 @@ def test_a_suspected_node_is_judged_again_after_a_restart() -> None:
     assert s.ready("node-3")
     off = Checked()
     off.join("node-3", health_report(1, 1.0))
-    assert restarted(off, enabled=False).ready("node-3")
+    assert taken_over(off, enabled=False).ready("node-3")

@@ -1,17 +1,15 @@
 """Tests of spikes of the loss: what counts as one, the rollback, and the batches that are left out."""
 
-import json
 from typing import Any
 
 from statemachine.cluster.loss_spikes import LossSpikes, Spike, threshold_of
-from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.spikes import MAX_TRIES
 from statemachine.effects import CheckRestore, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, RestoreChecked, TemplatesReady
 from statemachine.messages.cluster import Quiesced, Resume, RetainSnapshot, Stepped
 from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, CommittedStep, UpdatePolicy, Vote, batch_of
-from statemachine.timing import Timing
+from tests.helpers.cluster_machine import restarted
 from tests.helpers.snapshot_machine import HELD, Snapshots
 from tests.helpers.transcripts import report
 
@@ -50,12 +48,8 @@ def resume(s: Snapshots) -> None:
         s.resumed(name, s.machine.generation)
 
 
-def restarted(s: Snapshots) -> Snapshots:
-    journal = json.loads(json.dumps(s.machine.durable_state()))
-    machine, effects = ClusterMachine.restore(Timing(), journal, s.now, "restart")
-    other = Snapshots(machine)
-    other.now, other.incarnations = s.now, s.incarnations
-    other.took(effects)
+def taken_over(s: Snapshots) -> Snapshots:
+    other = restarted(s)
     other.feed(BrokerConnected)
     other.feed(TemplatesReady, job_id="job-1")
     return other
@@ -83,13 +77,13 @@ def test_a_spike_is_undone_and_its_batch_left_out() -> None:
 def test_every_later_resume_names_the_batches_also_after_a_takeover_and_on_fewer_nodes() -> None:
     s = before_spike()
     say_loss(s, 6, 9.0)
-    s = restarted(s)
+    s = taken_over(s)
     roll_back(s, 6)
     assert {command.command.skipped_batches for command in s.commands(Resume)} == {(6,)}
     resume(s)
     for step, loss in ((4, 0.25), (5, 0.2), (6, 0.17), (7, 0.16)):
         say_loss(s, step, loss)
-    s = restarted(s)
+    s = taken_over(s)
     s.feed(NodeVanished, node="node-3", incarnation=103)
     answer_quiesce(s, 7, "node-0", "node-1", "node-2")
     s.plan()
