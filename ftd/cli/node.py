@@ -1,9 +1,12 @@
 """``ftd node``: runs the node daemon."""
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ftd.garbage import rare_collections
 
 
 def register(app: typer.Typer) -> None:
@@ -28,12 +31,14 @@ def node(
 
     Example: ftd node --config /etc/ftd/ftd.toml
     """
-    import uvloop
+    with rare_collections():  # Modules stay: searching them takes a tenth of the time that they take to load.
+        import uvloop
 
-    from ftd.config.daemon import load_daemon_config
-    from ftd.logs import configure_logs
-    from ftd.node.daemon import NodeDaemon
-    from ftd.snapshots.snapshot_agent.daemon import SnapshotAgentDaemon
+        from ftd.config.daemon import load_daemon_config
+        from ftd.logs import configure_logs
+        from ftd.node.daemon import NodeDaemon
+        from ftd.snapshots.snapshot_agent.daemon import SnapshotAgentDaemon
+    gc.freeze()
 
     loaded = load_daemon_config(config)
     configure_logs(verbose=verbose, daemon="node", node=loaded.node)

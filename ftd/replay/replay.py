@@ -4,13 +4,12 @@ It advances a policy's job from change to change, keeps the account of time in e
 back iterations that a reaction undoes.
 """
 
-import gc
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ftd.garbage import rare_collections
 from ftd.replay.outcome import Outcome, Recovery, Span
 from ftd.replay.policy import (
     CATEGORIES,
@@ -24,7 +23,6 @@ from ftd.replay.policy import (
 )
 from ftd.replay.traces.trace import Trace
 
-_ALLOCATIONS_BETWEEN_COLLECTIONS = 500_000
 _ROUNDING_S = 1e-6
 """Time below which an iteration counts as complete, against rounding. Times in a trace of ten years are exact to
 6e-8 s.
@@ -38,23 +36,8 @@ def replay(
 
     :param on_progress: called with the virtual time, in seconds, after each change.
     """
-    with _rare_collections():
+    with rare_collections():
         return _replay(policy, trace, on_progress)
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Let Python search for reference cycles rarely.
-
-    Policies allocate many messages that live until the next change; searching them again and again takes a third of
-    the time of a replay on 1,000 nodes.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _replay(policy: RecoveryPolicy, trace: Trace, on_progress: Callable[[float], None] | None) -> Outcome:

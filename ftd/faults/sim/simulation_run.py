@@ -12,6 +12,7 @@ from ftd.faults.sim import drawing, upgrade_faults
 from ftd.faults.sim.removed_nodes import RemovedNodesCheck
 from ftd.faults.sim.simulation import SeedOverrides, Simulation
 from ftd.faults.sim.world import InvariantViolation
+from ftd.garbage import rare_collections
 from statemachine.cluster.quarantine import HEALTH_CAUSES, WRONG_RESULTS
 from statemachine.messages.values import Job
 
@@ -220,7 +221,8 @@ def run_seed(seed: int, *, tracing: bool = False, overrides: SeedOverrides | Non
     simulation = SimulationRun(seed, tracing=tracing, overrides=overrides)
     violation: str | None = None
     try:
-        simulation.run_to_end()
+        with rare_collections():
+            simulation.run_to_end()
     except InvariantViolation as error:
         violation = str(error)
     except Exception as error:
