@@ -211,16 +211,8 @@ class LocalCluster:
         return child
 
     async def _start_zygote_server(self) -> None:
-        """Start the process that imports torch for all nodes, unless it runs or this process has been given one.
-
-        Nodes with networks of their own import torch themselves: no process can be forked into the network of
-        another.
-        """
-        if (
-            self.options.network is not None
-            or self.processes.running(ZYGOTES)
-            or SERVER_VARIABLE in os.environ
-        ):
+        """Start the process that imports torch for all nodes, unless it runs or this process has been given one."""
+        if self.processes.running(ZYGOTES) or SERVER_VARIABLE in os.environ:
             return
         path = self.directory / f"{ZYGOTES}.sock"
         with listen(path) as listener:

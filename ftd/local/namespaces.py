@@ -17,14 +17,17 @@ from typing import Self
 NETWORK = "10.213.7"
 PREFIX = "ftd"
 COMMAND_S = 10.0
+_NAMESPACES = Path("/run/netns")
+"""Where ``ip`` puts the names of network namespaces."""
 
 
 def unavailable_reason() -> str | None:
     """Return why this machine cannot have such a network, or ``None`` if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "the command ip (iproute2) is not installed"
+    for command, package in (("ip", "iproute2"), ("nsenter", "util-linux")):
+        if shutil.which(command) is None:
+            return f"the command {command} ({package}) is not installed"
     try:
         with NamespaceNetwork(["probe"]):
             return None
@@ -93,10 +96,10 @@ class NamespaceNetwork:
         return f"{NETWORK}.{self._hosts.index(host) + 1}"
 
     def command(self, host: str, *command: str) -> list[str]:
-        """Return the command that runs ``command`` on ``host``. ``ip`` replaces itself by it, so the process
+        """Return the command that runs ``command`` on ``host``. ``nsenter`` replaces itself by it, so the process
         id stays the same.
         """
-        return ["ip", "netns", "exec", self.namespace(host), *command]
+        return ["nsenter", f"--net={_NAMESPACES / self.namespace(host)}", *command]
 
     def cut(self, host: str) -> None:
         """Pull the cable of ``host``."""

@@ -1,5 +1,7 @@
 """The request of a process that is to become a zygote to ``runtime.process.zygote_server``, and its answer."""
 
+import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -14,7 +16,9 @@ import msgspec
 SERVER_VARIABLE = "FTD_ZYGOTE_SERVER"
 """Environment variable with the path of the server's socket."""
 MAX_CONTEXT_BYTES = 1 << 20
-_NAMESPACES = ("net", "mnt", "pid", "ipc", "user")
+_NAMESPACES = ("mnt", "pid", "ipc", "user")
+_NETWORK = "/proc/self/ns/net"
+_CLONE_NEWNET = 0x40000000
 _LIMITS = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_CORE", "RLIMIT_MEMLOCK")
 _READ_AT_START = (
     "GLIBC_",
@@ -37,6 +41,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
     fixed: dict[str, str]
     """Properties that a running process cannot change, or that libraries have read."""
+    network: str
+    """Network namespace. Only a privileged server can let a zygote enter another one than its own."""
     environment: dict[str, str]
     directory: str
     search_path: list[str]
@@ -66,11 +72,31 @@ def describe_context(modules: list[str]) -> Context:
     }
     return Context(
         fixed=fixed,
+        network=str(Path(_NETWORK).readlink()),
         environment={name: value for name, value in os.environ.items() if name != SERVER_VARIABLE},
         directory=str(Path.cwd()),
         search_path=sys.path,
         modules=modules,
     )
+
+
+def enter_network(namespace: int) -> None:
+    """Move this process, which has one thread, into a network namespace.
+
+    :param namespace: a file descriptor of the namespace.
+    :raises OSError: this process may not do that.
+    """
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def may_enter_networks() -> bool:
+    """Return whether this process may enter network namespaces."""
+    with Path(_NETWORK).open("rb") as own, contextlib.suppress(OSError):
+        enter_network(own.fileno())
+        return True
+    return False
 
 
 def listen(path: Path) -> socket.socket:
@@ -94,11 +120,12 @@ def zygote_from_server(environment: Mapping[str, str], modules: list[str]) -> No
     path = environment.get(SERVER_VARIABLE)
     if not path:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream, Path(_NETWORK).open("rb") as network:
         try:
             stream.connect(path)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_CONTEXT_BYTES)
-            socket.send_fds(stream, [msgspec.msgpack.encode(describe_context(modules))], [0, 1, 2])
+            request = msgspec.msgpack.encode(describe_context(modules))
+            socket.send_fds(stream, [request], [0, 1, 2, network.fileno()])
             data = stream.recv(MAX_CONTEXT_BYTES)
         except OSError as error:
             sys.stderr.write(f"${SERVER_VARIABLE}: {path}: {error.strerror}\n")

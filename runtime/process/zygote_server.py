@@ -13,7 +13,8 @@ the same status, so the daemon notices no difference.
 A zygote ends when the process that asked for it ends, because its connection ends; and the kernel kills all
 zygotes when the server ends, and the server when its own parent ends. The kernel fixes some properties of a
 process when it starts, and libraries read some variables once. The server therefore rejects a request whose
-``Context`` has other ``fixed`` properties, and the process then becomes a zygote itself.
+``Context`` has other ``fixed`` properties, and the process then becomes a zygote itself. The zygote enters the
+network namespace of the process that asked, unless the server may not do that and rejects such requests, too.
 """
 
 import argparse
@@ -31,7 +32,17 @@ import msgspec
 
 from runtime.parent import die_with_parent
 from runtime.process import zygote  # Sets the variables that zygotes set before they describe themselves.
-from runtime.process.zygote_request import MAX_CONTEXT_BYTES, Answer, Context, describe_context
+from runtime.process.zygote_request import (
+    MAX_CONTEXT_BYTES,
+    Answer,
+    Context,
+    describe_context,
+    enter_network,
+    may_enter_networks,
+)
+
+_DESCRIPTORS = 4
+"""Number of file descriptors of a request: standard streams and network namespace."""
 
 
 @dataclass(slots=True)
@@ -40,6 +51,8 @@ class Server:
 
     listener: socket.socket
     context: Context
+    enters_networks: bool
+    """Whether its zygotes may enter other network namespaces."""
     requests: list[socket.socket] = field(default_factory=list)
     """Connections whose request has not come yet."""
     zygotes: dict[int, socket.socket] = field(default_factory=dict)
@@ -64,16 +77,15 @@ class Server:
                 self._take(connection, (wakeup_read, wakeup_write))
 
     def _take(self, connection: socket.socket, private: tuple[int, ...]) -> None:
-        data, streams, _, _ = socket.recv_fds(connection, MAX_CONTEXT_BYTES, 3)
+        data, descriptors, _, _ = socket.recv_fds(connection, MAX_CONTEXT_BYTES, _DESCRIPTORS)
         try:
             asked = msgspec.msgpack.decode(data, type=Context)
         except msgspec.DecodeError:
             asked = None
-        if asked is None or len(streams) != 3:
+        if asked is None or len(descriptors) != _DESCRIPTORS:
             _answer(connection, None)
-        elif different := asked.fixed.items() ^ self.context.fixed.items():
-            names = ", ".join(sorted({name for name, _ in different}))
-            sys.stderr.write(f"a zygote imports torch itself, because it differs in {names}\n")
+        elif different := self._differences(asked):
+            sys.stderr.write(f"a zygote imports torch itself, because it differs in {', '.join(different)}\n")
             _answer(connection, None)
         else:
             server = os.getpid()
@@ -83,10 +95,17 @@ class Server:
                     other.close()
                 for descriptor in private:
                     os.close(descriptor)
-                become_zygote(asked, streams, connection, server)
+                become_zygote(asked, descriptors, connection, server)
             self.zygotes[pid] = connection
-        for descriptor in streams:
+        for descriptor in descriptors:
             os.close(descriptor)
+
+    def _differences(self, asked: Context) -> list[str]:
+        """Return the names of the properties of a request that a forked zygote cannot have."""
+        names = {name for name, _ in asked.fixed.items() ^ self.context.fixed.items()}
+        if asked.network != self.context.network and not self.enters_networks:
+            names.add("network namespace")
+        return sorted(names)
 
 
 def _answer(connection: socket.socket, status: int | None) -> None:
@@ -94,8 +113,12 @@ def _answer(connection: socket.socket, status: int | None) -> None:
         connection.send(msgspec.msgpack.encode(Answer(status=status)), socket.MSG_NOSIGNAL)
 
 
-def become_zygote(asked: Context, streams: list[int], connection: socket.socket, server: int) -> NoReturn:
-    """Turn the forked child into a zygote with the context and streams of the process that asked for it."""
+def become_zygote(asked: Context, descriptors: list[int], connection: socket.socket, server: int) -> NoReturn:
+    """Turn the forked child into a zygote with the context of the process that asked for it.
+
+    :param descriptors: its standard streams, and its network namespace.
+    """
+    *streams, network = descriptors
     code = 1
     try:
         die_with_parent(server)
@@ -105,6 +128,9 @@ def become_zygote(asked: Context, streams: list[int], connection: socket.socket,
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
+        if asked.network != describe_context([]).network:
+            enter_network(network)
+        os.close(network)
         os.environ.clear()
         os.environ.update(asked.environment)
         os.chdir(asked.directory)
@@ -145,7 +171,7 @@ def main() -> int:
 
         gc.collect()
         gc.freeze()
-        Server(listener, context).serve()
+        Server(listener, context, may_enter_networks()).serve()
     return 0
 
 

@@ -35,7 +35,7 @@ class Programs:
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=die_with_parent(),  # noqa: PLW1509  # prctl and getppid take no locks
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         return output
 

@@ -21,9 +21,10 @@ LIMIT_S = 60.0
 class Asked:
     """A process that asked the server for a zygote."""
 
-    def __init__(self, path: Path, *modules: str, parent: int | None = None, **environment: str) -> None:
+    def __init__(self, path: Path, *modules: str, prefix: tuple[str, ...] = (), **environment: str) -> None:
+        command = [sys.executable, "-m", "runtime.process.zygote", "--parent", str(os.getpid()), *modules]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.process.zygote", "--parent", str(os.getpid()), *modules],
+            [*prefix, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -49,11 +50,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def serving(path: Path) -> subprocess.Popen[bytes]:
+def serving(path: Path, prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
     with listen(path) as listener:
         arguments = ["--parent", str(os.getpid()), "--listener", str(listener.fileno())]
         return Ended(
-            [sys.executable, "-P", "-m", "runtime.process.zygote_server", *arguments],
+            [*prefix, sys.executable, "-P", "-m", "runtime.process.zygote_server", *arguments],
             pass_fds=[listener.fileno()],
         )
 
@@ -130,6 +131,27 @@ def test_a_process_with_other_settings_of_the_c_library_is_its_own_zygote(server
     assert asked.zygote == asked.process.pid
     asked.process.kill()
     asked.end()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_zygote_is_in_the_network_of_the_process_that_asked(server: Path) -> None:
+    asked = Asked(server, prefix=("unshare", "--net"))
+    assert asked.zygote != asked.process.pid
+    networks = {pid: Path(f"/proc/{pid}/ns/net").readlink() for pid in (asked.zygote, asked.process.pid)}
+    assert len(set(networks.values())) == 1
+    assert networks[asked.zygote] != Path("/proc/self/ns/net").readlink()
+    asked.process.kill()
+    asked.end()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_process_in_a_network_that_the_server_may_not_enter_is_its_own_zygote(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with serving(path, prefix=("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all")):
+        asked = Asked(path, prefix=("unshare", "--net"))
+        assert asked.zygote == asked.process.pid
+        asked.process.kill()
+        asked.end()
 
 
 def test_a_request_that_nobody_understands_harms_nothing(server: Path) -> None:
