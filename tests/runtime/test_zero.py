@@ -110,10 +110,10 @@ def test_kills_and_joins_with_replicas(cluster: Cluster) -> None:
         assert step >= committed
         if vote is not None:
             seen[step] = vote.loss
+        joiner = sharded.join(1)  # Its start takes as long as many steps.
         sharded.resume(survivors, LEFT, step, vote)
         assert max(report.bytes_moved for report in cluster.resumed(survivors)) > 0
         watch(survivors[0], step + 2)
-        joiner = sharded.join(1)
         step, vote = sharded.quiesce([*survivors, *joiner], mode="boundary")
         assert vote is not None
         seen[step] = vote.loss
