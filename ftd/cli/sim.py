@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ftd.faults.chaos.player import ScenarioResult
     from ftd.faults.chaos.values import Scenario
     from ftd.faults.sim.scenario_setup import ScenarioSetup
+    from ftd.faults.sim.simulation_run import SeedResult
 
 
 def register(app: typer.Typer) -> None:
@@ -37,6 +38,12 @@ NodesOption = Annotated[
 SkipOption = Annotated[
     bool, typer.Option("--skip-unsupported", help="Skip faults that the simulator does not support.")
 ]
+TriggeredOption = Annotated[
+    bool,
+    typer.Option(
+        "--triggered", help="Inject two to eight more faults, each just after an event of the cluster."
+    ),
+]
 JunitOption = Annotated[
     Path | None,
     typer.Option(help="With --scenario: write the results as JUnit XML, for CI.", metavar="FILE.xml"),
@@ -49,6 +56,7 @@ def sim(
         int | None, typer.Option(min=1, help="Run this many seeds, beginning with --first.")
     ] = None,
     first: Annotated[int, typer.Option(min=0, help="First seed of --seeds.")] = 0,
+    triggered: TriggeredOption = False,
     scenario: ScenarioOption = None,
     job: JobOption = None,
     nodes: NodesOption = None,
@@ -62,7 +70,8 @@ def sim(
     The real state machines and planner run under a virtual clock.
 
     Invariants are checked after every event; at the end all faults are repaired, and the job must finish. A
-    seed always gives the same run. The exit code is 1 if an invariant is violated.
+    seed always gives the same run. The exit code is 1 if an invariant is violated. With --triggered, a seed has more
+    faults, each just after an event of the cluster, so that they hit the reactions to one another.
 
     With --scenario, the faults of the file are injected at their moments of virtual time, and its
     expectations are checked as ftd chaos run does it. The exit code is 1 if something is not as expected.
@@ -70,6 +79,8 @@ def sim(
     Example: ftd sim --seeds 1000, or ftd sim --scenario examples/chaos/node-killed.toml --seeds 20
     """
     if scenario is not None:
+        if triggered:
+            raise typer.BadParameter("--triggered belongs to random faults: leave out --scenario")
         if seed is not None and seeds is not None:
             raise typer.BadParameter("give either --seed N or --seeds N")
         worlds = range(first, first + seeds) if seeds is not None else range(seed or 0, (seed or 0) + 1)
@@ -80,9 +91,9 @@ def sim(
     if (seed is None) == (seeds is None):
         raise typer.BadParameter("give either --seed N or --seeds N")
     if seed is not None:
-        failed = _one(seed, trace=trace, as_json=as_json)
+        failed = _one(seed, triggered=triggered, trace=trace, as_json=as_json)
     else:
-        failed = _many(range(first, first + (seeds or 0)), as_json=as_json)
+        failed = _many(range(first, first + (seeds or 0)), triggered=triggered, as_json=as_json)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -146,10 +157,15 @@ def _playable(
     return scenario, tuple((waiting | {fault.id: reason for fault, reason in lacking.items()}).items())
 
 
-def _one(seed: int, *, trace: bool, as_json: bool) -> bool:
+def _run(seed: int, *, triggered: bool, tracing: bool = False) -> "SeedResult":
+    from ftd.faults.sim.drawing import triggered_overrides
     from ftd.faults.sim.simulation_run import run_seed
 
-    result = run_seed(seed, tracing=trace)
+    return run_seed(seed, tracing=tracing, overrides=triggered_overrides(seed) if triggered else None)
+
+
+def _one(seed: int, *, triggered: bool, trace: bool, as_json: bool) -> bool:
+    result = _run(seed, triggered=triggered, tracing=trace)
     if as_json:
         print_json(
             {
@@ -171,19 +187,17 @@ def _one(seed: int, *, trace: bool, as_json: bool) -> bool:
     return result.violation is not None
 
 
-def _many(seeds: range, *, as_json: bool) -> bool:
-    from ftd.faults.sim.simulation_run import run_seed
-
+def _many(seeds: range, *, triggered: bool, as_json: bool) -> bool:
     began = time.perf_counter()
     broken: dict[int, str] = {}
     events = 0
     for seed in seeds:
-        result = run_seed(seed)
+        result = _run(seed, triggered=triggered)
         events += result.events
         if result.violation is not None:
             broken[seed] = result.violation
             if not as_json:
-                print(f"{result.replay}\n  {result.violation}")
+                print(f"{result.replay}{' --triggered' if triggered else ''}\n  {result.violation}")
     elapsed_s = time.perf_counter() - began
     if as_json:
         print_json({"seeds": len(seeds), "broken": broken, "events": events, "elapsed_s": elapsed_s})

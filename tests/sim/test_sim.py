@@ -269,9 +269,26 @@ def test_a_broken_seed_prints_its_replay_and_fails(monkeypatch: pytest.MonkeyPat
     assert "2 broke an invariant" in done.output
 
 
+def test_faults_after_events_on_the_command_line() -> None:
+    plain, triggered = (
+        CliRunner().invoke(app, ["sim", "--seed", "5", *more, "--json"]) for more in ([], ["--triggered"])
+    )
+    assert plain.exit_code == triggered.exit_code == 0
+    faults = [json.loads(done.output)["faults"] for done in (plain, triggered)]
+    assert len(faults[0]) < len(faults[1])
+
+
+def test_a_broken_seed_with_faults_after_events_prints_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation_run, "PATIENCE_S", -simulation_run.HEAL_S + 1.0)
+    done = CliRunner().invoke(app, ["sim", "--seeds", "1", "--first", "40", "--triggered"])
+    assert done.exit_code == 1 and "ftd sim --seed 40 --trace --triggered" in done.output
+
+
 def test_the_command_needs_either_a_seed_or_a_number_of_seeds() -> None:
     assert CliRunner().invoke(app, ["sim"]).exit_code == 2
     assert CliRunner().invoke(app, ["sim", "--seed", "1", "--seeds", "2"]).exit_code == 2
+    scenario = ["--scenario", "examples/chaos/node-killed.toml"]
+    assert CliRunner().invoke(app, ["sim", "--seed", "1", "--triggered", *scenario]).exit_code == 2
 
 
 def test_wrong_code_fails_the_job_and_nothing_else_counts_as_wrong_code() -> None:

@@ -1,73 +1,17 @@
 """Faults at the worst moments, provoked in every seed, in addition to whatever the seed draws."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from ftd.faults.sim import faults
 from ftd.faults.sim.faults import power_cut
-from ftd.faults.sim.simulation import SeedOverrides, Simulation, protections
+from ftd.faults.sim.simulation import SeedOverrides
 from ftd.faults.sim.simulation_run import run_seed
 
 pytestmark = pytest.mark.long
 
 SEEDS = 5
-Fault = Callable[[Simulation], None]
-
-
-def kill_between_effects(sim: Simulation) -> None:
-    """Kill the leader between two effects of one of its next steps."""
-    sim.coordinator.crash_after = sim.world.rng.randrange(12)
-
-
-def crash_two_hosts(sim: Simulation) -> None:
-    """Crash two hosts at once, with their memory."""
-    live = [node for node in sim.nodes.values() if node.up]
-    for node in sim.world.rng.sample(live, min(2, len(live))):
-        node.crash(host=True)
-        sim.world.call_later(sim.world.between(0.5, 5.0), sim.start_if_down, node)
-
-
-def depose_leader_and_clear_broker(sim: Simulation) -> None:
-    """Cut the leader off until another one leads, and let the broker forget everything just before the leader
-    is back.
-    """
-    rng, for_s = sim.world.rng, sim.world.between(6.0, 9.0)
-    sim.network.cut(sim.coordinator.name, for_s)
-    sim.world.call_later(for_s + rng.uniform(-0.3, 0.3), sim.network.stop_broker, rng.uniform(0.1, 1.5))
-
-
-def freeze_everything(sim: Simulation) -> None:
-    """Freeze every process for the same time."""
-    for_s = sim.world.between(2.0, 9.0)
-    for coordinator in sim.coordinators:
-        coordinator.freeze(for_s)
-    for node in sim.nodes.values():
-        if node.up:
-            node.freeze(for_s)
-
-
-def switch_protection(sim: Simulation) -> None:
-    scheme = sim.world.rng.choice(protections(sharded=sim.policy.zero1))
-    sim.coordinator.request_snapshots(protection=scheme)
-
-
-def request_snapshot_now(sim: Simulation) -> None:
-    sim.coordinator.request_snapshots(now=True)
-
-
-def restore_saved_broker(sim: Simulation) -> None:
-    """Let the broker save what it retains, and a while later lose power together with the leader."""
-    rng, left = sim.world.rng, dict(sim.network.retained)
-
-    def stop_and_crash() -> None:
-        sim.network.stop_broker(rng.uniform(0.1, 1.5), left)
-        leader = sim.coordinator
-        leader.crash()
-        sim.world.call_later(rng.uniform(4.0, 9.0), leader.restart)
-
-    sim.world.call_later(rng.choice((0.5, 1.5, 3.0)), stop_and_crash)
 
 
 RESTORED_BROKER = SeedOverrides(
@@ -75,10 +19,10 @@ RESTORED_BROKER = SeedOverrides(
     rare_faults=False,
     upgrades=False,
     triggered_faults=(
-        ("GenerationStarted", restore_saved_broker, 0),
+        ("GenerationStarted", faults.restore_saved_broker, 0),
         ("NodeLost", faults.crash_node, 0),
         ("RecoveryCompleted", faults.crash_node, 0),
-        ("RecoveryCompleted", restore_saved_broker, 0),
+        ("RecoveryCompleted", faults.restore_saved_broker, 0),
         ("Quiesced", faults.crash_node, 1),
     ),
 )
@@ -86,13 +30,13 @@ RESTORED_BROKER = SeedOverrides(
 MOMENTS: dict[str, SeedOverrides] = {
     "the leader dies between journal and command": SeedOverrides(
         triggered_faults=(
-            ("GenerationStarted", kill_between_effects, 1),
-            ("Quiesced", kill_between_effects, 2),
-            ("PlanChosen", kill_between_effects, 3),
+            ("GenerationStarted", faults.kill_between_effects, 1),
+            ("Quiesced", faults.kill_between_effects, 2),
+            ("PlanChosen", faults.kill_between_effects, 3),
         )
     ),
     "hosts are lost between SnapshotCompleted and RetainSnapshot": SeedOverrides(
-        protection="aec2", zero1=False, triggered_faults=(("SnapshotCompleted", crash_two_hosts, 1),)
+        protection="aec2", zero1=False, triggered_faults=(("SnapshotCompleted", faults.crash_two_hosts, 1),)
     ),
     "a node joins while a checkpoint is written": SeedOverrides(
         checkpoints=True, triggered_faults=(("CheckpointStarted", faults.add_node, 0),)
@@ -102,21 +46,24 @@ MOMENTS: dict[str, SeedOverrides] = {
         zero1=False,
         triggered_faults=(
             ("SnapshotCompleted", faults.fail_all_trainers, 1),
-            ("RolledBack", switch_protection, 0),
-            ("RolledBack", switch_protection, 0),
+            ("RolledBack", faults.switch_protection, 0),
+            ("RolledBack", faults.switch_protection, 0),
         ),
     ),
     "a standby takes over while a checkpoint is committed": SeedOverrides(
         checkpoints=True,
         coordinators=2,
-        triggered_faults=(("CheckpointStarted", kill_between_effects, 0),) * 3,
+        triggered_faults=(("CheckpointStarted", faults.kill_between_effects, 0),) * 3,
     ),
     "a deposed leader and a broker that forgot everything": SeedOverrides(
-        coordinators=2, triggered_faults=(("RecoveryCompleted", depose_leader_and_clear_broker, 0),)
+        coordinators=2, triggered_faults=(("RecoveryCompleted", faults.depose_leader_and_clear_broker, 0),)
     ),
     "hosts lose power, and their last wills come late": SeedOverrides(power_losses=True, churn=True),
     "everything is suspended": SeedOverrides(
-        triggered_faults=(("SnapshotCompleted", freeze_everything, 0), ("Quiesced", freeze_everything, 2))
+        triggered_faults=(
+            ("SnapshotCompleted", faults.freeze_everything, 0),
+            ("Quiesced", faults.freeze_everything, 2),
+        )
     ),
     "a daemon is killed, and its memory kept, while rolling back": SeedOverrides(
         protection="aec",
@@ -149,9 +96,9 @@ MOMENTS: dict[str, SeedOverrides] = {
         protection="aec+arc:1",
         zero1=False,
         triggered_faults=(
-            ("RecoveryCompleted", request_snapshot_now, 0),
-            ("SnapshotCompleted", request_snapshot_now, 0),
-            ("SnapshotCompleted", kill_between_effects, 0),
+            ("RecoveryCompleted", faults.request_snapshot_now, 0),
+            ("SnapshotCompleted", faults.request_snapshot_now, 0),
+            ("SnapshotCompleted", faults.kill_between_effects, 0),
         ),
     ),
 }
@@ -244,7 +191,7 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
                 rare_faults=True,
                 triggered_faults=(
                     ("JobPrepared", faults.corrupt_parameter, 1),
-                    ("ClusterPaused", freeze_everything, 3),
+                    ("ClusterPaused", faults.freeze_everything, 3),
                     ("NodeFenced", faults.partition_two, 1),
                 ),
             ),
@@ -259,7 +206,7 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
                 power_losses=True,
                 triggered_faults=(
                     ("SnapshotFailed", faults.lose_all_memory, 0),
-                    ("PlanChosen", crash_two_hosts, 0),
+                    ("PlanChosen", faults.crash_two_hosts, 0),
                     ("GenerationStarted", faults.restore_broker, 2),
                 ),
             ),

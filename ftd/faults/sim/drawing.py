@@ -2,6 +2,9 @@
 
 Kinds of faults that were added later have a random generator of their own each (``separate_rng``), so that
 everything else in a seed stays the same.
+
+With ``triggered_overrides``, a seed also draws its settings and faults that follow any kind of event: a few hundred of
+these find what thousands of other seeds do not, because each fault hits the reaction to another one.
 """
 
 from collections.abc import Callable
@@ -20,9 +23,11 @@ from ftd.faults.sim.faults import (
     crash_coordinator,
     crash_node,
     crash_two,
+    crash_two_hosts,
     cut_coordinator,
     cut_node,
     cut_several,
+    depose_leader_and_clear_broker,
     drain_node,
     exit_trainer,
     fail_all_trainers,
@@ -31,25 +36,30 @@ from ftd.faults.sim.faults import (
     fill_disk,
     freeze_coordinator,
     freeze_daemon,
+    freeze_everything,
     hang_checkpoint_store,
     hang_trainer,
+    kill_between_effects,
     lose_all_memory,
     lose_messages,
     make_device_bad,
     partition_two,
+    power_cut,
     raise_in_trainer,
     repeat_request,
     request_fault,
+    request_snapshot_now,
     reset_coordinator,
     reset_session,
     restart_broker,
     restart_node,
     restore_broker,
+    restore_saved_broker,
     stop_job,
     switch_protection,
     terminate_node,
 )
-from ftd.faults.sim.simulation import Fault, Simulation, TriggeredFault
+from ftd.faults.sim.simulation import Fault, SeedOverrides, Simulation, TriggeredFault
 from ftd.faults.sim.slow_faults import (
     pause_host,
     pause_trainer,
@@ -106,6 +116,44 @@ _DURING_A_ROLLBACK: tuple[Fault, ...] = (
     exit_trainer, crash_node, restart_node, crash_coordinator, cut_node, break_connection, freeze_daemon,
     fail_all_trainers, switch_protection,
 )  # fmt: skip
+
+EVENTS = (
+    "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "RecoveryCompleted", "StepCommitted",
+    "RolledBack", "SnapshotCompleted", "SnapshotFailed", "CheckpointStarted", "CheckpointCompleted", "NodeLost",
+    "NodeJoined", "TrainerLost", "NodeDraining", "NodeFenced", "ClusterPaused", "LeaderElected", "JobPrepared",
+    "ProtectionChanged",
+)  # fmt: skip
+"""Events that ``triggered_overrides`` lets faults follow."""
+
+_TRIGGERED_FAULTS: tuple[Fault, ...] = (
+    *(fault for _, fault in FAULTS), *RARE_FAULTS, lose_all_memory, corrupt_checkpoint, close_checkpoint_store,
+    hang_checkpoint_store, corrupt_shard, corrupt_shards, power_cut, kill_between_effects, crash_two_hosts,
+    depose_leader_and_clear_broker, freeze_everything, request_snapshot_now, restore_saved_broker,
+)  # fmt: skip
+
+
+def triggered_overrides(seed: int) -> SeedOverrides:
+    """Draw the settings of a seed, and two to eight faults that each follow an event."""
+    rng = Random(f"{seed} triggered")
+
+    def sometimes(likely: float) -> bool | None:
+        return True if rng.random() < likely else None
+
+    return SeedOverrides(
+        triggered_faults=tuple(
+            (rng.choice(EVENTS), rng.choice(_TRIGGERED_FAULTS), rng.choice((0, 0, 1, 1, 2, 3, 5)))
+            for _ in range(rng.randint(2, 8))
+        ),
+        coordinators=rng.choice((None, None, None, 1, 2, 2, 3)),
+        checkpoints=sometimes(0.3),
+        power_losses=sometimes(0.3),
+        churn=sometimes(0.2),
+        corruption=sometimes(0.15),
+        upgrades=sometimes(0.1),
+        evaluations=sometimes(0.1),
+        rare_faults=rng.choice((None,) * 8 + (True, False)),
+        zero1=rng.choice((None,) * 12 + (True, False)),
+    )
 
 
 def _draw_rollback(sim: Simulation) -> list[TriggeredFault]:

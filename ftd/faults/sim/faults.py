@@ -442,3 +442,53 @@ def raise_everywhere(sim: Simulation) -> None:
         for device in list(node.trainers):
             if sim.world.chance(0.8):
                 node.fail_trainer(device, "raised", WRONG_CODE)
+
+
+def kill_between_effects(sim: Simulation) -> None:
+    """Kill the leader between two effects of one of its next steps."""
+    sim.coordinator.crash_after = sim.world.rng.randrange(12)
+
+
+def crash_two_hosts(sim: Simulation) -> None:
+    """Crash two hosts at once, with their memory."""
+    live = [node for node in sim.nodes.values() if node.up]
+    for node in sim.world.rng.sample(live, min(2, len(live))):
+        node.crash(host=True)
+        sim.world.call_later(sim.world.between(0.5, 5.0), sim.start_if_down, node)
+
+
+def depose_leader_and_clear_broker(sim: Simulation) -> None:
+    """Cut the leader off until another one leads, and let the broker forget everything just before the leader
+    is back.
+    """
+    rng, for_s = sim.world.rng, sim.world.between(6.0, 9.0)
+    sim.network.cut(sim.coordinator.name, for_s)
+    sim.world.call_later(for_s + rng.uniform(-0.3, 0.3), sim.network.stop_broker, rng.uniform(0.1, 1.5))
+
+
+def freeze_everything(sim: Simulation) -> None:
+    """Freeze every process for the same time."""
+    for_s = sim.world.between(2.0, 9.0)
+    for coordinator in sim.coordinators:
+        coordinator.freeze(for_s)
+    for node in sim.nodes.values():
+        if node.up:
+            node.freeze(for_s)
+
+
+def request_snapshot_now(sim: Simulation) -> None:
+    """Request a snapshot, as a user does."""
+    sim.coordinator.request_snapshots(now=True)
+
+
+def restore_saved_broker(sim: Simulation) -> None:
+    """Let the broker save what it retains, and a while later lose power together with the leader."""
+    rng, left = sim.world.rng, dict(sim.network.retained)
+
+    def stop_and_crash() -> None:
+        sim.network.stop_broker(rng.uniform(0.1, 1.5), left)
+        leader = sim.coordinator
+        leader.crash()
+        sim.world.call_later(rng.uniform(4.0, 9.0), leader.restart)
+
+    sim.world.call_later(rng.choice((0.5, 1.5, 3.0)), stop_and_crash)
