@@ -18,7 +18,7 @@ NETWORK = "10.213.7"
 PREFIX = "ftd"
 COMMAND_S = 10.0
 _NAMESPACES = Path("/run/netns")
-"""Where ``ip`` puts the names of network namespaces."""
+"""Directory with the names that ``ip`` gives to network namespaces."""
 
 
 def unavailable_reason() -> str | None:
