@@ -26,6 +26,13 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def device_time_s(device: torch.device) -> float:
+    """Return a monotonic time in seconds after the device has finished all work given to it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class DeviceEvent(Protocol):
     """A position in the work of a stream; ``record`` may be called again for another position."""
 

@@ -29,7 +29,7 @@ from runtime.data.batches import (
     to_device,
 )
 from runtime.deferred import DeferredModule
-from runtime.device import DeviceRuntime, device_runtime
+from runtime.device import CPU, DeviceRuntime, device_runtime
 from runtime.errors import TrainingError
 from runtime.layers import recompute
 from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
@@ -53,7 +53,6 @@ from runtime.training import Batch, Training
 from statemachine.messages.trainer import TrainingData
 from storage.buckets import ParameterSize
 
-CPU = torch.device("cpu")
 Kind = Literal["parameter", "buffer"]
 
 

@@ -36,6 +36,7 @@ from planner.values import (
     TensorSplit,
 )
 from runtime.data.batches import slice_rows, to_device
+from runtime.device import device_time_s
 from runtime.engine.memory import usable_memory_bytes
 from runtime.errors import TrainingError
 from runtime.layers.activations import Activation, flatten
@@ -546,13 +547,6 @@ def _state_bytes(
         for name, parameter in named
         if name in stepped
     }
-
-
-def device_time_s(device: torch.device) -> float:
-    """Return a monotonic time in seconds after the device has finished all work given to it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _device_name(device: torch.device) -> str:

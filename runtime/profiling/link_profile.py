@@ -21,13 +21,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from runtime.device import device_runtime
+from runtime.device import CPU, device_runtime, device_time_s
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import Communicator, Members
 from runtime.groups.store import Rendezvous
-from runtime.layers.model import CPU
 from runtime.parent import die_with_parent
-from runtime.profiling.layer_profile import device_time_s
 from runtime.wire.measurement import (
     INVALID_EXIT,
     AllReduceTiming,

@@ -57,7 +57,7 @@ INSTEAD = (
     (r"stop llama", "stop gpt"),
     (r"checkpoints/llama my-llama --format huggingface", "checkpoints/gpt my-gpt --format torch"),
     (r"--minutes 5 --seed 1 --steps 2000", "--minutes 0.1 --seed 1 --steps 20"),
-    (r"--seeds 50", "--seeds 2"),
+    (r"--seeds (?:20|50)", "--seeds 2"),
     (r"(local examples/nanogpt/train_ftd.toml --nodes) 4", r"\1 2 --steps 5"),
     (
         r"^python examples/nanogpt/train_plain.py$",

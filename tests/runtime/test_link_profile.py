@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from runtime.layers.model import CPU
+from runtime.device import CPU
 from runtime.profiling.link_profile import MESSAGE_SIZES_BYTES, measure_links, measured_groups
 from runtime.wire.measurement import MeasurementProgress
 from tests.helpers.harness import ServerThread, formed_world
