@@ -4,13 +4,15 @@ A sharded tensor (FSDP2's and HSDP's ``DTensor``) is cut along its dimensions, s
 Resharding copies the common boxes of what ranks held and of what ranks hold now.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_SHARDING = "torch.distributed.tensor"
+"""Module whose import takes half a second. A script that shards tensors has imported it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ class Placement:
 
 def placement_of(tensor: Tensor) -> Placement | None:
     """Return the part of a sharded tensor that this rank holds; ``None`` if that is no box of final values."""
+    if _SHARDING not in sys.modules:
+        return None
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(tensor, DTensor):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements
