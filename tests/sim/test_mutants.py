@@ -6,7 +6,7 @@ one seed in ten or twenty finds it, whatever else is drawn.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -55,9 +55,8 @@ from statemachine.election.machine import ElectionMachine
 from statemachine.messages.cluster import Prepare, ToNode, ToNodes
 from statemachine.messages.trainer import ResumeRank, ShardWritten
 from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, QuiesceMode, Snapshot
-from tests.sim.test_worst_moments import RESTORED_BROKER, kill_between_effects
+from tests.helpers.seeds import RESTORED_BROKER, SEEDS, found, seeds_from
 
-SEEDS = 200
 CHANGING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING)
 SHARDED = range(1, 3 * SEEDS, 3)
 """Jobs with ZeRO-1."""
@@ -65,24 +64,6 @@ EXITS = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 9))
 """Moments around commits, when some trainers have the gradients and some have applied them."""
 real_decide = rules.decide
 real_go_on = EventStream.publish_unacknowledged
-
-
-def found(
-    expected: str, seeds: Sequence[int] = range(SEEDS), overrides: SeedOverrides | None = None
-) -> tuple[int, str]:
-    """Return the first seed that finds the bug, and the violation.
-
-    :param seeds: by default all from 0 on; ``seeds_from`` skips many that are known to find nothing.
-    """
-    for seed in seeds:
-        violation = run_seed(seed, overrides=overrides).violation
-        if violation is not None and expected in violation:
-            return seed, violation
-    raise AssertionError(f"{len(seeds)} seeds did not find the planted bug ({expected!r})")
-
-
-def seeds_from(first: int) -> range:
-    return range(first, first + SEEDS)
 
 
 real_take_out = ClusterMachine._take_out
@@ -211,7 +192,7 @@ def test_events_that_are_decided_after_the_journal_is_written_are_found(
     """A leader that is killed between writing the journal and publishing the events takes them with it."""
     monkeypatch.setattr(EventStream, "add_to_outbox", lambda stream, effects, now: None)
     crashes = tuple(
-        (name, kill_between_effects, passed)
+        (name, faults.kill_between_effects, passed)
         for name in ("GenerationStarted", "Quiesced")
         for passed in (0, 1, 2)
     )

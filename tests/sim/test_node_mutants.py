@@ -22,7 +22,7 @@ from statemachine.agent.events import AgentStarted, SnapshotCopyCommitted
 from statemachine.effects import SendSnapshotCopy
 from statemachine.messages.cluster import ToNode
 from statemachine.messages.values import Restore
-from tests.sim.test_mutants import found
+from tests.helpers.seeds import found
 
 EVENTS = ("GenerationStarted", "Quiesced", "PlanChosen", "StepCommitted")
 CUTS = SeedOverrides(

@@ -8,24 +8,12 @@ from ftd.faults.sim import faults
 from ftd.faults.sim.faults import power_cut
 from ftd.faults.sim.simulation import SeedOverrides
 from ftd.faults.sim.simulation_run import run_seed
+from tests.helpers.seeds import RESTORED_BROKER
 
 pytestmark = pytest.mark.long
 
 SEEDS = 5
 
-
-RESTORED_BROKER = SeedOverrides(
-    coordinators=2,
-    rare_faults=False,
-    upgrades=False,
-    triggered_faults=(
-        ("GenerationStarted", faults.restore_saved_broker, 0),
-        ("NodeLost", faults.crash_node, 0),
-        ("RecoveryCompleted", faults.crash_node, 0),
-        ("RecoveryCompleted", faults.restore_saved_broker, 0),
-        ("Quiesced", faults.crash_node, 1),
-    ),
-)
 
 MOMENTS: dict[str, SeedOverrides] = {
     "the leader dies between journal and command": SeedOverrides(
