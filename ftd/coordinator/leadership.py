@@ -674,7 +674,11 @@ class Leadership:
         await self._follower_session.leave(timeout_s)
 
     def replicate(self, state: bytes, at: float) -> tuple[int, int]:
-        """Publish the durable state before anything that follows from it, and return its position."""
+        """Publish the durable state before anything that follows from it, and return its position.
+
+        A leader that was cut off publishes only the position, if the broker forgot the leader meanwhile: the
+        coordinators then compare what each of them knows.
+        """
         self.serial += 1
         copy = JournalCopy(
             term=self.machine.term,
@@ -695,6 +699,8 @@ class Leadership:
                 # the new state.
                 _log.error("replication_failed", problem=str(error), remedy="no standby can take over now")
                 self.publish(self._topics.journal, b"", retain=True)
+        elif self.machine.record_lost:
+            self._follower_session.announce(replace(self.machine.me, position=copy.position))
         return copy.position
 
     def public_state(self) -> dict[str, Any]:

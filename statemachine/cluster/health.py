@@ -4,8 +4,9 @@ A node tests its devices before it may take part, and in orders of the coordinat
 A wrong product proves that the device is bad, and the node is set aside at once (``quarantine``). Speed is relative:
 a device is slow if it reaches less than ``HealthLimits.min_speed`` of the median of the other nodes' devices of the
 same kind. Since a busy host is slow once, the check is repeated at once, and the node is set aside if it is slow
-again; it is not taken in before. A test that hangs or crashes counts like a slow one. The network is judged by the
-quickest of the transfers from some random peers, so that a slow peer does not count.
+again; it is not taken in before. A test that hangs or crashes counts like a slow one. While fewer than
+``HealthLimits.min_others`` others are known, speeds are not compared, and the repeated test is passed if it ends. The
+network is judged by the quickest of the transfers from some random peers, so that a slow peer does not count.
 
 Nodes that train are not tested, and their speed is the matter of ``stragglers``.
 
@@ -43,12 +44,12 @@ _ORDERS_PER_TICK = 50
 
 def restore(c: Cluster) -> None:
     """Continue after a restart of the coordinator. The nodes report their last results again, which are judged again,
-    unless a node was readmitted since: it is to be tested once more.
+    unless a node is to be tested once more: it was readmitted since, or its last result was bad.
     """
     for node in c.nodes.values():
         node.health_pending &= c.hardware.health.enabled
         node.suspected &= c.hardware.health.enabled
-        if not node.health_pending:
+        if not (node.health_pending or node.suspected or node.quarantine is not None):
             node.judged_check = 0
 
 
@@ -90,8 +91,8 @@ def _judge(c: Cluster, node: NodeMachine) -> None:
         c.unjudged_health.add(node.name)  # Its speed is judged later.
         return
     slow, compared = _find_slow(c, node, report)
-    only_wrong = node.quarantine is not None and node.quarantine.cause in WRONG_RESULTS
-    if slow is None and not compared and not only_wrong:
+    doubted = bool(node.slow_checks) or node.suspected or node.quarantine is not None
+    if slow is None and not compared and not doubted:
         c.unjudged_health.add(node.name)
         return
     node.judged_check = report.number
@@ -247,7 +248,7 @@ def _may_be_checked(c: Cluster, node: NodeMachine) -> bool:
 
 def _is_due(c: Cluster, node: NodeMachine) -> bool:
     """Return whether a result is missing or old; a slow one is repeated at once."""
-    if node.health_ordered_at is not None or node.health_pending or node.slow_checks:
+    if node.health_ordered_at is not None or node.health_pending or node.slow_checks or node.suspected:
         return True
     every_s = c.hardware.health.every_s
     return not node.prepare_sent and 0 < every_s <= c.at - node.health_at

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftd.faults.sim import faults
+from ftd.faults.sim import faults, slow_faults
 from ftd.faults.sim.faults import power_cut
 from ftd.faults.sim.simulation import SeedOverrides
 from ftd.faults.sim.simulation_run import run_seed
@@ -196,6 +196,59 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
                     ("SnapshotFailed", faults.lose_all_memory, 0),
                     ("PlanChosen", faults.crash_two_hosts, 0),
                     ("GenerationStarted", faults.restore_broker, 2),
+                ),
+            ),
+        ),
+        # A leader that was cut off stores a user's request, after a broker that forgot everything.
+        (
+            3000592,
+            SeedOverrides(
+                checkpoints=True,
+                coordinators=3,
+                power_losses=True,
+                evaluations=True,
+                corruption=True,
+                rare_faults=True,
+                triggered_faults=(
+                    ("SnapshotFailed", faults.lose_messages, 5),
+                    ("NodeLost", faults.terminate_node, 1),
+                    ("NodeLost", faults.restart_broker, 1),
+                    ("ClusterPaused", faults.corrupt_shards, 1),
+                    ("NodeFenced", faults.cut_several, 1),
+                    ("TrainerLost", faults.depose_leader_and_clear_broker, 0),
+                ),
+            ),
+        ),
+        # The only two nodes' tests hang once, and there are too few others to compare their speeds with.
+        (
+            3002011,
+            SeedOverrides(
+                zero1=False,
+                coordinators=3,
+                rare_faults=True,
+                triggered_faults=(
+                    ("TrainingResumed", faults.corrupt_checkpoint, 1),
+                    ("Quiesced", faults.reset_coordinator, 0),
+                ),
+            ),
+        ),
+        # A node retains a snapshot that no coordinator knows any more, since their journals were lost.
+        (
+            4002787,
+            SeedOverrides(
+                checkpoints=True,
+                coordinators=2,
+                churn=True,
+                corruption=True,
+                rare_faults=False,
+                triggered_faults=(
+                    ("RecoveryCompleted", slow_faults.slow_transfers, 0),
+                    ("Quiesced", faults.restore_saved_broker, 0),
+                    ("JobPrepared", faults.fill_disk, 0),
+                    ("RecoveryCompleted", faults.hang_checkpoint_store, 5),
+                    ("PlanChosen", faults.reset_session, 1),
+                    ("ProtectionChanged", slow_faults.stutter_leader, 1),
+                    ("CheckpointCompleted", faults.cut_node, 1),
                 ),
             ),
         ),

@@ -172,14 +172,30 @@ def test_nobody_is_slow_before_enough_others_are_known_and_then_a_result_is_comp
     assert s.ordered == ["node-3"] and not s.ready("node-3")
 
 
-def test_a_node_joins_when_a_result_is_compared_at_a_tick_that_brings_no_other_news() -> None:
-    s = Checked(known=2)
+def test_a_test_that_hung_once_keeps_no_node_out_where_too_few_others_are_known_to_compare_speeds() -> None:
+    s = Checked(known=1)
     s.join("node-3", devices(1, {"kind": "H100", "failed": "its test did not end"}))
+    assert not s.ready("node-3")
     s.check("node-3", health_report(2, 100.0))
-    s.say("node-2", HealthChecked(report=health_report(1, 100.0)))
-    assert not s.ready("node-3") and "join" not in s.due
-    s.fire("tick", 0.25)
     assert s.ready("node-3") and "join" in s.due
+    s.ordered.clear()
+    s.fire("tick", 0.25)
+    assert not s.ordered
+
+
+def test_a_node_whose_tests_hung_is_readmitted_where_too_few_others_are_known_to_compare_speeds() -> None:
+    s = Checked(known=1)
+    hung = {"kind": "H100", "failed": "its test did not end"}
+    s.join("node-3", devices(1, hung))
+    s.check("node-3", devices(2, hung))
+    assert s.aside("node-3") == "slow_device"
+    s.check("node-3", health_report(3, 100.0))
+    s = taken_over(s)
+    s.hello("node-3", 103, facts=TESTED, job_id="job-1", prepared=True, health=health_report(3, 100.0))
+    assert s.aside("node-3") == "slow_device"
+    for number in (4, 5):
+        s.say("node-3", HealthChecked(report=health_report(number, 100.0)))
+    assert not s.aside("node-3")
 
 
 def test_a_node_that_trains_is_neither_tested_nor_judged_by_its_speed() -> None:

@@ -167,6 +167,16 @@ def test_messages_of_another_generation_or_an_abandoned_snapshot_do_not_count() 
     assert s.machine.snapshot.step == 3
 
 
+def test_a_node_that_retains_a_snapshot_which_no_journal_knows_does_not_prevent_the_next_one() -> None:
+    s = Snapshots()
+    s.begin()
+    for name in HELD:
+        s.heartbeat(name, retained_step=1 if name == "node-2" else 0)
+    s.wait(0.1)
+    s.stepped("node-0", 1, 2)
+    assert s.commands(TakeSnapshot)
+
+
 def test_retain_is_repeated_until_a_heartbeat_confirms_it() -> None:
     s = Snapshots()
     s.complete_snapshot()

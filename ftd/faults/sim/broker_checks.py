@@ -194,6 +194,7 @@ class BrokerChecks:
         oracle.known_step = min(oracle.known_step, view.committed_step)
         oracle.newest, oracle.lineage, oracle.groups.trained = view.snapshot, view.lineage, None
         oracle.writing = view.writing
+        oracle.leaving.clear()  # A node that may leave is found out again.
         oracle.published_events.on_journals_lost()
         # Published steps may be published again, as the leader learns of them again.
         oracle.next_to_publish = 0

@@ -40,6 +40,7 @@ from ftd.faults.sim.faults import (
     hang_checkpoint_store,
     hang_trainer,
     kill_between_effects,
+    kill_node_between_effects,
     lose_all_memory,
     lose_messages,
     make_device_bad,
@@ -129,6 +130,7 @@ _TRIGGERED_FAULTS: tuple[Fault, ...] = (
     *(fault for _, fault in FAULTS), *RARE_FAULTS, lose_all_memory, corrupt_checkpoint, close_checkpoint_store,
     hang_checkpoint_store, corrupt_shard, corrupt_shards, power_cut, kill_between_effects, crash_two_hosts,
     depose_leader_and_clear_broker, freeze_everything, request_snapshot_now, restore_saved_broker,
+    kill_node_between_effects,
 )  # fmt: skip
 
 

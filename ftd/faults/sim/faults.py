@@ -449,6 +449,15 @@ def kill_between_effects(sim: Simulation) -> None:
     sim.coordinator.crash_after = sim.world.rng.randrange(12)
 
 
+def kill_node_between_effects(sim: Simulation) -> None:
+    """Kill a daemon between two of the next effects that it carries out, and start it again."""
+    node = some_node(sim)
+    if node is not None:
+        sim.log(f"kill {node.name} between effects")
+        node.crash_after = sim.world.rng.randrange(12)
+        sim.world.call_later(sim.world.between(1.0, 6.0), sim.start_if_down, node)
+
+
 def crash_two_hosts(sim: Simulation) -> None:
     """Crash two hosts at once, with their memory."""
     live = [node for node in sim.nodes.values() if node.up]

@@ -58,6 +58,8 @@ class SimNode(SimHost):
         """The newest process of the daemon, alive or not."""
         self.exited = False
         """Whether the daemon exited by itself."""
+        self.crash_after: int | None = None
+        """Number of effects after which the daemon is killed in the middle of carrying them out."""
         self.serving_since = math.inf
         """Time from which on the daemon handles events; before that it looks through its memory."""
         self.removed_at: float | None = None
@@ -96,7 +98,7 @@ class SimNode(SimHost):
             self.loop.enter(self.process.supervisor.on_report, trainer, report)
 
     def start(self) -> None:
-        self.exited, self.serving_since = False, math.inf
+        self.exited, self.serving_since, self.crash_after = False, math.inf, None
         self.trainers = {}
         self.resumes.clear()
         loop = self.loop = ProcessLoop(self.world)
@@ -143,6 +145,7 @@ class SimNode(SimHost):
         self.failing_builds = 0
         self.slowness = 1.0
         self.device_fault = ""
+        self.crash_after = None
         self.max_scan_s = self.max_read_s = self.max_send_s = 0.0
         self.loop.thaw()
         if self.process is not None:
@@ -195,6 +198,13 @@ class SimNode(SimHost):
         if self.world.tracing:
             self.world.note(self.name, f"  → {it}" if isinstance(it, Effect) else it)
         if isinstance(it, Effect):
+            if self.crash_after is not None:
+                self.crash_after -= 1
+                if self.crash_after < 0:
+                    # A trainer that reports something, and brings this about, still returns from its call.
+                    loop.freeze()
+                    self.world.call_later(0.0, self.crash)
+                    raise asyncio.CancelledError
             if isinstance(it, ResumeTrainer):
                 self.resumes[it.resume.generation] = it.resume
             elif isinstance(it, RunHealthCheck):

@@ -35,8 +35,13 @@ def reconcile(c: Cluster, group: Running) -> None:
     newest = snapshots.newest
     # An idle replica peer counts too: it has no more slots than others.
     planned = [c.nodes[name] for name in group.needed if name in c.nodes]
+    # A node that names none or an older one has no room yet. One that names a newer one obeyed a coordinator whose
+    # journal was lost since; it drops that when the next one is complete.
     newest_step = newest.step if newest is not None else 0
-    if any(node.state is not NodeState.HEALTHY or node.retained_step != newest_step for node in planned):
+    if any(
+        node.state is not NodeState.HEALTHY or node.retained_step is None or node.retained_step < newest_step
+        for node in planned
+    ):
         return
     known, last = c.progress.known_step, group.all_finished
     # Trainers that are done take part in no VOTE, so one of them cannot ask the others.
