@@ -197,6 +197,10 @@ class SimulationRun(Simulation):
         self.start()
         try:
             self.world.run(HEAL_S + PATIENCE_S)
+            if self.invariants.skipped_batches and not self.world.done:
+                self.world.run(
+                    HEAL_S + 2 * PATIENCE_S
+                )  # Each spike of the loss makes the job redo many steps.
             if self.world.done and self.healed:
                 for node in self.nodes.values():
                     self.broker_checks.check_state(node)
