@@ -82,16 +82,21 @@ class BrokerChecks:
             oracle.on_journal(note)
             oracle.published_events.on_journaled(decode_outbox(copy.state))
         elif topic == COMMAND:
-            oracle.check_command(decoded(payload).command, self.journal)
+            oracle.check_command(decoded(payload).command, self.journal, heard=self._has_heard(connection))
         elif topic == EVENTS:
             message = decode_json(payload, EventMessage)
             if oracle.published_events.is_new(message):
                 self._event(self._coordinators[connection.host], message)
         elif (node := TOPICS.node_of(topic)) is not None:
             if topic == TOPICS.node_command(node):
-                oracle.check_command(decode_to_node(payload).command, self.journal)
+                heard = self._has_heard(connection)
+                oracle.check_command(decode_to_node(payload).command, self.journal, heard=heard)
             elif topic == TOPICS.node_state(node) and not payload:
                 oracle.check_removal(self.journal, node)
+
+    def _has_heard(self, connection: SimConnection) -> bool:
+        """Return whether a coordinator has been connected long enough to have what nodes reported meanwhile."""
+        return connection.since < self._invariants.world.now - _NOTICE_S
 
     def check_state(self, node: SimNode) -> None:
         """Check that the broker retains the own state of a node that has been connected for a while."""
@@ -194,7 +199,7 @@ class BrokerChecks:
         oracle.known_step = min(oracle.known_step, view.committed_step)
         oracle.newest, oracle.lineage, oracle.groups.trained = view.snapshot, view.lineage, None
         oracle.writing = view.writing
-        oracle.leaving.clear()  # A node that may leave is found out again.
+        oracle.leaving.clear()  # The planner is asked again which nodes may leave.
         oracle.published_events.on_journals_lost()
         # Published steps may be published again, as the leader learns of them again.
         oracle.next_to_publish = 0

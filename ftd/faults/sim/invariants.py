@@ -150,7 +150,11 @@ class Invariants(Oracle):
         self.next_to_publish = min(self.next_to_publish, step + 1)
         self.evaluations.rolled_back(step)
 
-    def check_command(self, command: Command, journal: dict[str, Any] | None) -> None:
+    def check_command(self, command: Command, journal: dict[str, Any] | None, *, heard: bool) -> None:
+        """Check a command to nodes.
+
+        :param heard: whether the coordinator that sent it has all reports that nodes could not send for a while.
+        """
         if isinstance(command, RetainSnapshot):
             durable = (journal or {}).get("snapshot")
             # The journal may name a newer one, whose own order follows: only what is older than both is
@@ -169,9 +173,9 @@ class Invariants(Oracle):
             self.violated(f"generation {command.generation} was published before it was persisted")
             return
         if isinstance(command, Resume):
-            self._check_resume(command, journal)
+            self._check_resume(command, journal, heard)
 
-    def _check_resume(self, resume: Resume, journal: dict[str, Any]) -> None:
+    def _check_resume(self, resume: Resume, journal: dict[str, Any], heard: bool) -> None:
         if resume.generation < self.newest_resume:
             self.violated(f"generation {resume.generation} is resumed after {self.newest_resume}")
         if resume.generation == self.newest_resume:
@@ -187,7 +191,7 @@ class Invariants(Oracle):
         self.check_plan(resume.plan)
         known = incarnations(journal)  # The coordinator may not have heard of a newer one yet.
         for name in resume.plan.nodes:
-            if self.wrong_devices.get(name, 0) == known.get(name):
+            if heard and self.wrong_devices.get(name, 0) == known.get(name):
                 self.violated(f"the plan uses {name}, whose health check found a wrong product")
 
     def _is_lost_with_power(self, step: int) -> bool:
