@@ -242,7 +242,7 @@ def prepare(a: Agent, command: Prepare) -> None:
     """
     if a.leaving is not None:
         return
-    if command.job.job_id in a.past_jobs:
+    if a.is_past(command.job):
         a.ignore("a Prepare for a job that is over")
         return
     same = a.job is not None and a.job.job_id == command.job.job_id
@@ -254,7 +254,7 @@ def prepare(a: Agent, command: Prepare) -> None:
         trainer.phase in (TrainerPhase.STARTING, TrainerPhase.UP) for trainer in a.trainers
     )
     if a.job is not None and not same:
-        a.past_jobs.append(a.job.job_id)
+        a.note_past(a.job)
     stop_check(a)
     a.job, a.wants_profile, a.profile, a.trainer_lost = command.job, command.profile, None, None
     a.failures = 0
@@ -369,7 +369,7 @@ def stop(a: Agent, command: Stop) -> None:
         free_job(a, command.job_id)
     if a.job is None or a.job.job_id != command.job_id:
         return
-    a.past_jobs.append(a.job.job_id)
+    a.note_past(a.job)
     agent_persisting.abandon(a)
     a.job = a.profile = a.trainer_lost = None
     a.wants_profile, a.failures = False, 0

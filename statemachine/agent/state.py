@@ -1,5 +1,6 @@
 """State of a node's agent, and operations that its modules share. ``machine`` has the machine itself."""
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -54,6 +55,8 @@ PERIODIC = frozenset({HEARTBEAT, HELLO, HANG_CHECK})
 STEPS_FOR_MEDIAN = 21
 STEPS_FOR_SPEED = 9
 FEWEST_FOR_SPEED = 3
+LATE_S = 10.0
+"""Longest time by which an order to prepare a job is late that was sent before the job was stopped."""
 
 
 class TrainerPhase(StrEnum):
@@ -147,8 +150,8 @@ class Agent:
     state: NodeState = NodeState.HEALTHY
     reason: str = "started"
     job: Job | None = None
-    past_jobs: deque[str] = field(default_factory=lambda: deque(maxlen=64))
-    """Jobs that are over: a Prepare for one of them is a late duplicate."""
+    past_jobs: dict[str, float] = field(default_factory=dict)
+    """Jobs that are over, with the time at which this node stopped each."""
     wants_profile: bool = False
     profile: ModelProfile | None = None
     trainer_lost: TrainerLost | None = None
@@ -225,6 +228,17 @@ class Agent:
     out: list[Effect] = field(default_factory=list)
 
     # --- derived state ---
+
+    def note_past(self, job: Job) -> None:
+        """Note that a job is over, and forget those of which no late order can come any more."""
+        self.past_jobs = {one: at for one, at in self.past_jobs.items() if self.at - at < LATE_S}
+        self.past_jobs[job.job_id] = self.at
+
+    def is_past(self, job: Job) -> bool:
+        """Return whether an order to prepare this job is a late one. If it is repeated for long, the coordinator
+        does not know that the job was over, since the journals that said so are lost: it is to go on.
+        """
+        return self.at - self.past_jobs.get(job.job_id, -math.inf) < LATE_S
 
     @property
     def built(self) -> bool:

@@ -232,6 +232,20 @@ def test_seeds_that_once_found_a_bug_hold(seed: int, moment: str | None) -> None
                 ),
             ),
         ),
+        # A coordinator leads from an older journal, and does not know that the job is over.
+        (
+            6006482,
+            SeedOverrides(
+                checkpoints=True,
+                coordinators=2,
+                rare_faults=True,
+                triggered_faults=(
+                    ("JobPrepared", faults.restore_saved_broker, 1),
+                    ("CheckpointCompleted", faults.raise_in_trainer, 1),
+                    ("RolledBack", faults.reset_coordinator, 5),
+                ),
+            ),
+        ),
         # A node retains a snapshot that no coordinator knows any more, since their journals were lost.
         (
             4002787,

@@ -16,6 +16,7 @@ from statemachine.agent.events import (
     TrainerStarved,
 )
 from statemachine.agent.machine import AgentMachine
+from statemachine.agent.state import LATE_S
 from statemachine.effects import (
     EmitEvent,
     ExitDaemon,
@@ -739,6 +740,17 @@ def test_a_stopped_job_leaves_warm_trainers() -> None:
     assert d.all(StartTrainer)
     d.order(Stop(job_id="job-1", reason="finished"))
     assert [type(effect) for effect in d.last] == [RemoveSnapshots]
+
+
+def test_a_stopped_job_is_prepared_again_if_a_coordinator_asks_for_it_for_long() -> None:
+    """Only coordinators whose journals were lost could know that it was over."""
+    d = running()
+    d.order(Stop(job_id="job-1", reason="finished"))
+    d.order(Prepare(job=job(), profile=False))
+    assert d.machine._a.job is None
+    d.wait(LATE_S)
+    d.order(Prepare(job=job(), profile=False))
+    assert d.machine._a.job == job()
 
 
 def test_a_suspicion_is_repeated_after_an_outage_until_steps_commit() -> None:

@@ -689,6 +689,77 @@ def test_a_leader_that_finds_the_journal_of_another_one_does_not_continue_with_i
     assert not lead.resumed and lead.leader.term > mine.term
 
 
+def cut_off(*peers: Peer, leads_again: bool = False) -> One:
+    """Return a leader whose broker was restarted and lost everything; these peers had been there."""
+    one = leading()
+    if leads_again:
+        one.feed(FollowerSessionLost)
+        one.feed(LeaderSessionLost, why="the broker")
+        one.feed(FollowerSessionOpened)
+        one.leads()
+    for peer in peers:
+        one.feed(PeerSeen, peer=peer)
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="the broker")
+    return one
+
+
+def test_a_leader_that_finds_an_older_record_of_its_own_continues_with_its_state() -> None:
+    one = cut_off(leads_again=True)
+    older = Leader(term=1, name="bert", incarnation=2)
+    one.feed(LeaderSeen, leader=older)
+    one.feed(FollowerSessionOpened)
+    one.waits_for_its_turn()
+    lead = one.leads(found=older, term=1)
+    assert lead.resumed and lead.leader.term > 2
+
+
+def test_a_leader_that_finds_a_claim_of_another_one_after_which_nothing_was_done_continues_with_its_state() -> (
+    None
+):
+    carl = Peer(name="carl", incarnation=3)
+    one = cut_off(carl, leads_again=True)
+    one.feed(PeerSeen, peer=carl)
+    one.feed(FollowerSessionOpened)
+    one.waits_for_its_turn()
+    lower = Leader(term=1, name="carl", incarnation=3)
+    one.feed(LeaderSessionOpened, found=lower, newest=(2, 0), has_journal=False)
+    [claim] = [effect for effect in one.out if isinstance(effect, ClaimTerm)]
+    one.feed(LeaderSeen, leader=claim.leader)
+    assert [effect.resumed for effect in one.out if isinstance(effect, Lead)] == [True]
+
+
+def test_a_leader_does_not_continue_with_its_state_if_a_peer_that_is_gone_may_have_led_meanwhile() -> None:
+    one = cut_off(Peer(name="carl", incarnation=3))
+    one.feed(FollowerSessionOpened)
+    one.waits_for_its_turn()
+    assert not one.leads(term=1).resumed
+
+
+def test_what_is_left_of_an_unknown_coordinator_makes_a_new_one_wait() -> None:
+    one = One()
+    one.feed(PeerVanished, incarnation=3, name="carl")
+    one.feed(FollowerSessionOpened)
+    assert one.machine._due == {"silence": TIMING.lost_record_timeout_s}
+    other = One()
+    other.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
+    other.feed(PeerVanished, incarnation=3, name="carl")
+    other.feed(FollowerSessionOpened)
+    assert other.has(AcquireLeadership), "it was new, too"
+
+
+def test_the_record_is_lost_if_the_broker_is_there_and_has_none() -> None:
+    one = leading()
+    assert not one.machine.record_lost
+    one.feed(FollowerSessionLost)
+    one.feed(LeaderSessionLost, why="the broker")
+    assert not one.machine.record_lost
+    one.feed(FollowerSessionOpened)
+    assert one.machine.record_lost
+    one.feed(LeaderSeen, leader=Leader(term=1, name="bert", incarnation=2))
+    assert not one.machine.record_lost
+
+
 def test_peers_that_are_gone_when_a_coordinator_begins_to_lead_have_not_led_since() -> None:
     one = One()
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))

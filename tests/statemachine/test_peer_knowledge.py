@@ -208,3 +208,14 @@ def test_a_restarted_coordinator_waits_for_peers_that_it_met_before_its_restart(
     restarted.note_peer(me, dora((4, 9)), BEGAN_AT, present_before=False)
     assert waits_s(restarted, me, carl((4, 8)), dora((4, 9))) == SHORT_S
     assert waits_s(restarted, me, carl((4, 8)), leader_term=4) == SHORT_S, "it followed until now"
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_coordinator_of_which_one_knows_is_waited_for(met: bool) -> None:
+    me, knowledge = bert((4, 9)), PeerKnowledge(TIMING, shared=True)
+    if met:
+        knowledge.note_peer(me, carl((4, 8)), BEGAN_AT, present_before=False)
+    else:
+        knowledge.note_departed(me, "carl")
+    assert waits_s(knowledge, me, dora((4, 8))) == LONG_S
+    assert waits_s(knowledge, me, dora((4, 8)), carl((4, 8))) == SHORT_S
