@@ -72,12 +72,17 @@ def describe_context(modules: list[str]) -> Context:
     }
     return Context(
         fixed=fixed,
-        network=str(Path(_NETWORK).readlink()),
+        network=own_network(),
         environment={name: value for name, value in os.environ.items() if name != SERVER_VARIABLE},
         directory=str(Path.cwd()),
         search_path=sys.path,
         modules=modules,
     )
+
+
+def own_network() -> str:
+    """Return the network namespace of this process."""
+    return str(Path(_NETWORK).readlink())
 
 
 def enter_network(namespace: int) -> None:

@@ -39,6 +39,7 @@ from runtime.process.zygote_request import (
     describe_context,
     enter_network,
     may_enter_networks,
+    own_network,
 )
 
 _DESCRIPTORS = 4
@@ -128,7 +129,7 @@ def become_zygote(asked: Context, descriptors: list[int], connection: socket.soc
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        if asked.network != describe_context([]).network:
+        if asked.network != own_network():
             enter_network(network)
         os.close(network)
         os.environ.clear()

@@ -227,8 +227,6 @@ class Agent:
     due: dict[str, float] = field(default_factory=dict)
     out: list[Effect] = field(default_factory=list)
 
-    # --- derived state ---
-
     def note_past(self, job: Job) -> None:
         """Note that a job is over, and forget those of which no late order can come any more."""
         self.past_jobs = {one: at for one, at in self.past_jobs.items() if self.at - at < LATE_S}
@@ -239,6 +237,8 @@ class Agent:
         does not know that the job was over, since the journals that said so are lost: it is to go on.
         """
         return self.at - self.past_jobs.get(job.job_id, -math.inf) < LATE_S
+
+    # --- derived state ---
 
     @property
     def built(self) -> bool:

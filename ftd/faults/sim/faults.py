@@ -460,7 +460,7 @@ def kill_node_between_effects(sim: Simulation) -> None:
 
 def crash_two_hosts(sim: Simulation) -> None:
     """Crash two hosts at once, with their memory."""
-    live = [node for node in sim.nodes.values() if node.up]
+    live = live_nodes(sim)
     for node in sim.world.rng.sample(live, min(2, len(live))):
         node.crash(host=True)
         sim.world.call_later(sim.world.between(0.5, 5.0), sim.start_if_down, node)
@@ -480,9 +480,8 @@ def freeze_everything(sim: Simulation) -> None:
     for_s = sim.world.between(2.0, 9.0)
     for coordinator in sim.coordinators:
         coordinator.freeze(for_s)
-    for node in sim.nodes.values():
-        if node.up:
-            node.freeze(for_s)
+    for node in live_nodes(sim):
+        node.freeze(for_s)
 
 
 def request_snapshot_now(sim: Simulation) -> None:
