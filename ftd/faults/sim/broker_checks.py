@@ -153,11 +153,11 @@ class BrokerChecks:
         lost_for_good |= oracle.replicated_by == me.name
         # The others could not write it to their disks either.
         lost_for_good |= all(other.position <= position for other in self._coordinators.values())
-        # A coordinator that has no journal and has never met another one knows of nobody to wait for.
-        is_new = position == (0, 0) and me.process is not None and not me.process.journal.shared
+        # A coordinator that has never met another one knows of nobody to wait for, even if it led alone before.
+        is_alone = me.process is not None and not me.process.journal.shared
         if (
             not lost_for_good
-            and not is_new
+            and not is_alone
             and not network.restored_stale
             and me.started_at > network.lost_state_at
             and waited_s < oracle.world.timing.lost_record_timeout_s
@@ -180,6 +180,8 @@ class BrokerChecks:
         if not self._network.restored_stale and self._coordinators[other].position > me.position:
             oracle.violated(f"{me.name} leads again with its state, and {other} led in between")
         self._forget_lost(view)
+        # Its generations are older than those of the other one, until a node reports one of them.
+        oracle.newest_resume = min(oracle.newest_resume, view.generation)
 
     def _check_snapshot_age(self, me: SimCoordinator, what: str) -> None:
         """Check that it computes the snapshot's age with its own host's clock, whichever host wrote the

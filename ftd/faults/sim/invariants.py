@@ -144,6 +144,10 @@ class Invariants(Oracle):
             return
         self.known_step = step
         self.checkpoint_store.rolled_back(self.job_id or "", step)
+        self._undo_published(step)
+
+    def _undo_published(self, step: int) -> None:
+        """Forget the published steps after ``step``, which were undone."""
         self.published = {number: version for number, version in self.published.items() if number <= step}
         self.newest_published = min(self.newest_published, step)
         self.first_step = min(self.first_step, step)
@@ -240,6 +244,10 @@ class Invariants(Oracle):
                 self._check_step_published(event)
             case "Evaluated":
                 self.evaluations.on_published(event)
+            case "RolledBack":
+                # If the leader was cut off, the undone steps are published after the journal, and before this.
+                assert event.step is not None
+                self._undo_published(event.step)
             case "JobFinished":
                 self.finished_job = True
                 self._check_skipped_updates()

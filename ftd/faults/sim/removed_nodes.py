@@ -19,7 +19,8 @@ class RemovedNodesCheck:
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
-        self._leading: Coordinator | None = None
+        self._leading: tuple[Coordinator, int] | None = None
+        """The process that leads, and its term."""
         self._settled_at = 0.0
         self._seen: dict[str, int] = {}
         """Number of times in a row that each node was found although it should have been removed."""
@@ -28,8 +29,11 @@ class RemovedNodesCheck:
     def _check_all(self) -> None:
         sim, leader, timing = self._sim, self._sim.coordinator, self._sim.world.timing
         sim.world.call_later(1.0, self._check_all)
-        leading = leader.process if leader.leading and not leader.frozen and leader.reaches_broker else None
-        if leading is None or leading is not self._leading:
+        leading = None
+        if leader.process is not None and leader.leading and not leader.frozen and leader.reaches_broker:
+            # A process that was deposed for less than a second leads in a later term, with what it reads then.
+            leading = (leader.process, leader.process.leadership.machine.term)
+        if leading is None or leading != self._leading:
             self._leading, self._settled_at = leading, sim.world.now
         late = sim.world.now - timing.remove_offline_s - _DUPLICATE_DELAY_S
         removed = [
