@@ -339,9 +339,9 @@ def prepare(c: Cluster, nodes: Iterable[NodeMachine]) -> None:
     c.send_all(others, Prepare(job=job, profile=False))
 
 
-def mark_unhealthy(c: Cluster, node: NodeMachine) -> bool:
-    """Mark a node UNHEALTHY, since it has lost trainers; return ``False`` if it already was."""
-    changed = node.feed(NodeEvent.UNHEALTHY)
+def mark_unhealthy(c: Cluster, node: NodeMachine) -> None:
+    """Mark a node UNHEALTHY, since it has lost trainers."""
+    node.feed(NodeEvent.UNHEALTHY)
     node.trainers_lost = True
     node.prepared = False
     node.prepare_sent = False
@@ -350,7 +350,6 @@ def mark_unhealthy(c: Cluster, node: NodeMachine) -> bool:
     if node.name not in c.planned:
         c.members.discard(node.name)
     c.dirty = True
-    return changed
 
 
 def mark_healthy(c: Cluster, node: NodeMachine) -> None:

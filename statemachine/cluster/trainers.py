@@ -33,17 +33,14 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
         return
     known = node.trainers_lost
-    changed = mark_unhealthy(c, node)
-    what = f"trainer {signal.device} of {node.name}: {signal.cause}"
-    if (known or not changed) and (signal.cause != "unprepared" or node.build_error is not None):
-        if changed:  # The node was absent since this was counted, and is back.
-            c.publish()
-            recover_from_loss(c, node, "trainer_lost", signal.cause, what)
-        return
+    mark_unhealthy(c, node)
+    c.publish()
+    if known and (signal.cause != "unprepared" or node.build_error is not None):
+        return  # The loss counts already; no plan uses a node before its trainers are back.
     node.returning = True
     if signal.cause == "unprepared":
         node.build_error = signal.detail
-    error = error_of(signal)
+    error, what = error_of(signal), f"trainer {signal.device} of {node.name}: {signal.cause}"
     c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
     c.emit(
         "TrainerLost",
@@ -60,7 +57,6 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     if not node.failed_by_fault:
         c.failing[node.name] = count_error(c.failing.get(node.name), error or what)
         c.persist()
-    c.publish()
     why = explain_foreign_state(c, signal) if signal.cause == "foreign" else None
     if why is None and signal.cause in ("raised", "foreign"):
         why = take_raised(c, node, signal)

@@ -668,6 +668,15 @@ def test_a_loss_of_trainers_is_reported_once_and_again_if_they_cannot_return() -
     assert not s.all(EmitEvent)
 
 
+def test_a_loss_of_trainers_counts_again_in_the_next_job() -> None:
+    s = Recovering()
+    lost(s)
+    s.feed(StopRequested, request="stop", job="tiny")
+    s.feed(SubmitRequested, request="next", job=replace(job(), job_id="job-2"))
+    lost(s, generation=2)
+    assert [event.node for event in s.events("TrainerLost")] == ["node-3"]
+
+
 def test_a_trainer_that_ends_without_a_word_is_named_at_the_end_of_the_job() -> None:
     s = Recovering(4, steps=2)
     lost(s)
@@ -871,6 +880,25 @@ def test_trainers_that_failed_and_returned_in_an_outage_are_lost_though_a_bounda
         ["node-0", "node-3"],
         "hello",
     )
+
+
+def test_a_node_that_does_not_train_is_asked_again_for_its_report_if_the_others_do_not_wait_for_it() -> None:
+    s = Recovering()
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
+    s.fire("join", 0.1)
+    assert set(s.modes()) == {*HELD, "node-4"} and set(s.modes().values()) == {"boundary"}
+    s.hello("node-4", 104, job_id="job-1", prepared=True)  # It has no rank.
+    assert s.modes() == {"node-4": "boundary"}
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=2)  # It has obeyed.
+    assert s.modes() == {"node-0": "boundary"}
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    assert set(s.modes().values()) == {"abort"}
+    s.hello("node-1", 101, job_id="job-1", prepared=True, generation=2)
+    assert s.modes() == {"node-1": "abort"}
+    assert s.machine.generation == 3
 
 
 # --- records of recoveries -----------------------------------------------------------------------
