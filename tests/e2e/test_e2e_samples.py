@@ -18,7 +18,7 @@ def test_a_spike_is_undone_and_its_batch_left_out_also_after_a_kill(
     """The losses are those of a run that never had the batch."""
     spiked, after = 14, 24
     path = write_job(tmp_path, arguments=f'samples = {SAMPLES}\nlog = "{tmp_path / "read"}"\ncorrupt = []')
-    text = path.read_text().replace("tiny.py:build", "sampled.py:build").replace("delay_s = 0.005\n", "")
+    text = path.read_text().replace("tiny.py:build", "sampled.py:build")
     seed = training_data(load_job_data(path)).seed
     batch = sample_indices(SAMPLES, BATCH, seed, spiked)
     text = text.replace("corrupt = []", f"corrupt = {batch}")
@@ -45,8 +45,7 @@ def test_committed_steps_use_the_samples_that_are_due(ground: Playground, tmp_pa
     """This holds across a kill, a return and the end of an epoch."""
     log = tmp_path / "read"
     path = write_job(tmp_path, arguments=f'samples = {SAMPLES}\nlog = "{log}"')
-    text = path.read_text().replace("tiny.py:build", "sampled.py:build")
-    path.write_text(text.replace("delay_s = 0.005\n", ""))
+    path.write_text(path.read_text().replace("tiny.py:build", "sampled.py:build"))
     job = load_job_data(path)
     ground.submit(job)
     ground.until_step(6)

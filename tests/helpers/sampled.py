@@ -33,8 +33,12 @@ class Numbered:
 
 
 class Slow(nn.Module):
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+
     def forward(self, value: Tensor) -> Tensor:
-        time.sleep(0.005)
+        time.sleep(self.delay_s)
         return value
 
 
@@ -48,9 +52,9 @@ def numbers(output: Tensor, batch: Any) -> dict[str, Any]:
     return {"number": (number.sum(), len(number)), "square": (number.square().sum(), len(number))}
 
 
-def build(*, samples: int, log: str, corrupt: Sequence[int] = ()) -> Training:
+def build(*, samples: int, log: str, delay_s: float = 0.0, corrupt: Sequence[int] = ()) -> Training:
     return Training(
-        layers=[nn.Linear(4, 8), Slow(), nn.Linear(8, 8), Slow(), nn.Linear(8, 1)],
+        layers=[nn.Linear(4, 8), Slow(delay_s), nn.Linear(8, 8), Slow(delay_s), nn.Linear(8, 1)],
         loss=loss,
         metrics=numbers,
         dataset=Numbered(samples, log, corrupt),
