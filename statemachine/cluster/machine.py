@@ -26,7 +26,7 @@ from statemachine.cluster import (
 from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_journaled
-from statemachine.cluster.membership import inquire_all, remove_absent, silent_nodes
+from statemachine.cluster.membership import inquire_all, remove_absent
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Resuming
 from statemachine.cluster.replicas import explain_repetition
 from statemachine.cluster.snapshots import orders, persisting, requests, snapshots
@@ -373,10 +373,7 @@ class ClusterMachine:
             c.silence_floor_at = c.at
         else:
             progress.check_gaps(c)
-            for node in silent_nodes(c):
-                c.cause = f"silence:{node.name}:{node.incarnation}"
-                reason = f"nothing was heard from {node.name} for {c.timing.silence_s} s"
-                recovery.lose_node(c, node, "silence", reason)
+            recovery.lose_silent_nodes(c)
             repeat_orders(c)
             remove_absent(c)
             c.dirty = c.dirty or c.recovery is not None

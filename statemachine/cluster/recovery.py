@@ -26,7 +26,14 @@ import msgspec
 from planner.values import Device, Situation
 from statemachine.cluster import recovery_times
 from statemachine.cluster.drains import describe_released, leavers, next_left_out, settle_plan
-from statemachine.cluster.membership import declare_lost, fence, inquire, prepare, remove_unknown
+from statemachine.cluster.membership import (
+    declare_lost,
+    fence,
+    inquire,
+    prepare,
+    remove_unknown,
+    silent_nodes,
+)
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
     ActiveRecovery,
@@ -118,6 +125,13 @@ def lose_node(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     c.persist()
     c.publish()
     recover_from_loss(c, node, "node_lost", how, reason)
+
+
+def lose_silent_nodes(c: Cluster) -> None:
+    """Continue without the nodes that have been silent for too long."""
+    for node in silent_nodes(c):
+        c.cause = f"silence:{node.name}:{node.incarnation}"
+        lose_node(c, node, "silence", f"nothing was heard from {node.name} for {c.timing.silence_s} s")
 
 
 def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> ActiveRecovery:
@@ -806,6 +820,8 @@ def suspicion_overdue(c: Cluster) -> None:
             group.suspected_at_step = c.progress.known_step
             c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
     else:
-        record = note_cause(c, "connection_lost", [], "peer")
-        recovery_times.estimate_begin(record, c.at - c.timing.silence_s - c.timing.suspicion_s)
-        reconfigure(c, "a connection between trainers broke, and all of them are alive", "abort", record)
+        lose_silent_nodes(c)  # One of them may be the cause, whose last will was lost with the broker.
+        if c.state is group:
+            record = note_cause(c, "connection_lost", [], "peer")
+            recovery_times.estimate_begin(record, c.at - c.timing.silence_s - c.timing.suspicion_s)
+            reconfigure(c, "a connection between trainers broke, and all of them are alive", "abort", record)

@@ -11,20 +11,22 @@ A recovery lasts from the fault, or its best estimate, to the next committed ste
     total_ms      the sum of them
 
 ``RecoveryCompleted`` carries these numbers, and everything else (report, dashboard, metrics, soak) shows them.
-The best estimate of a fault is the moment announced by its injection, else the last sign of life: the last
-message of a silent node, the last progress of a trainer that hangs.
+The best estimate of a fault is the moment announced by its injection, unless a step was committed with the node
+since; else the last sign of life: the last message of a silent node, the last progress of a trainer that hangs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import ActiveRecovery
-from statemachine.cluster.state import LOSSES, Cluster
+from statemachine.cluster.state import LOSSES, AnnouncedFault, Cluster
 from statemachine.events import FaultAnnounced
 from statemachine.messages.values import RECOVERY_PHASES
 
 FAULT_ATTRIBUTION_S = 60.0
 """Longest time between an injected fault and a loss that is attributed to it."""
+REPORTED_S = 2.0
+"""Longest time between a commit and its report, unless the broker was away."""
 SAME_CLOCK_S = 5.0
 """Largest age of an event by its publisher's clock at which that clock counts as this host's."""
 
@@ -32,7 +34,14 @@ SAME_CLOCK_S = 5.0
 def take_announced_fault(c: Cluster, event: FaultAnnounced) -> None:
     """Remember the moment of a fault that is about to be injected into a node, on this host's clock."""
     own_clock = 0 <= event.at - event.announced_at < SAME_CLOCK_S
-    c.faults[event.node] = event.fault_at if own_clock else event.at + event.fault_at - event.announced_at
+    fault_at = event.fault_at if own_clock else event.at + event.fault_at - event.announced_at
+    c.faults[event.node] = AnnouncedFault(at=fault_at)
+
+
+def note_survivors(c: Cluster, planned: Collection[str]) -> None:
+    """Note that the ``planned`` nodes committed a step: a fault long before that did not interrupt them."""
+    for name in c.faults.keys() & planned if c.at >= c.wills_unreliable_until else ():
+        c.faults[name].survived |= c.faults[name].at < c.at - REPORTED_S
 
 
 def note_time_of_failure(c: Cluster, node: NodeMachine, estimate_at: float | None = None) -> float | None:
@@ -41,12 +50,13 @@ def note_time_of_failure(c: Cluster, node: NodeMachine, estimate_at: float | Non
 
     :param estimate_at: time of its last sign of life.
     """
-    node.failed_at, node.failed_by_fault = None, False
-    injected_at = c.faults.pop(node.name, None)
-    if injected_at is not None and 0 <= c.at - injected_at <= FAULT_ATTRIBUTION_S:
-        node.failed_at, node.failed_by_fault = injected_at, True
-    elif estimate_at is not None:
-        node.failed_at = min(estimate_at, c.at)
+    fault = c.faults.pop(node.name, None)
+    node.failed_by_fault = fault is not None and 0 <= c.at - fault.at <= FAULT_ATTRIBUTION_S
+    if fault is not None and node.failed_by_fault and not fault.survived:
+        node.failed_at, node.failed_at_is_estimate = fault.at, False
+    else:
+        node.failed_at = min(estimate_at, c.at) if estimate_at is not None else None
+        node.failed_at_is_estimate = True
     return node.failed_at
 
 
@@ -60,7 +70,7 @@ def find_begin(c: Cluster, record: ActiveRecovery, nodes: Iterable[str]) -> None
             note_time_of_failure(c, node)
         if node.failed_at is not None and node.failed_at < record.began_at:
             record.began_at = node.failed_at
-            record.measured_from = "fault" if node.failed_by_fault else "estimate"
+            record.measured_from = "estimate" if node.failed_at_is_estimate else "fault"
         node.failed_at = None
 
 

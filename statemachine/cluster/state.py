@@ -129,6 +129,15 @@ class TrainingProgress:
 
 
 @dataclass(slots=True, kw_only=True)
+class AnnouncedFault:
+    """A fault that was injected into a node."""
+
+    at: float
+    survived: bool = False
+    """Whether the node took part in a step that was committed since."""
+
+
+@dataclass(slots=True, kw_only=True)
 class StragglerState:
     """Facts about the current plan and the nodes' speeds, for ``stragglers``."""
 
@@ -240,8 +249,8 @@ class Cluster:
     """
     unjudged_health: set[str] = field(default_factory=set)
     """Nodes whose last health check could not be compared with others so far (``health``)."""
-    faults: dict[str, float] = field(default_factory=dict)
-    """Time of each node's newest injected fault that no loss has followed yet."""
+    faults: dict[str, AnnouncedFault] = field(default_factory=dict)
+    """Each node's newest injected fault that no loss has followed yet."""
     ignored: Counter[str] = field(default_factory=Counter)
     started: bool = False
     from_journal: bool = False

@@ -165,6 +165,8 @@ def test_a_node_without_state_that_counts_is_removed_while_the_job_is_paused(how
     if how == "resumed without it":
         s.say("node-0", PeerSuspected(generation=1, detail="connection reset"))
         s.wait(30.0)
+        for name in ("node-0", "node-1"):
+            s.say(name, Heartbeat(generation=1, committed=None))
         s.machine._c.due["suspicion"] = s.now
         s.fire("suspicion")
         for name in ("node-0", "node-1"):

@@ -1172,6 +1172,22 @@ def test_a_suspicion_waits_while_the_broker_is_away() -> None:
     assert set(s.modes().values()) == {"abort"}
 
 
+def test_a_suspicion_is_explained_by_a_node_that_is_silent_since_the_broker_is_back() -> None:
+    s = Recovering()
+    s.feed(BrokerDisconnected)
+    s.wait(2.0)
+    s.feed(BrokerConnected)
+    for name in ("node-0", "node-1", "node-2"):
+        s.say(name, PeerSuspected(generation=1, detail="reset"))
+    s.wait(2.9)
+    for name in ("node-0", "node-1", "node-2"):
+        s.say(name, Heartbeat(generation=1, committed=committed(1)))
+    s.fire("suspicion", 0.1)
+    assert [(event.node, event.details["how"]) for event in s.events("NodeLost")] == [("node-3", "silence")]
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    assert (s.recovery["cause"], s.recovery["nodes"]) == ("node_lost", ["node-3"])
+
+
 def test_a_suspicion_ends_when_the_group_was_seen_to_commit_twice() -> None:
     s = Recovering()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))

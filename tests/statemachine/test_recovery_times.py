@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from statemachine.cluster.phases import ActiveRecovery
 from statemachine.cluster.recovery_times import durations_ms
 from statemachine.effects import EmitEvent
-from statemachine.events import BrokerConnected, FaultAnnounced, NodeVanished, PlanImpossible, TemplatesReady
+from statemachine.events import (
+    BrokerConnected,
+    BrokerDisconnected,
+    FaultAnnounced,
+    NodeVanished,
+    PlanImpossible,
+    TemplatesReady,
+)
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.common import Prepared
 from statemachine.messages.values import RECOVERY_PHASES
@@ -69,6 +76,28 @@ def test_an_announced_fault_belongs_to_one_loss_of_its_node() -> None:
     s.wait(61.0)
     s.feed(NodeVanished, node="node-2", incarnation=102)
     assert [e.details["fault_at"] for e in s.all(EmitEvent) if e.name == "NodeLost"] == [None], "too long ago"
+
+
+@pytest.mark.parametrize(
+    ("committed_after_s", "outage", "measured_from"),
+    [(3.0, False, "detection"), (1.9, False, "fault"), (3.0, True, "fault")],
+)
+def test_no_recovery_begins_at_a_fault_after_which_its_node_committed_a_step(
+    committed_after_s: float, outage: bool, measured_from: str
+) -> None:
+    """A report of a step may be older than the fault, for as long as it takes to arrive."""
+    s = running(4)
+    announce(s, "node-3", 0.0)
+    s.wait(committed_after_s)
+    if outage:
+        s.feed(BrokerDisconnected)
+        s.feed(BrokerConnected)
+    s.stepped("node-0", 1, 2)
+    s.wait(4.0)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    [lost] = [e for e in s.all(EmitEvent) if e.name == "NodeLost"]
+    assert (lost.details["fault_at"] is None) == (measured_from == "detection")
+    assert s.machine._c.nodes["node-3"].failed_by_fault, "it does not count against the node"
 
 
 def test_a_fault_that_the_node_s_next_hello_shows_is_where_the_recovery_begins() -> None:
