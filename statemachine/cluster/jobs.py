@@ -90,6 +90,8 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
             begin.step,
         )
         c.progress.loss, c.progress.evaluated = begin.vote.loss, begin.step
+    for fault in c.faults.values():
+        fault.outlived = True
     for node in list(c.nodes.values()):
         node.reset_job()
         problem = device_mismatch(node.facts, job.policy)

@@ -41,7 +41,7 @@ def take_announced_fault(c: Cluster, event: FaultAnnounced) -> None:
 def note_survivors(c: Cluster, planned: Collection[str]) -> None:
     """Note that the ``planned`` nodes committed a step: a fault long before that did not interrupt them."""
     for name in c.faults.keys() & planned if c.at >= c.wills_unreliable_until else ():
-        c.faults[name].survived |= c.faults[name].at < c.at - REPORTED_S
+        c.faults[name].outlived |= c.faults[name].at < c.at - REPORTED_S
 
 
 def note_time_of_failure(c: Cluster, node: NodeMachine, estimate_at: float | None = None) -> float | None:
@@ -52,7 +52,7 @@ def note_time_of_failure(c: Cluster, node: NodeMachine, estimate_at: float | Non
     """
     fault = c.faults.pop(node.name, None)
     node.failed_by_fault = fault is not None and 0 <= c.at - fault.at <= FAULT_ATTRIBUTION_S
-    if fault is not None and node.failed_by_fault and not fault.survived:
+    if fault is not None and node.failed_by_fault and not fault.outlived:
         node.failed_at, node.failed_at_is_estimate = fault.at, False
     else:
         node.failed_at = min(estimate_at, c.at) if estimate_at is not None else None

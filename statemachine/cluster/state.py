@@ -133,8 +133,10 @@ class AnnouncedFault:
     """A fault that was injected into a node."""
 
     at: float
-    survived: bool = False
-    """Whether the node took part in a step that was committed since."""
+    outlived: bool = False
+    """Whether no recovery begins with it: the node took part in a step that was committed since, or a job was
+    submitted since.
+    """
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,13 +15,14 @@ from statemachine.events import (
     FaultAnnounced,
     NodeVanished,
     PlanImpossible,
+    SubmitRequested,
     TemplatesReady,
 )
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.common import Prepared
 from statemachine.messages.values import RECOVERY_PHASES
 from tests.helpers.cluster_machine import restarted, running
-from tests.helpers.transcripts import Coordination, report
+from tests.helpers.transcripts import Coordination, job, report
 
 HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 
@@ -98,6 +99,18 @@ def test_no_recovery_begins_at_a_fault_after_which_its_node_committed_a_step(
     [lost] = [e for e in s.all(EmitEvent) if e.name == "NodeLost"]
     assert (lost.details["fault_at"] is None) == (measured_from == "detection")
     assert s.machine._c.nodes["node-3"].failed_by_fault, "it does not count against the node"
+
+
+def test_no_recovery_begins_before_its_job() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    announce(s, "node-0", 0.0)
+    s.wait(0.5)
+    s.feed(SubmitRequested, request="r", job=job())
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    [lost] = [e for e in s.all(EmitEvent) if e.name == "NodeLost"]
+    assert lost.details["fault_at"] is None
 
 
 def test_a_fault_that_the_node_s_next_hello_shows_is_where_the_recovery_begins() -> None:
