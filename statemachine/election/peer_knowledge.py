@@ -101,9 +101,10 @@ class PeerKnowledge:
             wait_s = timing.lost_record_timeout_s + (timing.leader_silence_s if ahead else 0.0)
             return max(began_at, self._furthest_at) + wait_s
         kept_up = leader is not None and me.position[0] >= leader.term
-        all_present = self._names <= {peer.name for peer in others}
-        lately = kept_up or (all_present and any(peer.position < me.position for peer in others))
-        if not (lately or led):
+        # Nobody who is present knows more. An ineligible peer has seen another one, which may be absent.
+        present = {peer.name for peer in others if not peer.ineligible}
+        all_present = bool(self._names) and self._names <= present
+        if not (kept_up or (all_present and leader is None) or led):
             wait_s = timing.lost_record_timeout_s
         elif not led:
             wait_s = timing.leader_silence_s

@@ -129,11 +129,13 @@ def test_a_coordinator_with_the_journal_of_the_last_leader_leaves_it_a_short_tim
     assert waits_s(knows(), bert(mine), leader_term=5) == wait_s
 
 
-@pytest.mark.parametrize(("theirs", "wait_s"), [((4, 8), SHORT_S), ((4, 9), LONG_S)])
-def test_a_peer_that_knows_less_shows_that_this_coordinator_was_there_lately(
-    theirs: Position, wait_s: float
-) -> None:
-    assert waits_s(knows(carl(theirs)), bert((4, 9)), carl(theirs)) == wait_s
+@pytest.mark.parametrize("theirs", [(4, 8), (4, 9)])
+def test_if_all_coordinators_are_present_and_none_knows_more_nobody_is_missed(theirs: Position) -> None:
+    assert waits_s(knows(carl(theirs)), bert((4, 9)), carl(theirs)) == SHORT_S
+    assert waits_s(knows(carl(theirs), dora()), bert((4, 9)), carl(theirs)) == LONG_S, "dora is absent"
+    ineligible = carl(theirs, "schema 2")
+    assert waits_s(knows(ineligible), bert((4, 9)), ineligible) == LONG_S, "it knows of another one"
+    assert waits_s(knows(), bert((4, 9))) == LONG_S, "the others are not known"
 
 
 # --- a coordinator that led ---------------------------------------------------------------------------
