@@ -1,5 +1,6 @@
 """Logging of the daemons: readable text on a terminal, JSON lines everywhere else."""
 
+import errno
 import json
 import logging
 import os
@@ -85,9 +86,11 @@ class _Forwarding(logging.Handler):
 def _is_known(record: logging.LogRecord) -> bool:
     """Return whether the line is about a broken broker connection, which ``ftd.transport.mqtt`` logs itself.
 
-    These are the lines of its library, and the one of uvloop that the handle is closed (see
-    ``_read_now_and_then`` there).
+    These are the lines of its library, and those of uvloop that the handle is closed (see ``_read_regularly``
+    there), or the socket that it is to wait for.
     """
-    error = record.exc_info[1] if record.exc_info else None
-    broken = record.name == "mqtt" and "on socket" in record.getMessage()
-    return broken or (record.name == "asyncio" and "the handler is closed" in str(error))
+    error, message = record.exc_info[1] if record.exc_info else None, record.getMessage()
+    if record.name == "mqtt":
+        return "on socket" in message
+    closed = isinstance(error, OSError) and error.errno == errno.EBADF and "add_writer" in message
+    return record.name == "asyncio" and (closed or "the handler is closed" in str(error))

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import contextvars
+import errno
 import logging
 from ftd.logs import configure_logs
 
@@ -17,11 +18,12 @@ configure_logs(daemon="node", node="host-a", verbose={verbose})
 contextvars.Context().run(logging.getLogger("aiohttp").warning, "strange %s", "header")
 logging.getLogger("aiohttp").info("not asked for")
 logging.getLogger("mqtt").error("failed to receive on socket: [Errno 104] Connection reset by peer")
-for problem in ("disk on fire", "unable to perform operation; the handler is closed"):
+closed = RuntimeError("unable to perform operation; the handler is closed")
+for problem in (RuntimeError("disk on fire"), closed, OSError(errno.EBADF, "Bad file descriptor")):
     try:
-        raise RuntimeError(problem)
-    except RuntimeError:
-        logging.getLogger("asyncio").exception("Exception in callback")
+        raise problem
+    except (OSError, RuntimeError):
+        logging.getLogger("asyncio").exception("Exception in callback <bound method Loop.add_writer>")
 """
 
 
@@ -40,7 +42,10 @@ def test_lines_of_libraries_have_our_format() -> None:
         "strange header",
         "host-a",
     )
-    assert (error["level"], error["message"]) == ("error", "Exception in callback")
+    assert (error["level"], error["message"]) == (
+        "error",
+        "Exception in callback <bound method Loop.add_writer>",
+    )
     assert "disk on fire" in error["exception"]
 
 
@@ -60,4 +65,10 @@ def test_a_line_is_json_for_any_values() -> None:
 
 
 def test_lines_of_libraries_about_a_broken_connection_are_debug_lines() -> None:
-    assert [line["level"] for line in lines(verbose=True)] == ["warning", "debug", "error", "debug"]
+    assert [line["level"] for line in lines(verbose=True)] == [
+        "warning",
+        "debug",
+        "error",
+        "debug",
+        "debug",
+    ]
