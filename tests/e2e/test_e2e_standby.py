@@ -22,6 +22,8 @@ from tests.helpers.playground import Playground, Run, playground, tiny_job, writ
 
 SameLosses = Callable[[Run], None]
 SILENCE_S = 2.0
+LOST_RECORD_S = 600.0
+"""Time that no test waits for."""
 FROZEN_S = 6.0
 """Duration of a freeze: longer than a takeover, so that the leader is deposed when it continues."""
 SNAPSHOTS = '[snapshot]\nevery_steps = 8\nprotection = "aec"\n'
@@ -32,7 +34,8 @@ def pair() -> Iterator[Playground]:
     """Yield a cluster of its own with two coordinators."""
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
-    with playground(coordinators=2, dashboard=True, timing={"leader_silence_s": SILENCE_S}) as ground:
+    timing = {"leader_silence_s": SILENCE_S, "lost_record_timeout_s": LOST_RECORD_S}
+    with playground(coordinators=2, dashboard=True, timing=timing) as ground:
         yield ground
 
 
@@ -174,6 +177,28 @@ def test_a_standby_with_an_emptied_broker_reuses_no_generation(
     assert ground.until_recovery("node_lost")["generation"] > before + left_out
     ground.on_loop(ground.cluster.start_coordinator(first))
     deposed(ground, first)
+    check_undisturbed_steps(ground, same_losses)
+
+
+def test_coordinators_that_are_all_back_after_a_blackout_miss_nobody(
+    ground: Playground, tmp_path: Path, same_losses: SameLosses
+) -> None:
+    """All coordinators and the broker are restarted, and the broker comes back without its retained messages."""
+    run = ground.submit(tiny_job(tmp_path))
+    trainers, coordinators = dict(ground.pids), tuple(ground.cluster.coordinators)
+    ground.until_step(5)
+
+    async def black_out() -> None:
+        for name in (BROKER, *coordinators):
+            await ground.cluster.kill(name)
+        for name in (BROKER, *coordinators):
+            await ground.cluster.restart(name)
+
+    ground.on_loop(black_out())
+    ground.further()
+    assert ground.pids == trainers
+    assert [r["cause"] for r in run.recoveries] == ["start"]
+    ground.until(lambda: len(ground.state.get("standbys", [])) == 1, "the other one follows")
     check_undisturbed_steps(ground, same_losses)
 
 
