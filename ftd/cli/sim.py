@@ -197,7 +197,9 @@ def _many(seeds: range, *, triggered: bool, as_json: bool) -> bool:
         if result.violation is not None:
             broken[seed] = result.violation
             if not as_json:
-                print(f"{result.replay}{' --triggered' if triggered else ''}\n  {result.violation}")
+                print(
+                    f"ftd sim --seed {seed}{' --triggered' if triggered else ''} --trace\n  {result.violation}"
+                )
     elapsed_s = time.perf_counter() - began
     if as_json:
         print_json({"seeds": len(seeds), "broken": broken, "events": events, "elapsed_s": elapsed_s})

@@ -38,11 +38,6 @@ class SeedResult:
     trace: tuple[str, ...]
     faults: tuple[str, ...]
 
-    @property
-    def replay(self) -> str:
-        """The command that repeats this run with a trace."""
-        return f"ftd sim --seed {self.seed} --trace"
-
 
 class SimulationRun(Simulation):
     """A simulation run from start to end: a user submits jobs, faults are injected, and all of them heal."""
