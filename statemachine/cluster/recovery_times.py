@@ -40,7 +40,9 @@ def take_announced_fault(c: Cluster, event: FaultAnnounced) -> None:
 
 def note_survivors(c: Cluster, planned: Collection[str]) -> None:
     """Note that the ``planned`` nodes committed a step: a fault long before that did not interrupt them."""
-    for name in c.faults.keys() & planned if c.at >= c.wills_unreliable_until else ():
+    if c.at < c.wills_unreliable_until:
+        return  # An outage of the broker may have held the report back.
+    for name in c.faults.keys() & planned:
         c.faults[name].outlived |= c.faults[name].at < c.at - REPORTED_S
 
 
