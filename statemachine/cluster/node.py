@@ -11,6 +11,7 @@ from statemachine.messages.values import (
     BuildProgress,
     HealthReport,
     HeldSnapshot,
+    MeasuredFrom,
     NodeFacts,
     NodeFailure,
     NodeState,
@@ -164,10 +165,10 @@ class NodeMachine:
     """Number of times that a part of each of these snapshots turned out to be corrupt or unavailable."""
     failed_at: float | None = None
     """Time at which the node or its trainer really failed when it was last lost, as far as that is known."""
-    failed_at_is_estimate: bool = True
-    """Whether that is the last sign of life, and not the time of an injected fault."""
+    measured_from: MeasuredFrom = "detection"
+    """Meaning of ``failed_at``, as in the record of a recovery."""
     failed_by_fault: bool = False
-    """Whether an injected fault explains that loss."""
+    """True if an injected fault explains that loss, so that it does not count against the node."""
     said_hello: bool = False
     """Whether the node sent Hello since this coordinator started, so that its pending work is known."""
     retained_step: int | None = None

@@ -55,10 +55,11 @@ def note_time_of_failure(c: Cluster, node: NodeMachine, estimate_at: float | Non
     fault = c.faults.pop(node.name, None)
     node.failed_by_fault = fault is not None and 0 <= c.at - fault.at <= FAULT_ATTRIBUTION_S
     if fault is not None and node.failed_by_fault and not fault.outlived:
-        node.failed_at, node.failed_at_is_estimate = fault.at, False
+        node.failed_at, node.measured_from = fault.at, "fault"
+    elif estimate_at is not None:
+        node.failed_at, node.measured_from = min(estimate_at, c.at), "estimate"
     else:
-        node.failed_at = min(estimate_at, c.at) if estimate_at is not None else None
-        node.failed_at_is_estimate = True
+        node.failed_at, node.measured_from = None, "detection"
     return node.failed_at
 
 
@@ -71,8 +72,7 @@ def find_begin(c: Cluster, record: ActiveRecovery, nodes: Iterable[str]) -> None
         if record.cause == "node_drained":
             note_time_of_failure(c, node)
         if node.failed_at is not None and node.failed_at < record.began_at:
-            record.began_at = node.failed_at
-            record.measured_from = "estimate" if node.failed_at_is_estimate else "fault"
+            record.began_at, record.measured_from = node.failed_at, node.measured_from
         node.failed_at = None
 
 

@@ -134,8 +134,8 @@ class AnnouncedFault:
 
     at: float
     outlived: bool = False
-    """Whether no recovery begins with it: the node took part in a step that was committed since, or a job was
-    submitted since.
+    """True once no recovery begins with it: the node took part in a step that was committed since, or a job
+    was submitted since.
     """
 
 
