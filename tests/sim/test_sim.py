@@ -281,7 +281,7 @@ def test_faults_after_events_on_the_command_line() -> None:
 def test_a_broken_seed_with_faults_after_events_prints_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation_run, "PATIENCE_S", -simulation_run.HEAL_S + 1.0)
     done = CliRunner().invoke(app, ["sim", "--seeds", "1", "--first", "40", "--triggered"])
-    assert done.exit_code == 1 and "ftd sim --seed 40 --trace --triggered" in done.output
+    assert done.exit_code == 1 and "ftd sim --seed 40 --triggered --trace" in done.output
 
 
 def test_the_command_needs_either_a_seed_or_a_number_of_seeds() -> None:
