@@ -86,7 +86,7 @@ def test_published_messages_were_checked_against_the_contract(ground: Playground
 @pytest.mark.parametrize(
     ("options", "of_a_stage"),
     [
-        ({"two_node_replicas": True}, False),
+        ({"two_node_replicas": True, "stage_devices": 1}, False),
         ({"failures": 3, "within_node": "replicate"}, True),
         ({"failures": 3, "within_node": "shard"}, True),
         ({"failures": 3, "within_node": "tensor"}, True),

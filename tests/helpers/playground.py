@@ -437,6 +437,7 @@ def write_job(
     devices: int = 2,
     two_node_replicas: bool = False,
     within_node: str = "auto",
+    stage_devices: int | None = None,
     failures: int = 1,
     minimum: str = "one_replica",
     arguments: str = "",
@@ -446,10 +447,13 @@ def write_job(
 
     :param delay_s: delay of each layer. Without it steps would use all processors, which other tests need, and
         nodes that start.
-    :param within_node: how devices of a stage share its work; with any value but "auto", every stage has
-        two devices.
+    :param within_node: how devices of a stage share its work.
+    :param stage_devices: devices of every stage. Default: two with a given ``within_node``, else as the planner
+        chooses from layer times that a node measures, which vary with the load of the machine.
     :param two_node_replicas: a copy of the model needs two nodes with this number of ``devices``.
     """
+    if stage_devices is None and within_node != "auto":
+        stage_devices = 2
     text = JOB.format(
         steps=steps,
         here=Path(__file__).parent,
@@ -461,7 +465,9 @@ def write_job(
         failures=failures,
         minimum=minimum,
         memory=f"device_memory_mib = {HALF_A_REPLICA_MIB[devices]}" if two_node_replicas else "",
-        profile=f'profile = "{write_pairs(directory, within_node)}"' if within_node != "auto" else "",
+        profile=f'profile = "{write_profile(directory, within_node, stage_devices)}"'
+        if stage_devices
+        else "",
         within_node=within_node,
     )
     path = directory / "job.toml"
@@ -469,8 +475,8 @@ def write_job(
     return path
 
 
-def write_pairs(directory: Path, within_node: str) -> Path:
-    """Write a profile of the test job in which every stage has two devices."""
+def write_profile(directory: Path, within_node: str, stage_devices: int) -> Path:
+    """Write a profile of the test job that knows stages of this number of devices only."""
     size = (48 * 48 + 48) * 8
     layer = {
         "forward_ms": 3.0,
@@ -492,8 +498,13 @@ def write_pairs(directory: Path, within_node: str) -> Path:
     }
     inner = {**layer, "tensor": split} if within_node == "tensor" else layer
     layers = [layer, *[inner] * 4, layer]
-    document = {"schema": "ftd-profile/1", "microbatch_rows": 2, "layers": layers, "stage_devices": [2]}
-    path = directory / "pairs.json"
+    document = {
+        "schema": "ftd-profile/1",
+        "microbatch_rows": 2,
+        "layers": layers,
+        "stage_devices": [stage_devices],
+    }
+    path = directory / "profile.json"
     path.write_bytes(msgspec.json.encode(document))
     return path
 
