@@ -317,6 +317,34 @@ def test_an_earlier_process_of_the_same_coordinator_is_no_peer() -> None:
         assert ("silence" in one.machine._due) is not alone
 
 
+@pytest.mark.parametrize(("peer", "turns"), [("anna", 2), ("cora", 1)])
+def test_a_coordinator_that_finds_another_one_there_leaves_it_the_time_to_lead(peer: str, turns: int) -> None:
+    first = Peer(name=peer, incarnation=1)
+    one = One()
+    one.feed(PeerSeen, peer=first)
+    one.feed(FollowerSessionOpened)
+    assert not one.has(AcquireLeadership) and one.machine._due["turn"] == turns * TIMING.election_s
+    one.feed(PeerSeen, peer=Peer(name="dora", incarnation=3))
+    assert not one.has(AcquireLeadership)
+    one.feed(LeaderSeen, leader=Leader(term=1, name=peer, incarnation=1))
+    assert "turn" not in one.machine._due
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    assert one.has(AcquireLeadership)
+
+
+def test_a_coordinator_leads_if_the_one_that_it_found_there_does_not() -> None:
+    one = One()
+    one.feed(PeerSeen, peer=Peer(name="cora", incarnation=1))
+    one.feed(FollowerSessionOpened)
+    one.fire("turn")
+    one.leads()
+    one = One()
+    one.feed(PeerSeen, peer=Peer(name="cora", incarnation=1, ineligible="too old"))
+    one.feed(FollowerSessionOpened)
+    one.waits_for_its_turn()
+    assert one.at == TIMING.lost_record_timeout_s  # That one knows a journal; it is not about to lead.
+
+
 def test_a_new_cluster_begins_at_once_with_any_number_of_coordinators() -> None:
     one = One()
     one.feed(PeerSeen, peer=Peer(name="anna", incarnation=1))
