@@ -82,6 +82,11 @@ class MessageFaultInjector:
         self.outgoing, self.incoming = FaultyLink(), FaultyLink()
         self._end: asyncio.TimerHandle | None = None
 
+    @property
+    def is_faulty(self) -> bool:
+        """Whether a message in either direction may be lost, repeated or late."""
+        return self.outgoing.is_faulty or self.incoming.is_faulty
+
     def begin(self, faults: LinkFaults, *, seed: int, for_s: float) -> None:
         """Inject faults for ``for_s``. A later call replaces an earlier one."""
         if self._end is not None:

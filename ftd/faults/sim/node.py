@@ -169,8 +169,8 @@ class SimNode(SimHost):
 
     @property
     def has_message_faults(self) -> bool:
-        """Whether messages to this node may be lost, repeated or late."""
-        return self.process is not None and self.process.chaos.message_faults.incoming.is_faulty
+        """Whether messages to or from this node may be lost, repeated or late."""
+        return self.process is not None and self.process.chaos.message_faults.is_faulty
 
     def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
         """Let the daemon plant a fault in its tests of these devices."""
