@@ -30,14 +30,16 @@ LEADER                the leader session is lost → SUSPENDED; a higher term is
 SUSPENDED             a higher term is seen → FOLLOWER; no leader for a while → CANDIDATE
 ====================  ======================================================================================
 
-A broker that was restarted may have lost the record, or return with an older one. A coordinator that led and
-has never had peers then continues at once. If it has peers, it may have been cut off and deposed meanwhile:
-it continues when all of them are present again and know less, and after ``lost_record_timeout_s`` if one of
-them is absent; with its own state only if the broker has no other one's journal. It announces what it stores
-until then. A coordinator that followed leaves the others ``leader_silence_s`` for that, and so does one that
-was restarted if all peers that it ever met are present; any other leaves them ``lost_record_timeout_s``. Each
-leaves the same time to a peer that knows more, from meeting it on, and longer while that peer stays. If no
-coordinator has ever known a cluster, none of them waits (``peer_knowledge``).
+A broker that was restarted may have lost the record, or return with an older one. A coordinator that led
+and has never had peers then continues at once. If it has peers, it may have been cut off and deposed
+meanwhile: it continues when all of them are present again and know less, and after
+``lost_record_timeout_s`` if one of them is absent; with its own state only if the broker has no other
+one's journal and one of them stores the journal, which an ineligible one does not. It announces what it
+stores until then. A coordinator that followed leaves the others ``leader_silence_s`` for that, and so
+does one that was restarted if all peers that it ever met are present; any other leaves them
+``lost_record_timeout_s``. Each leaves the same time to a peer that knows more, from meeting it on, and
+longer while that peer stays. If no coordinator has ever known a cluster, none of them waits
+(``peer_knowledge``).
 
 A coordinator that cannot read the newest journal (another version of the program wrote it) is *ineligible*:
 it does not become a candidate, no other waits for its turn, and it stores nothing that it does not

@@ -76,11 +76,17 @@ class PeerKnowledge:
         """Return whether a peer may have led since this coordinator did.
 
         This is so if a peer that was present since then is absent, or if one knows more. It is also so if a
-        peer appeared while this coordinator was cut off and none of its earlier peers can rule it out.
+        peer may have appeared while this coordinator was cut off, and no earlier peer can rule it out.
         """
-        if self._furthest > me.position:
+        if self._furthest > me.position or self._past_peers - {peer.name for peer in others}:
             return True
-        return bool(self._past_peers - {peer.name for peer in others}) if self._past_peers else self._shared
+        return self._shared and not self._has_witness(others)
+
+    def _has_witness(self, others: Iterable[Peer]) -> bool:
+        """Return whether a peer that was present since this coordinator led would know if another one had led. An
+        ineligible one would not, because it stores no journal.
+        """
+        return any(peer.name in self._past_peers and not peer.ineligible for peer in others)
 
     def wait_until(
         self, me: Peer, others: list[Peer], leader: Leader | None, began_at: float, *, led: bool
@@ -108,12 +114,10 @@ class PeerKnowledge:
             wait_s = timing.lost_record_timeout_s
         elif not led:
             wait_s = timing.leader_silence_s
-        elif not self._past_peers:
-            wait_s = timing.leader_silence_s / 2
+        elif self._past_peers - {peer.name for peer in others}:
+            wait_s = timing.lost_record_timeout_s
         else:
-            wait_s = (
-                timing.lost_record_timeout_s if self._past_peers - {peer.name for peer in others} else 0.0
-            )
+            wait_s = 0.0 if self._has_witness(others) else timing.leader_silence_s / 2
         return began_at + wait_s
 
 

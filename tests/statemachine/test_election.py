@@ -764,6 +764,21 @@ def test_a_leader_does_not_continue_with_its_state_if_a_peer_that_is_gone_may_ha
     assert not one.leads(term=1).resumed
 
 
+@pytest.mark.parametrize(("ineligible", "wait_s"), [("", 0.0), ("too old", TIMING.leader_silence_s / 2)])
+def test_an_ineligible_peer_cannot_rule_out_that_another_one_led_meanwhile(
+    ineligible: str, wait_s: float
+) -> None:
+    """It stores no journal, so its announcement does not show that a coordinator came and led."""
+    carl = Peer(name="carl", incarnation=3, ineligible=ineligible)
+    one = cut_off(carl)
+    one.feed(PeerSeen, peer=carl)
+    one.feed(FollowerSessionOpened)
+    began_at = one.at
+    one.waits_for_its_turn()
+    assert one.at == began_at + wait_s
+    assert one.leads(term=1).resumed == (not ineligible)
+
+
 def test_what_is_left_of_an_unknown_coordinator_makes_a_new_one_wait() -> None:
     one = One()
     one.feed(PeerVanished, incarnation=3, name="carl")
