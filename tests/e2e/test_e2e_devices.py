@@ -12,7 +12,7 @@ import pytest
 from ftd.config.job import load_job_data
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
-from tests.helpers.playground import RELATIVE, Playground, Run, nodes_of, playground, write_job
+from tests.helpers.playground import PROFILE_FILE, RELATIVE, Playground, Run, nodes_of, playground, write_job
 
 SameLosses = Callable[[Run], None]
 Reference = Callable[[int], list[float]]
@@ -39,7 +39,7 @@ def by_two_job(directory: Path, url: Path, **options: object) -> JobData:
     """Return a job whose stages have four devices, and whose modules two devices can divide and four cannot."""
     tables = TABLES.format(url=url)
     path = write_job(directory, within_node="tensor", delay_s=0.01, tables=tables, **options)  # type: ignore[arg-type]
-    profile = directory / "pairs.json"
+    profile = directory / PROFILE_FILE
     document = json.loads(profile.read_text()) | {"stage_devices": [4], "tensor_counts": [["heads", 2]]}
     profile.write_text(json.dumps(document | {"microbatch_rows": 4}))
     path.write_text(path.read_text().replace("microbatch = 2", "microbatch = 4"))

@@ -1,5 +1,6 @@
 """Runs ``ftd local`` as a user does: the report, bad input, and that nothing is left however it ends."""
 
+import contextlib
 import json
 import os
 import re
@@ -64,7 +65,12 @@ def process_of(pid: int, config: str) -> int:
 
 
 def processes_of(pid: int, config: str) -> list[int]:
-    return [p for p in descendant_pids(pid) if config in Path(f"/proc/{p}/cmdline").read_text()]
+    found = []
+    for below in descendant_pids(pid):
+        with contextlib.suppress(OSError):  # It may have ended.
+            if config in Path(f"/proc/{below}/cmdline").read_text():
+                found.append(below)
+    return found
 
 
 def until(holds: Callable[[], Any], what: str, every_s: float = 0.05) -> None:

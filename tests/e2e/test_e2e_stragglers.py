@@ -34,23 +34,25 @@ def test_a_slow_node_gets_less_and_then_its_share_back(
     ground = quick_to_judge
     run = ground.submit(tiny_job(tmp_path, devices=1, two_node_replicas=True, delay_s=0.004))
     ground.until_step(5)
-    ground.until(
-        lambda: sorted(shares(ground.state["pipelines"]).values()) == [4, 4, 4, 4],
-        "equal shares in the state",
-    )
-    before = shares(ground.state["pipelines"])
+
+    def equal() -> bool:
+        return sorted(shares(ground.state["pipelines"]).values()) == [4, 4, 4, 4]
+
+    def less() -> list[Json]:
+        return [one for one in run.recoveries if shares(one["pipelines_after"]).get("node-2", 4) < 4]
+
+    # A busy machine makes other nodes slow as well, now and then, so each wait is for what concerns node-2.
+    ground.until(equal, "equal shares in the state")
     ground.inject(do="slow", node="node-2", factor=4.0)
-    detected = ground.until_event("StragglerDetected")
-    assert detected["node"] == "node-2"
+    detected = ground.until_event("StragglerDetected", "node-2")
     assert 0.1 < detected["details"]["speed"] < 0.5
-    slowed = ground.until_recovery("speed_changed")
-    assert (slowed["nodes"], slowed["recomputed_steps"]) == (["node-2"], 0)
-    less = shares(slowed["pipelines_after"])
-    assert less["node-2"] < 4 < max(less.values())
+    ground.until(less, "a smaller share for node-2")
+    slowed = less()[0]
+    assert (slowed["cause"], slowed["recomputed_steps"]) == ("speed_changed", 0)
+    assert "node-2" in slowed["nodes"] and max(shares(slowed["pipelines_after"]).values()) > 4
     ground.further()
     ground.inject(do="slow", node="node-2", factor=1.0)
     ground.until_event("StragglerRecovered", "node-2")
-    ground.until(lambda: len(run.recoveries) >= 3, "the share comes back")
-    assert shares(run.recoveries[-1]["pipelines_after"]) == dict.fromkeys(before, 4)
+    ground.until(equal, "equal shares again")
     ground.further()
     same_losses(ground.stop_job())

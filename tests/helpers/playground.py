@@ -46,6 +46,8 @@ not.
 """
 FROZEN = "tied = true\nfrozen = true"
 """Arguments of the test job: two layers share a weight, and only biases are trained."""
+PROFILE_FILE = "profile.json"
+"""Name of a test job's saved profile, beside its job file."""
 HOME = ("node-0", "node-1", "node-2", "node-3")
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -504,7 +506,7 @@ def write_profile(directory: Path, within_node: str, stage_devices: int) -> Path
         "layers": layers,
         "stage_devices": [stage_devices],
     }
-    path = directory / "profile.json"
+    path = directory / PROFILE_FILE
     path.write_bytes(msgspec.json.encode(document))
     return path
 
