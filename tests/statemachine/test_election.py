@@ -779,6 +779,15 @@ def test_an_ineligible_peer_cannot_rule_out_that_another_one_led_meanwhile(
     assert one.leads(term=1).resumed == (not ineligible)
 
 
+def test_a_peer_that_came_just_now_cannot_rule_out_that_another_one_led_meanwhile() -> None:
+    one = cut_off()
+    one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
+    one.feed(FollowerSessionOpened)
+    one.waits_for_its_turn()
+    assert one.at == TIMING.leader_silence_s / 2
+    assert not one.leads(term=1).resumed
+
+
 def test_what_is_left_of_an_unknown_coordinator_makes_a_new_one_wait() -> None:
     one = One()
     one.feed(PeerVanished, incarnation=3, name="carl")
