@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from statemachine.cluster import recovery_times
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Running
-from statemachine.cluster.recovery_times import note_survivors
 from statemachine.cluster.skipped_updates import explain, is_counted
 from statemachine.cluster.spikes import note_loss
 from statemachine.cluster.state import STEPS, Cluster
@@ -88,7 +88,7 @@ def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
 
 def note_commit(c: Cluster) -> None:
     """Reset the obstacles to progress, since a step was committed."""
-    note_survivors(c, c.planned)
+    recovery_times.note_commit(c)
     c.raised = 0
     if c.repeated_error is not None and c.progress.known_step >= c.repeated_error.step:
         c.repeated_error = None

@@ -663,6 +663,7 @@ def follow_group(c: Cluster, group: Resuming | Running) -> None:
 def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
     """Complete the recovery: the new generation has committed its first step."""
     group.recovery = None
+    recovery_times.note_first_commit(c, group)
     plan = group.resumption.plan
     recovery = {
         "cause": record.cause,

@@ -74,9 +74,36 @@ def test_an_announced_fault_belongs_to_one_loss_of_its_node() -> None:
     s.feed(NodeVanished, node="node-3", incarnation=103)
     found = finish(s, 2, "node-0", "node-1", "node-2")
     assert (found["measured_from"], found["detected_ms"]) == ("detection", None), "another node's fault"
-    s.wait(61.0)
+
+
+@pytest.mark.parametrize(("after_s", "measured"), [(59.0, True), (61.0, False)])
+def test_a_fault_of_long_ago_is_not_where_a_recovery_begins(after_s: float, measured: bool) -> None:
+    s = running(4)
+    announce(s, "node-2", 0.0)
+    s.wait(after_s)
     s.feed(NodeVanished, node="node-2", incarnation=102)
-    assert [e.details["fault_at"] for e in s.all(EmitEvent) if e.name == "NodeLost"] == [None], "too long ago"
+    [lost] = [e for e in s.all(EmitEvent) if e.name == "NodeLost"]
+    assert (lost.details["fault_at"] is not None) == measured
+
+
+@pytest.mark.parametrize("outage", [False, True])
+def test_no_recovery_begins_at_a_fault_that_a_node_survived_in_the_recovery_before(outage: bool) -> None:
+    """The node is in a group that was formed after the fault and has committed a step."""
+    s = running(4)
+    announce(s, "node-2", 0.0)
+    announce(s, "node-1", 0.2)
+    s.wait(0.1)
+    if outage:
+        s.feed(BrokerDisconnected)
+        s.feed(BrokerConnected)
+    s.hello("node-3", 103, job_id="job-1", prepared=False, generation=1)
+    finish(s, 2, "node-0", "node-1", "node-2")
+    s.wait(5.0)  # Then last wills are reliable again.
+    # The fault of node-1 came after the recovery had begun.
+    for name, incarnation, measured in (("node-2", 102, False), ("node-1", 101, True)):
+        s.feed(NodeVanished, node=name, incarnation=incarnation)
+        [lost] = [e for e in s.all(EmitEvent) if e.name == "NodeLost"]
+        assert (lost.details["fault_at"] is not None) == measured, name
 
 
 @pytest.mark.parametrize(
