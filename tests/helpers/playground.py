@@ -47,7 +47,7 @@ not.
 FROZEN = "tied = true\nfrozen = true"
 """Arguments of the test job: two layers share a weight, and only biases are trained."""
 PROFILE_FILE = "profile.json"
-"""Name of a test job's saved profile, beside its job file."""
+"""Name of a test job's saved profile, next to its job file."""
 HOME = ("node-0", "node-1", "node-2", "node-3")
 Json = dict[str, Any]
 T = TypeVar("T")
