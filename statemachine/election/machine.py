@@ -49,9 +49,9 @@ session counts too, as it may have been written a moment before. The coordinator
 newer journal that it can read.
 
 Turns: the present coordinators take turns by priority, then name; each waits ``election_s`` for each one
-before it and for each attempt that failed. A coordinator that knows of no leader, and finds others present
-when it comes, waits once more, because the first of them is about to lead. Two that are candidates at the
-same time end each other's leader sessions until one has published its record, which the other receives.
+before it and for each attempt that failed. A coordinator that finds others present, and no leader, when it
+comes waits once more, because the first of them is about to lead. Two that are candidates at the same time
+end each other's leader sessions until one has published its record, which the other receives.
 """
 
 from collections.abc import Collection
@@ -160,7 +160,7 @@ class ElectionMachine:
                 self._following, self._began_at = True, self._at
                 if len(self.peers) == 1:
                     self._tries = 0
-                elif self.leader is None and len(self._eligible()) > 1:
+                elif (self.leader is None or self._lost_how is not None) and len(self._eligible()) > 1:
                     self._tries = max(self._tries, 1)  # A coordinator that came first is about to lead.
                 self._act()
             case FollowerSessionLost():

@@ -332,6 +332,20 @@ def test_a_coordinator_that_finds_another_one_there_leaves_it_the_time_to_lead(p
     assert one.has(AcquireLeadership)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_coordinator_that_comes_when_the_leader_is_gone_leaves_another_one_the_time_to_lead(
+    alone: bool,
+) -> None:
+    """All of them were restarted at once, and the broker has the record of the last leader and its last will."""
+    one = One()
+    one.feed(LeaderSeen, leader=ANNA)
+    one.feed(PeerSeen, peer=Peer(name="anna" if alone else "cora", incarnation=1 if alone else 3))
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.feed(FollowerSessionOpened)
+    assert one.has(AcquireLeadership) == alone
+    assert one.machine._due.get("turn", 0.0) == (0.0 if alone else TIMING.election_s)
+
+
 def test_a_coordinator_leads_if_the_one_that_it_found_there_does_not() -> None:
     one = One()
     one.feed(PeerSeen, peer=Peer(name="cora", incarnation=1))
