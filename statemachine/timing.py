@@ -76,8 +76,8 @@ class Timing:
     was killed is noticed at once, by its last will.
     """
     election_s: float = 0.5
-    """A standby waits this long for each standby whose turn comes before its own, and after each failed
-    attempt.
+    """A standby waits this long for each standby whose turn comes before its own, after each failed attempt,
+    and once more if others are present, and no leader, when it comes.
     """
     lost_record_timeout_s: float = 30.0
     """Time that a coordinator that was absent lately, or was restarted and misses another one, waits for one
