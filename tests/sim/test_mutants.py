@@ -478,7 +478,7 @@ def test_an_agent_that_repeats_no_report_after_an_outage_is_found(monkeypatch: p
     real = agent_commands.send_hello
     monkeypatch.setattr(agent_commands, "send_hello", hello)
     outages = tuple((name, faults.restart_broker, 0) for name in ("Quiesced", "PlanChosen", "NodeLost"))
-    found("no progress after the healing", seeds_from(348), SeedOverrides(triggered_faults=outages))
+    found("no progress after the healing", seeds_from(60), SeedOverrides(triggered_faults=outages))
 
 
 def test_a_snapshot_that_is_retained_before_it_is_complete_everywhere_is_found(
