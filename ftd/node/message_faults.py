@@ -39,7 +39,7 @@ class FaultyLink:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether a message that is delivered now may be lost, repeated or late."""
+        """Return whether a message that is delivered now may be lost, repeated or late."""
         return self._faults is not None or bool(self._queue)
 
     def deliver(self, deliver: Callable[[], None]) -> None:
@@ -84,7 +84,7 @@ class MessageFaultInjector:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether a message in either direction may be lost, repeated or late."""
+        """Return whether a message in either direction may be lost, repeated or late."""
         return self.outgoing.is_faulty or self.incoming.is_faulty
 
     def begin(self, faults: LinkFaults, *, seed: int, for_s: float) -> None:

@@ -78,9 +78,13 @@ class PeerKnowledge:
         This is so if a peer that was present since then is absent, or if one knows more. It is also so if a
         peer may have appeared while this coordinator was cut off, and no earlier peer can rule it out.
         """
-        if self._furthest > me.position or self._past_peers - {peer.name for peer in others}:
+        if self._furthest > me.position or self._absent(others):
             return True
         return self._shared and not self._has_witness(others)
+
+    def _absent(self, others: Iterable[Peer]) -> set[str]:
+        """Return the names of peers that were present since this coordinator led and are not present now."""
+        return self._past_peers - {peer.name for peer in others}
 
     def _has_witness(self, others: Iterable[Peer]) -> bool:
         """Return whether a peer that was present since this coordinator led would know if another one had led. An
@@ -114,7 +118,7 @@ class PeerKnowledge:
             wait_s = timing.lost_record_timeout_s
         elif not led:
             wait_s = timing.leader_silence_s
-        elif self._past_peers - {peer.name for peer in others}:
+        elif self._absent(others):
             wait_s = timing.lost_record_timeout_s
         else:
             wait_s = 0.0 if self._has_witness(others) else timing.leader_silence_s / 2

@@ -169,7 +169,7 @@ class SimNode(SimHost):
 
     @property
     def has_message_faults(self) -> bool:
-        """Whether messages to or from this node may be lost, repeated or late."""
+        """Return whether messages to or from this node may be lost, repeated or late."""
         return self.process is not None and self.process.chaos.message_faults.is_faulty
 
     def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
