@@ -73,7 +73,7 @@ dist: setup
 	$(BIN)/python -m build --outdir dist
 
 # Daemons wait now and then, so three workers use two cores best. A test that fails runs once more, and the summary
-# names it. pytest-xdist runs a test that ended its worker again in the next one, so it may do so twice at most.
+# names it, also one that ended its worker; that may happen twice at most.
 test: setup mosquitto promtool chromium compiler check
 	$(BIN)/pytest -n 3 --reruns 1 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 

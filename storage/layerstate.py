@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 import xxhash
 
+from storage.decoding import decodable
 from storage.errors import CorruptDataError
 
 HEADER_FORMAT = 1
@@ -114,7 +115,7 @@ def decode_versioned(data: bytes | memoryview, kind: type[Decoded], what: str, v
     :raises CorruptDataError: it is malformed, or of another format than ``version``.
     """
     try:
-        found = msgspec.msgpack.decode(data, type=kind)
+        found = msgspec.msgpack.decode(data, type=decodable(kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptDataError(f"{what} is malformed: {error}") from None
     if found.format != version:

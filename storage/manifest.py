@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from storage.decoding import decodable
 from storage.errors import CorruptDataError
 
 FORMAT = 3
@@ -225,7 +226,7 @@ def decode_record(data: bytes, kind: type[T], where: str) -> T:
     """
     body = checked_body(data, where)
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=decodable(kind))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptDataError(f"{where} is not a {kind.__name__} of this version: {error}") from None
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch is imported: its threads do not survive a fork.
 
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ftd.transport.wire import checking
+from tests.helpers.scheduling import FileScheduling, file_scheduling
 
 settings.register_profile(
     "steady",
@@ -73,6 +75,11 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+    return file_scheduling(config, log)
 
 
 NOT_QUICK = ("e2e", "gpu", "runtime", "security")

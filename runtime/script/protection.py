@@ -306,6 +306,9 @@ class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """Reasons why snapshots in this rank's memory cannot be restored."""
 
 
+_RANK_REPORTS = msgspec.msgpack.Decoder(_RankReport)
+
+
 @dataclass(slots=True)
 class ScriptProtection:
     """The protection of one script's snapshots, as all of its ranks agreed on it."""
@@ -431,10 +434,7 @@ class ScriptProtection:
             started=started,
             unfit=tuple(unfit),
         )
-        rows = [
-            msgspec.msgpack.decode(row, type=_RankReport)
-            for row in ranks.gather_bytes(msgspec.msgpack.encode(mine))
-        ]
+        rows = [_RANK_REPORTS.decode(row) for row in ranks.gather_bytes(msgspec.msgpack.encode(mine))]
         self.generation = max(row.newest for row in rows) + 1
         self.same_host = [r for r, row in enumerate(rows) if row.here == mine.here and r != ranks.rank]
         self._assign(rows, ranks)

@@ -1,0 +1,24 @@
+"""Types that threads may decode at the same time."""
+
+import threading
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_LOCK = threading.Lock()
+_RESOLVED: set[type] = set()
+
+
+def decodable(kind: type[T]) -> type[T]:
+    """Return the type, the annotations of which msgspec has resolved.
+
+    msgspec resolves them when a type is decoded for the first time. If another thread decodes it meanwhile, the process
+    ends with a segmentation fault (0.22).
+    """
+    with _LOCK:
+        if kind not in _RESOLVED:
+            msgspec.json.Decoder(kind)
+            _RESOLVED.add(kind)
+    return kind
