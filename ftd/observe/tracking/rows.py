@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from storage.decoding import decodable
+
 Kind = Literal["step", "evaluation"]
 
 _COMPARED: dict[Kind, tuple[str, ...]] = {
@@ -89,7 +91,7 @@ def decode_row(line: bytes) -> LoggedRow | int:
             "generation": data.pop("generation", None),
             "details": data,
         },
-        LoggedRow,
+        decodable(LoggedRow),  # each sink reads in a thread of its own
     )
 
 
