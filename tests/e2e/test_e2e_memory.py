@@ -1,5 +1,7 @@
 """Devices too small for the model, or for all activations: the losses stay the same."""
 
+import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -7,6 +9,7 @@ import pytest
 
 from ftd.config.job import load_job_data
 from ftd.transport.wire.public import JobData
+from tests.helpers.local_commands import ftd
 from tests.helpers.memory_guard import MemoryGuard, largest_private_mib
 from tests.helpers.playground import HOME, RELATIVE, Json, Playground, nodes_of, training_data, write_job
 from tests.helpers.reference import load, reference_losses
@@ -24,13 +27,30 @@ def ways(pipelines: list[Json]) -> list[list[str]]:
     return [[stage["recompute"] for stage in pipeline["stages"]] for pipeline in pipelines]
 
 
+def profile_with_even_times(job: Path) -> Path:
+    """Measure the job's profile, and write it with layers that all take equally long. The planner then gives all
+    stages equally many layers, also if the machine was busy in between.
+    """
+    path = job.with_name("profile.json")
+    done = ftd("profile", job, "--no-network", "--output", path, home={**os.environ})
+    assert done.returncode == 0, done.stderr
+    document = json.loads(path.read_bytes())
+    for layer in document["layers"]:
+        layer |= {"forward_ms": 10.0, "backward_ms": 0.5, "measured": []}
+    path.write_text(json.dumps(document))
+    return path
+
+
 def test_stages_that_would_not_fit_recompute_and_the_losses_are_the_same(
     ground: Playground, tmp_path: Path
 ) -> None:
     path = write_job(tmp_path, delay_s=0.01, arguments="width = 16")
     text = path.read_text().replace("global_batch = 16", f"global_batch = {MICROBATCHES * ROWS}")
     text = text.replace("microbatch = 2", f'microbatch = {ROWS}\nactivation_checkpointing = "auto"')
-    path.write_text(text.replace("[planner]\n", f"[planner]\ndevice_memory_mib = {MEMORY_KIB / 1024}\n"))
+    text = text.replace("[planner]\n", f"[planner]\ndevice_memory_mib = {MEMORY_KIB / 1024}\n")
+    path.write_text(text)
+    even = profile_with_even_times(path)
+    path.write_text(text.replace("[planner]\n", f'[planner]\nprofile = "{even}"\n'))
     run = ground.submit(load_job_data(path))
     chosen = run.named("PlanChosen")[-1]["details"]["pipelines"]
     assert len(chosen) == 2
