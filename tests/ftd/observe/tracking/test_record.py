@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -164,3 +166,32 @@ def test_a_record_always_has_the_last_value_of_each_step(
             record = JobRecord(path)
         assert read(record) == [("step", step, value) for step, value in sorted(expected.items())]
     record.close()
+
+
+READS_IN_THREADS = """
+import importlib, sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from ftd.observe.tracking import rows
+
+sys.setswitchinterval(1e-6)
+barrier = Barrier(3)
+line = b'{"kind": "step", "step": 1, "at": "", "generation": 1, "loss": 2.0}'
+
+def read_when_all_are_here(line):
+    barrier.wait()
+    return rows.decode_row(line)
+
+with ThreadPoolExecutor(3) as threads:
+    for _ in range(200):
+        importlib.reload(rows)  # for msgspec its type is new
+        assert {row.step for row in threads.map(read_when_all_are_here, 3 * [line])} == {1}
+"""
+
+
+@pytest.mark.processes
+def test_sinks_may_read_their_first_rows_at_the_same_moment() -> None:
+    """In a process of its own, which msgspec would end."""
+    command = [sys.executable, "-c", READS_IN_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
