@@ -213,6 +213,7 @@ def test_no_daemon_loads_torch() -> None:
     assert int(run_python(code)) > 100
 
 
+@pytest.mark.processes
 def test_the_snapshotter_leaves_out_sharded_tensors() -> None:
     """A script that does not shard tensors starts half a second sooner."""
     code = (
