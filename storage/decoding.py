@@ -12,13 +12,13 @@ _RESOLVED: set[type] = set()
 
 
 def decodable(kind: type[T]) -> type[T]:
-    """Return the type, the annotations of which msgspec has resolved.
+    """Return the type after msgspec has resolved its annotations.
 
-    msgspec resolves them when a type is decoded for the first time. If another thread decodes it meanwhile, the process
-    ends with a segmentation fault (0.22).
+    It does that when a type is decoded for the first time. If another thread decodes the type meanwhile, the process
+    ends with a segmentation fault (msgspec 0.22).
     """
     with _LOCK:
         if kind not in _RESOLVED:
-            msgspec.json.Decoder(kind)
+            msgspec.msgpack.Decoder(kind)
             _RESOLVED.add(kind)
     return kind
