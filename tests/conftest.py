@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch is imported: its threads do not survive a fork.
 
@@ -20,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ftd.transport.wire import checking
-from tests.helpers.scheduling import FileScheduling, file_scheduling
+from tests.helpers.scheduling import pytest_xdist_make_scheduler  # noqa: F401  # a hook
 
 settings.register_profile(
     "steady",
@@ -75,11 +74,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
-    return file_scheduling(config, log)
 
 
 NOT_QUICK = ("e2e", "gpu", "runtime", "security")

@@ -15,6 +15,8 @@ import msgspec
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from tests.helpers.python_process import run_python
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
 MODULES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
@@ -181,14 +183,6 @@ def test_every_package_says_that_it_is_typed() -> None:
         assert "py.typed" in declared[package]
     packages = {p.parent for p in MODULES}
     assert [where(p) for p in packages if not (p / "__init__.py").is_file()] == []
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def dotted(path: Path) -> str:

@@ -1,6 +1,7 @@
-"""The scheduling of the tests, with a real run of pytest."""
+"""The scheduling of the tests, in a run of pytest with the options of ``make test``."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-HOOK = """
-from tests.helpers.scheduling import file_scheduling as pytest_xdist_make_scheduler
-"""
+ROOT = Path(__file__).parent.parent
+HOOK = "from tests.helpers.scheduling import pytest_xdist_make_scheduler"
 PASSES = "def test_{number}():\n    time.sleep(0.02)\n"
 CRASHES_ONCE = """
 def test_crashes_once():
@@ -31,20 +31,10 @@ def test_every_test_runs_although_one_ends_its_worker(tmp_path: Path) -> None:
         content += "".join(PASSES.format(number=test) for test in range(tests))
         content += CRASHES_ONCE if number == CRASHING_FILE else ""
         (tmp_path / f"test_{number:02}.py").write_text(content)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    workers = [
-        "-n",
-        "3",
-        "--reruns",
-        "1",
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-        "--max-worker-restart",
-        "2",
-    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    [options] = re.findall(r"^test:.*\n\t\$\(BIN\)/pytest (.*)", (ROOT / "Makefile").read_text(), re.M)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options.split()],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -42,6 +42,7 @@ from runtime.wire.snapshot_agent_protocol import (
     SnapshotKey,
 )
 from storage.codes import make_code, parse_scheme, solve_lost_cells
+from storage.decoding import decodable
 from storage.manifest import SnapshotManifest
 from storage.shards import ShardLayout
 
@@ -290,6 +291,7 @@ class SnapshotAgentClient:
             ) from None
 
 
+@decodable  # Ranks may be threads.
 class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's contribution when all ranks meet."""
 
@@ -304,9 +306,6 @@ class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a run of this rank has begun on its host before."""
     unfit: tuple[str, ...]
     """Reasons why snapshots in this rank's memory cannot be restored."""
-
-
-_RANK_REPORTS = msgspec.msgpack.Decoder(_RankReport)
 
 
 @dataclass(slots=True)
@@ -434,7 +433,10 @@ class ScriptProtection:
             started=started,
             unfit=tuple(unfit),
         )
-        rows = [_RANK_REPORTS.decode(row) for row in ranks.gather_bytes(msgspec.msgpack.encode(mine))]
+        rows = [
+            msgspec.msgpack.decode(row, type=_RankReport)
+            for row in ranks.gather_bytes(msgspec.msgpack.encode(mine))
+        ]
         self.generation = max(row.newest for row in rows) + 1
         self.same_host = [r for r, row in enumerate(rows) if row.here == mine.here and r != ranks.rank]
         self._assign(rows, ranks)

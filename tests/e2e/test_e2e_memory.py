@@ -32,7 +32,7 @@ def profile_with_even_times(job: Path) -> Path:
     stages equally many layers, also if the machine was busy in between.
     """
     path = job.with_name("profile.json")
-    done = ftd("profile", job, "--no-network", "--output", path, home={**os.environ})
+    done = ftd("profile", job, "--no-network", "--output", path, home=dict(os.environ))
     assert done.returncode == 0, done.stderr
     document = json.loads(path.read_bytes())
     for layer in document["layers"]:
@@ -47,10 +47,11 @@ def test_stages_that_would_not_fit_recompute_and_the_losses_are_the_same(
     path = write_job(tmp_path, delay_s=0.01, arguments="width = 16")
     text = path.read_text().replace("global_batch = 16", f"global_batch = {MICROBATCHES * ROWS}")
     text = text.replace("microbatch = 2", f'microbatch = {ROWS}\nactivation_checkpointing = "auto"')
-    text = text.replace("[planner]\n", f"[planner]\ndevice_memory_mib = {MEMORY_KIB / 1024}\n")
     path.write_text(text)
-    even = profile_with_even_times(path)
-    path.write_text(text.replace("[planner]\n", f'[planner]\nprofile = "{even}"\n'))
+    planner = (
+        f'[planner]\nprofile = "{profile_with_even_times(path)}"\ndevice_memory_mib = {MEMORY_KIB / 1024}\n'
+    )
+    path.write_text(text.replace("[planner]\n", planner))
     run = ground.submit(load_job_data(path))
     chosen = run.named("PlanChosen")[-1]["details"]["pipelines"]
     assert len(chosen) == 2

@@ -22,6 +22,7 @@ class FileScheduling(LoadFileScheduling):
         """Run a test again that ended its worker, if it may run again: it is still among the tests of its file."""
 
 
-def file_scheduling(config: pytest.Config, log: Any) -> FileScheduling | None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
     """Return the scheduling of ``--dist loadfile``, and None for others."""
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None

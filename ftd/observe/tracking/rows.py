@@ -23,6 +23,7 @@ others.
 """
 
 
+@decodable  # Each sink reads in a thread of its own.
 class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A ``StepCommitted`` or ``Evaluated`` event, reduced to what is logged."""
 
@@ -91,7 +92,7 @@ def decode_row(line: bytes) -> LoggedRow | int:
             "generation": data.pop("generation", None),
             "details": data,
         },
-        decodable(LoggedRow),  # each sink reads in a thread of its own
+        LoggedRow,
     )
 
 

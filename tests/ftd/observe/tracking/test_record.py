@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 from ftd.observe.tracking.record import Cursor, JobRecord
 from ftd.observe.tracking.rows import decode_row, encode_row
+from tests.helpers.python_process import run_python
 from tests.helpers.tracking_logs import evaluation, row
 
 
@@ -169,29 +168,18 @@ def test_a_record_always_has_the_last_value_of_each_step(
 
 
 READS_IN_THREADS = """
-import importlib, sys
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+import importlib
 from ftd.observe.tracking import rows
+from tests.helpers.python_process import call_in_threads
 
-sys.setswitchinterval(1e-6)
-barrier = Barrier(3)
 line = b'{"kind": "step", "step": 1, "at": "", "generation": 1, "loss": 2.0}'
-
-def read_when_all_are_here(line):
-    barrier.wait()
-    return rows.decode_row(line)
-
-with ThreadPoolExecutor(3) as threads:
-    for _ in range(200):
-        importlib.reload(rows)  # for msgspec its type is new
-        assert {row.step for row in threads.map(read_when_all_are_here, 3 * [line])} == {1}
+for _ in range(1000):
+    importlib.reload(rows)  # for msgspec its type is new
+    assert {row.step for row in call_in_threads(lambda: rows.decode_row(line))} == {1}
 """
 
 
 @pytest.mark.processes
 def test_sinks_may_read_their_first_rows_at_the_same_moment() -> None:
     """In a process of its own, which msgspec would end."""
-    command = [sys.executable, "-c", READS_IN_THREADS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(READS_IN_THREADS)
