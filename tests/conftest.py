@@ -82,16 +82,43 @@ STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
 """Audit events of Python that start a process."""
 
 
+class ProcessRefusal:
+    """An audit hook that forbids quick tests to start processes, also when all tests run."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __call__(self, event: str, _arguments: object) -> None:
+        """:raises AssertionError: a quick test starts a process."""
+        if self.active and event in STARTS:
+            raise AssertionError("this test starts a process: mark it with pytest.mark.processes")
+
+
+process_refusal = ProcessRefusal()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="leave out tests that start processes and tests that take long"
     )
 
 
+def pytest_configure() -> None:
+    sys.addaudithook(process_refusal)
+
+
+def _may_be_quick(path: Path) -> bool:
+    return path.relative_to(Path(__file__).parent).parts[:1] not in {(folder,) for folder in NOT_QUICK}
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    marked = any(item.get_closest_marker(mark) for mark in ("processes", "long"))
+    return _may_be_quick(item.path) and not marked
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the folders in which no test is quick."""
-    folder = collection_path.relative_to(Path(__file__).parent).parts[:1]
-    return True if config.getoption("--quick") and folder and folder[0] in NOT_QUICK else None
+    return True if config.getoption("--quick") and not _may_be_quick(collection_path) else None
 
 
 def _service_rank(item: pytest.Item) -> int:
@@ -100,20 +127,22 @@ def _service_rank(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put tests of running daemons first; select quick tests with ``--quick``, and forbid them to start processes."""
+    """Put tests of running daemons first, and select quick tests with ``--quick``."""
     items.sort(key=_service_rank)
     if not config.getoption("--quick"):
         return
-    left_out = [item for item in items if any(item.get_closest_marker(m) for m in ("processes", "long"))]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
-    sys.addaudithook(refuse_processes)
+    config.hook.pytest_deselected(items=[item for item in items if not _is_quick(item)])
+    items[:] = filter(_is_quick, items)
 
 
-def refuse_processes(event: str, _arguments: object) -> None:
-    """:raises AssertionError: a test starts a process."""
-    if event in STARTS and "PYTEST_CURRENT_TEST" in os.environ:
-        raise AssertionError("this test starts a process: mark it with pytest.mark.processes")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Refuse processes while a quick test runs."""
+    process_refusal.active = _is_quick(item)
+    try:
+        return (yield)
+    finally:
+        process_refusal.active = False
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -146,6 +175,9 @@ def zygote_server(
     from ftd.processes import die_with_parent, module_command
     from runtime.process.zygote_request import SERVER_VARIABLE, listen
 
+    process_refusal.active = (
+        False  # A quick test may be the first in a folder whose other tests need the server.
+    )
     path = tmp_path_factory.mktemp("z") / "s"
     with listen(path) as listener:
         descriptor = listener.fileno()
