@@ -1,4 +1,4 @@
-"""The cluster's phases: the state of each, one declared table, and the pairs that must never happen.
+"""The cluster's phases: the state of each, and one declared table that names every phase and event.
 
 The state of a phase holds only what exists in that phase, so no code can ask for anything else.
 ``ClusterPhase`` is what outside tools see; RECOVERING is two states, ``Planning`` before the Resume and
@@ -220,82 +220,32 @@ class PhaseEvent(StrEnum):
 
 
 _P = ClusterPhase
-_E = PhaseEvent
+
+_ROWS: dict[ClusterPhase, tuple[ClusterPhase | None, ...]] = {
+    # JOB_ACCEPTED, GENERATION_STARTED, REPORTS_COMPLETED, GROUP_RESUMED, NODES_MISSING, JOB_ENDED, JOB_FAILED
+    _P.WAITING: (_P.WAITING, _P.QUIESCING, None, None, None, _P.FINISHED, _P.FAILED),
+    _P.RUNNING: (None, _P.QUIESCING, None, None, None, _P.FINISHED, _P.FAILED),
+    _P.QUIESCING: (None, _P.QUIESCING, _P.RECOVERING, None, _P.PAUSED, _P.FINISHED, _P.FAILED),
+    _P.RECOVERING: (None, _P.QUIESCING, None, _P.RUNNING, _P.PAUSED, _P.FINISHED, _P.FAILED),
+    _P.PAUSED: (None, _P.QUIESCING, None, None, None, _P.FINISHED, _P.FAILED),
+    _P.FINISHED: (_P.WAITING, None, None, None, None, None, None),
+    _P.FAILED: (_P.WAITING, None, None, None, None, None, None),
+}
+"""Phase that follows each event, in the order of ``PhaseEvent``; ``None``: the event is impossible.
+
+A job is accepted only when none is under way. Reports belong to QUIESCING, and forming a group belongs to
+RECOVERING. Missing nodes are noticed only while a generation is made. Nothing can happen to a job that has ended.
+"""
 
 TABLE: dict[tuple[ClusterPhase, PhaseEvent], ClusterPhase] = {
-    (_P.WAITING, _E.JOB_ACCEPTED): _P.WAITING,
-    (_P.WAITING, _E.GENERATION_STARTED): _P.QUIESCING,
-    (_P.WAITING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.WAITING, _E.JOB_FAILED): _P.FAILED,
-    (_P.RUNNING, _E.GENERATION_STARTED): _P.QUIESCING,
-    (_P.RUNNING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.RUNNING, _E.JOB_FAILED): _P.FAILED,
-    (_P.QUIESCING, _E.GENERATION_STARTED): _P.QUIESCING,
-    (_P.QUIESCING, _E.REPORTS_COMPLETED): _P.RECOVERING,
-    (_P.QUIESCING, _E.NODES_MISSING): _P.PAUSED,
-    (_P.QUIESCING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.QUIESCING, _E.JOB_FAILED): _P.FAILED,
-    (_P.RECOVERING, _E.GENERATION_STARTED): _P.QUIESCING,
-    (_P.RECOVERING, _E.GROUP_RESUMED): _P.RUNNING,
-    (_P.RECOVERING, _E.NODES_MISSING): _P.PAUSED,
-    (_P.RECOVERING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.RECOVERING, _E.JOB_FAILED): _P.FAILED,
-    (_P.PAUSED, _E.GENERATION_STARTED): _P.QUIESCING,
-    (_P.PAUSED, _E.JOB_ENDED): _P.FINISHED,
-    (_P.PAUSED, _E.JOB_FAILED): _P.FAILED,
-    (_P.FINISHED, _E.JOB_ACCEPTED): _P.WAITING,
-    (_P.FAILED, _E.JOB_ACCEPTED): _P.WAITING,
+    (phase, event): after
+    for phase, row in _ROWS.items()
+    for event, after in zip(PhaseEvent, row, strict=True)
+    if after is not None
 }
-
-IMPOSSIBLE: frozenset[tuple[ClusterPhase, PhaseEvent]] = frozenset(
-    {
-        # A job is accepted only when none is under way.
-        (_P.RUNNING, _E.JOB_ACCEPTED),
-        (_P.QUIESCING, _E.JOB_ACCEPTED),
-        (_P.RECOVERING, _E.JOB_ACCEPTED),
-        (_P.PAUSED, _E.JOB_ACCEPTED),
-        # Reports belong to QUIESCING, and forming a group belongs to RECOVERING.
-        (_P.WAITING, _E.REPORTS_COMPLETED),
-        (_P.RUNNING, _E.REPORTS_COMPLETED),
-        (_P.RECOVERING, _E.REPORTS_COMPLETED),
-        (_P.PAUSED, _E.REPORTS_COMPLETED),
-        (_P.WAITING, _E.GROUP_RESUMED),
-        (_P.RUNNING, _E.GROUP_RESUMED),
-        (_P.QUIESCING, _E.GROUP_RESUMED),
-        (_P.PAUSED, _E.GROUP_RESUMED),
-        # Missing nodes are noticed only while a generation is made.
-        (_P.WAITING, _E.NODES_MISSING),
-        (_P.RUNNING, _E.NODES_MISSING),
-        (_P.PAUSED, _E.NODES_MISSING),
-        # Nothing can happen to a job that has ended.
-        (_P.FINISHED, _E.GENERATION_STARTED),
-        (_P.FINISHED, _E.REPORTS_COMPLETED),
-        (_P.FINISHED, _E.GROUP_RESUMED),
-        (_P.FINISHED, _E.NODES_MISSING),
-        (_P.FINISHED, _E.JOB_ENDED),
-        (_P.FINISHED, _E.JOB_FAILED),
-        (_P.FAILED, _E.GENERATION_STARTED),
-        (_P.FAILED, _E.REPORTS_COMPLETED),
-        (_P.FAILED, _E.GROUP_RESUMED),
-        (_P.FAILED, _E.NODES_MISSING),
-        (_P.FAILED, _E.JOB_ENDED),
-        (_P.FAILED, _E.JOB_FAILED),
-    }
-)
 
 OVER = frozenset({_P.FINISHED, _P.FAILED})
 
 
 class MachineError(RuntimeError):
     """A bug in the machine itself: a pair happened that the table calls impossible."""
-
-
-def next_phase(phase: ClusterPhase, event: PhaseEvent) -> ClusterPhase:
-    """Return the phase that follows.
-
-    :raises MachineError: this event cannot happen in this phase.
-    """
-    try:
-        return TABLE[phase, event]
-    except KeyError:
-        raise MachineError(f"{event} cannot happen in phase {phase}") from None

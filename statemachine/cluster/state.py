@@ -15,8 +15,10 @@ from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.loss_spikes import LossSpikes
 from statemachine.cluster.node import ALIVE, NodeMachine
 from statemachine.cluster.phases import (
+    TABLE,
     ActiveRecovery,
     Ended,
+    MachineError,
     Paused,
     PhaseEvent,
     Planning,
@@ -26,7 +28,6 @@ from statemachine.cluster.phases import (
     State,
     TrainingGroup,
     Waiting,
-    next_phase,
 )
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.skipped_updates import SkippedUpdates
@@ -369,7 +370,9 @@ class Cluster:
 
         :raises MachineError: this event cannot happen in this phase.
         """
-        phase = next_phase(self.phase, event)
+        phase = TABLE.get((self.phase, event))
+        if phase is None:
+            raise MachineError(f"{event} cannot happen in phase {self.phase}")
         assert state.phase is phase, f"{event} leads to {phase}, not to {state.phase}"
         self.state, self.dirty = state, True
 
