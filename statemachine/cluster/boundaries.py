@@ -34,6 +34,7 @@ def schedule_join(c: Cluster) -> None:
 
 def join(c: Cluster) -> None:
     """Reconfigure for the joins and drains whose settle time is over."""
+    c.dirty = True
     if not isinstance(c.state, Running | Paused):
         return
     joining, leaving = newcomers(c), departing(c)

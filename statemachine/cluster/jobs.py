@@ -13,6 +13,7 @@ from statemachine.cluster.phases import (
     Ended,
     Paused,
     PhaseEvent,
+    Planning,
     Quiescing,
     Resuming,
     Running,
@@ -21,7 +22,7 @@ from statemachine.cluster.phases import (
 )
 from statemachine.cluster.progress import learn_evaluation, publish_steps
 from statemachine.cluster.quarantine import readmit_needed
-from statemachine.cluster.recovery import follow_group, note_cause, plan_ahead, reconfigure
+from statemachine.cluster.recovery import ask_plan, follow_group, note_cause, plan_ahead, reconfigure
 from statemachine.cluster.skipped_updates import find_failure
 from statemachine.cluster.snapshots import orders, persisting, requests
 from statemachine.cluster.snapshots.snapshot_state import JobCheckpoints, JobSnapshots
@@ -210,6 +211,8 @@ def templates_ready(c: Cluster, job_id: str) -> None:
         c.emit("JobPrepared", f"templates for up to {c.templates_for} nodes are ready")
         c.set_timer(SETTLE, c.timing.start_settle_s)
     c.publish()
+    if isinstance(c.state, Planning):
+        ask_plan(c, c.state)
 
 
 def templates_failed(c: Cluster, job_id: str, reason: str) -> None:

@@ -27,17 +27,22 @@ from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_journaled
 from statemachine.cluster.membership import inquire_all, remove_absent
-from statemachine.cluster.phases import Paused, Planning, Quiescing, Resuming
-from statemachine.cluster.replicas import explain_repetition
+from statemachine.cluster.phases import Paused, Quiescing, Resuming
 from statemachine.cluster.snapshots import orders, persisting, requests, snapshots
 from statemachine.cluster.state import (
+    DRAIN,
+    FIND,
     FINISH,
+    JOIN,
     PAUSE_LIMIT,
     PERSIST,
     QUIESCE,
     RESUME,
+    SETTLE,
     SNAPSHOT,
+    SNAPSHOT_ANSWER,
     STEPS,
+    SUSPICION,
     TICK,
     Cluster,
 )
@@ -98,6 +103,22 @@ ClusterEvent = (
     | ExportFailed
     | CheckpointFound
 )
+
+_TIMERS: dict[str, Callable[[Cluster], None]] = {
+    QUIESCE: recovery.quiesce_overdue,
+    RESUME: recovery.resume_overdue,
+    JOIN: boundaries.join,
+    STEPS: progress.steps_overdue,
+    SNAPSHOT: snapshots.overdue,
+    PERSIST: persisting.overdue,
+    FINISH: persisting.end_overdue,
+    FIND: rollback.find_overdue,
+    DRAIN: drains.requests_overdue,
+    SNAPSHOT_ANSWER: requests.overdue,
+    SUSPICION: recovery.suspicion_overdue,
+    PAUSE_LIMIT: rollback.pause_overdue,
+}
+"""Function that handles each timer, except those of the machine's own."""
 
 
 class ClusterMachine:
@@ -291,17 +312,18 @@ class ClusterMachine:
             case SnapshotRequested():
                 orders.take_request(c, event)
             case TemplatesReady():
-                self._templates_ready(event)
+                jobs.templates_ready(c, event.job_id)
             case TemplatesFailed():
                 jobs.templates_failed(c, event.job_id, event.reason)
             case PlanReady():
-                self._plan_ready(event)
+                rollback.roll_back(c, event)
+                recovery.take_plan(c, event)
             case PlanCompared():
                 stragglers.take_comparison(c, event)
             case PlanImpossible():
-                self._plan_impossible(event)
+                rollback.take_no_plan(c, event)
             case RestoreChecked():
-                self._lost(rollback.take_check(c, event))
+                rollback.take_check(c, event)
             case CheckpointCommitted():
                 persisting.take_committed(c, event)
             case CheckpointCommitFailed():
@@ -311,7 +333,7 @@ class ClusterMachine:
             case ExportFailed():
                 persisting.take_export_failed(c, event)
             case CheckpointFound():
-                self._fail(rollback.take_checkpoint_found(c, event))
+                rollback.take_checkpoint_found(c, event)
             case _:
                 assert_never(event)
 
@@ -323,45 +345,12 @@ class ClusterMachine:
             # slow.
             c.set_timer(event.name, c.timing.quiesce_s)
             return
-        match event.name:
-            case "tick":
-                self._tick(late_s)
-            case "quiesce":
-                recovery.quiesce_overdue(c)
-            case "resume":
-                recovery.resume_overdue(c)
-            case "join":
-                boundaries.join(c)
-                c.dirty = True
-            case "steps":
-                progress.steps_overdue(c)
-            case "snapshot":
-                snapshots.overdue(c)
-            case "persist":
-                persisting.overdue(c)
-            case "finish":
-                persisting.end_overdue(c)
-            case "find":
-                self._fail(rollback.find_overdue(c))
-            case "drain":
-                drains.requests_overdue(c)
-            case "snapshot_answer":
-                requests.overdue(c)
-            case "suspicion":
-                recovery.suspicion_overdue(c)
-            case "pause_limit":
-                if isinstance(c.state, Paused):
-                    self._end_pause(c.state)
-            case _:  # "settle": reconcile sees that the time is over
-                c.dirty = True
-
-    def _end_pause(self, paused: Paused) -> None:
-        """End a pause: no node that may hold the missing state has come in time."""
-        c = self._c
-        if any(node.prepare_sent for node in c.alive()):
-            c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)  # It may hold what is missing.
-        elif not rollback.return_to_checkpoint(c, paused):
-            jobs.fail(c, paused.reason)
+        if event.name == TICK:
+            self._tick(late_s)
+        elif event.name == SETTLE:
+            c.dirty = True  # ``reconcile`` sees that the time is over.
+        else:
+            _TIMERS[event.name](c)
 
     def _tick(self, late_s: float) -> None:
         """Check who is silent, and what has changed since the last tick. ``late_s``: how late this tick is."""
@@ -430,44 +419,3 @@ class ClusterMachine:
         for name in (TICK, QUIESCE, RESUME, PAUSE_LIMIT, STEPS, SNAPSHOT, PERSIST, FINISH):
             c.cancel_timer(name)
         c.emit("BrokerLost", "the broker is away; training continues")
-
-    def _templates_ready(self, event: TemplatesReady) -> None:
-        c = self._c
-        first = not c.templates_ready
-        jobs.templates_ready(c, event.job_id)
-        if first and c.templates_ready and isinstance(c.state, Planning):
-            recovery.ask_plan(c, c.state)
-
-    def _plan_impossible(self, event: PlanImpossible) -> None:
-        c = self._c
-        state = c.state
-        if not isinstance(state, Planning) or event.generation != state.generation:
-            c.ignore("a plan of an older generation")
-            return
-        lost = recovery.take_no_plan(c, state, event)
-        if lost is not None and (repeated := explain_repetition(c)) is not None:
-            jobs.fail(c, repeated)
-        elif lost is not None and not rollback.request_check(c, state, lost, event.lost_layers):
-            self._lost(rollback.wait_for_absent(c, lost))
-
-    def _plan_ready(self, event: PlanReady) -> None:
-        c, state = self._c, self._c.state
-        if (
-            isinstance(state, Planning)
-            and event.generation == state.generation
-            and state.restore_check is not None
-        ):
-            rollback.roll_back(c, state)
-        recovery.take_plan(c, event)
-
-    def _fail(self, reason: str | None) -> None:
-        if reason is not None:
-            jobs.fail(self._c, reason)
-
-    def _lost(self, reason: str | None) -> None:
-        """Fail the job, unless a persistent checkpoint may be found: ``reason`` is why it cannot continue."""
-        c = self._c
-        if reason is not None and not rollback.search_checkpoint(c, reason):
-            raised = c.last_failure.strip().splitlines()[-1] if c.raised else ""
-            why = f"the job's code raised, {raised}, and then {reason}" if raised else reason
-            jobs.fail(c, f"{why}; last failure: {c.last_failure}" if c.last_failure else why)

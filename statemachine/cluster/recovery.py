@@ -25,7 +25,7 @@ import msgspec
 
 from planner.values import Device, Situation
 from statemachine.cluster import recovery_times
-from statemachine.cluster.drains import describe_released, leavers, next_left_out, settle_plan
+from statemachine.cluster.drains import describe_released, leavers, settle_plan
 from statemachine.cluster.membership import (
     declare_lost,
     fence,
@@ -48,7 +48,7 @@ from statemachine.cluster.phases import (
 from statemachine.cluster.progress import learn, learn_evaluation, publish_steps
 from statemachine.cluster.public import pipelines, plan_details
 from statemachine.cluster.quarantine import describe_aside, note_failure, quarantine_node
-from statemachine.cluster.replicas import describe, explain_loss, settle
+from statemachine.cluster.replicas import describe, settle
 from statemachine.cluster.rules import Decision, Resumption, decide, is_trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
 from statemachine.cluster.snapshots.protections import (
@@ -70,7 +70,7 @@ from statemachine.cluster.state import (
     join_names,
 )
 from statemachine.effects import ComputePlan, PlanAhead
-from statemachine.events import NodeVanished, PlanImpossible, PlanReady
+from statemachine.events import NodeVanished, PlanReady
 from statemachine.messages.cluster import Quiesced, Resume
 from statemachine.messages.common import PeerSuspected, Quiesce, Resumed
 from statemachine.messages.values import (
@@ -444,20 +444,6 @@ def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
     """Return what the devices of these nodes hold."""
     among = frozenset(names)
     return {device: what for device, what in held.items() if device.node in among}
-
-
-def take_no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | None:
-    """Handle that there is no plan for these nodes now. Return the state that is lost, if that is the reason."""
-    reason = event.reason
-    if state.left_out:
-        ask_plan(c, state, next_left_out(c, state, reason))
-        return None
-    if event.too_few:
-        pause(c, reason, needed=event.needed)
-        return None
-    if c.replicas.diverged is not None:
-        return explain_loss(c, c.replicas.diverged)
-    return c.spikes.pending.describe() if c.spikes.pending is not None else reason
 
 
 def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = False) -> None:

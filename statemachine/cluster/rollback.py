@@ -16,9 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from planner.values import Device, StatePart
+from statemachine.cluster.drains import next_left_out
+from statemachine.cluster.jobs import fail
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Resuming
 from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigure
+from statemachine.cluster.replicas import explain_loss, explain_repetition
 from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies
 from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
@@ -26,7 +29,7 @@ from statemachine.cluster.snapshots.snapshots import holders, key_of
 from statemachine.cluster.spikes import give_up
 from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster, join_names
 from statemachine.effects import CheckRestore, FindCheckpoint
-from statemachine.events import CheckpointFound, RestoreChecked
+from statemachine.events import CheckpointFound, PlanImpossible, PlanReady, RestoreChecked
 from statemachine.messages.cluster import RestoreFailed, TrainerLost
 from statemachine.messages.values import Snapshot, Vote
 
@@ -36,14 +39,32 @@ UNREADABLE_TRIES = 10
 """Attempts to read the checkpoint location within ``lost_state_s`` while it is unreadable."""
 
 
-def request_check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[int, ...]) -> bool:
-    """Ask whether the newest snapshot can be restored. Return ``False`` if there is none."""
-    newest = c.snapshots.newest
-    if newest is None or not lost_layers or state.restore_check is not None:
-        return False
+def take_no_plan(c: Cluster, event: PlanImpossible) -> None:
+    """Handle that there is no plan for these nodes now. If state is lost, ask whether the newest snapshot can be
+    restored.
+    """
+    state, newest, reason = c.state, c.snapshots.newest, event.reason
+    if not isinstance(state, Planning) or event.generation != state.generation:
+        c.ignore("a plan of an older generation")
+        return
+    if state.left_out:
+        ask_plan(c, state, next_left_out(c, state, reason))
+        return
+    if event.too_few:
+        pause(c, reason, needed=event.needed)
+        return
+    if (repeated := explain_repetition(c)) is not None:
+        fail(c, repeated)
+        return
+    if c.replicas.diverged is not None:
+        reason = explain_loss(c, c.replicas.diverged)
+    elif c.spikes.pending is not None:
+        reason = c.spikes.pending.describe()
+    if newest is None or not event.lost_layers or state.restore_check is not None:
+        _wait_for_absent(c, reason)
+        return
     state.loss_reason = reason
     _send_check(c, state, newest)
-    return True
 
 
 def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
@@ -65,34 +86,34 @@ def _send_check(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0
     )
 
 
-def take_check(c: Cluster, event: RestoreChecked) -> str | None:
-    """Continue from the snapshot, or wait for nodes that may help. Return why the job is lost, if it is."""
+def take_check(c: Cluster, event: RestoreChecked) -> None:
+    """Continue from the snapshot, or wait for nodes that may help."""
     state, newest = c.state, c.snapshots.newest
     if not isinstance(state, Planning) or newest is None or event.generation != state.generation:
         c.ignore("a check of a snapshot for an older generation")
-        return None
+        return
     others = _sources(c, newest, RESTORE_TRIES - 1)
     if not event.possible and others != state.sources:
         # A node came back meanwhile; or a node whose part was unavailable before is needed after all.
         _send_check(c, state, newest, RESTORE_TRIES - 1)
-        return None
+        return
     if not event.possible and c.spikes.pending is not None:
         give_up(c, f"the snapshot of step {newest.step} cannot be restored: {event.reason}")
         reconfigure(c, "the spike of the loss is accepted", "abort", state.recovery)
-        return None
+        return
     if not event.possible:
         reason = (
             f"{state.loss_reason}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
         )
-        return wait_for_absent(c, reason)
+        _wait_for_absent(c, reason)
+        return
     state.restore_check = event
     _plan_from(c, state, newest.step, newest.vote, newest.groups[-1].end_layer)
-    return None
 
 
-def wait_for_absent(c: Cluster, reason: str) -> str | None:
-    """Wait a while for absent nodes that may still have the state, since no present node has it; return
-    ``reason`` if there are none. What absent nodes hold besides snapshots does not count if it may be corrupt.
+def _wait_for_absent(c: Cluster, reason: str) -> None:
+    """Wait a while for absent nodes that may still have the state, since no present node has it; if there are
+    none, it is lost. What absent nodes hold besides snapshots does not count if it may be corrupt.
     """
     live = [
         node.name
@@ -107,13 +128,15 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
     holding = _may_hold(c, newest) if newest is not None else []
     snapshot_holders = [name for name in holding if name not in live]
     if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or snapshot_holders):
-        return reason
+        _continue_without_memory(c, reason)
+        return
     # Nodes that join without the state begin a generation, and must not make the wait longer.
     since = c.checkpoints.state_missing_since
     since = c.checkpoints.state_missing_since = c.at if since is None else since
     left_s = since + c.timing.lost_state_s - c.at
     if left_s <= 0:
-        return reason
+        _continue_without_memory(c, reason)
+        return
     then = "the newest checkpoint is searched for" if c.current_job.checkpoint.url else "the job fails"
     waited = (
         f"{reason}; {join_names(live + snapshot_holders)} may still hold it: waiting for their return for "
@@ -121,7 +144,6 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
     )
     pause(c, waited, needed=None, pause_limited=True)
     c.set_timer(PAUSE_LIMIT, left_s)
-    return None
 
 
 def _checkpoint_is_newest(c: Cluster) -> bool:
@@ -142,6 +164,14 @@ def _may_hold(c: Cluster, newest: Snapshot) -> list[str]:
 
 
 # --- persistent checkpoints ----------------------------------------------------------------------
+
+
+def _continue_without_memory(c: Cluster, reason: str) -> None:
+    """Search for a persistent checkpoint, since no memory has the state; fail the job if it writes none."""
+    if not search_checkpoint(c, reason):
+        raised = c.last_failure.strip().splitlines()[-1] if c.raised else ""
+        why = f"the job's code raised, {raised}, and then {reason}" if raised else reason
+        fail(c, f"{why}; last failure: {c.last_failure}" if c.last_failure else why)
 
 
 def search_checkpoint(c: Cluster, reason: str) -> bool:
@@ -176,39 +206,40 @@ def _wait_for_location(c: Cluster, reason: str) -> None:
     c.set_timer(PAUSE_LIMIT, c.checkpoints.retry_at - c.at)
 
 
-def find_overdue(c: Cluster) -> str | None:
-    """Handle a search for the newest checkpoint without an answer. Return why the job is lost, if it has
-    waited long enough.
+def find_overdue(c: Cluster) -> None:
+    """Handle a search for the newest checkpoint without an answer."""
+    if isinstance(c.state, Planning):
+        limit = f"{c.timing.checkpoint_location_s:g} s"
+        _take_unreadable(c, f"{c.state.loss_reason}; and there was no answer in {limit}")
+
+
+def _take_unreadable(c: Cluster, reason: str) -> None:
+    """Try the checkpoint location again, or fail the job if it has been unreadable for long enough."""
+    if _note_unreadable(c):
+        _wait_for_location(c, reason)
+    else:
+        fail(c, f"{reason}; this has lasted for {c.timing.lost_state_s:g} s")
+
+
+def pause_overdue(c: Cluster) -> None:
+    """End a pause in which no node with the missing state came: return to a persistent checkpoint, if the job
+    writes any.
     """
-    state = c.state
-    if not isinstance(state, Planning):
-        return None
-    return _unreadable(
-        c, f"{state.loss_reason}; and there was no answer in {c.timing.checkpoint_location_s:g} s"
-    )
+    paused = c.state
+    if not isinstance(paused, Paused):
+        return
+    if any(node.prepare_sent for node in c.alive()):
+        c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)  # It may hold what is missing.
+    elif c.current_job.checkpoint.url:
+        c.checkpoints.wait_over = True
+        why = f"{paused.reason}; back to a persistent checkpoint"
+        reconfigure(c, why, "abort", note_cause(c, "resumed", []))
+    else:
+        fail(c, paused.reason)
 
 
-def _unreadable(c: Cluster, reason: str) -> str | None:
-    if not _note_unreadable(c):
-        return f"{reason}; this has lasted for {c.timing.lost_state_s:g} s"
-    _wait_for_location(c, reason)
-    return None
-
-
-def return_to_checkpoint(c: Cluster, paused: Paused) -> bool:
-    """Return to a persistent checkpoint after a pause in which no node with later state came. Return ``False``
-    if the job writes none.
-    """
-    if not c.current_job.checkpoint.url:
-        return False
-    c.checkpoints.wait_over = True
-    why = f"{paused.reason}; back to a persistent checkpoint"
-    reconfigure(c, why, "abort", note_cause(c, "resumed", []))
-    return True
-
-
-def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> str | None:
-    """Continue from the checkpoint that was found. Return why the job is lost, if there is none."""
+def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> None:
+    """Continue from the checkpoint that was found."""
     state, checkpoint = c.state, event.checkpoint
     if (
         not isinstance(state, Planning)
@@ -216,23 +247,27 @@ def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> str | None:
         or event.generation != state.generation
     ):
         c.ignore("a checkpoint for an older generation")
-        return None
+        return
     job = c.current_job
     c.cancel_timer(FIND)
     if event.unreadable:
-        return _unreadable(c, f"{state.loss_reason}; and the checkpoints cannot be read: {event.reason}")
+        _take_unreadable(c, f"{state.loss_reason}; and the checkpoints cannot be read: {event.reason}")
+        return
     for passed in event.skipped:
         c.emit("CheckpointSkipped", passed.reason, step=passed.step, url=job.checkpoint.url)
     if checkpoint is None:
         look = f"ftd checkpoint verify {job.checkpoint.url}"
-        return f"{state.loss_reason}; nor is there a sound checkpoint: {event.reason} (see: {look})"
+        fail(c, f"{state.loss_reason}; nor is there a sound checkpoint: {event.reason} (see: {look})")
+        return
     assert c.profiled is not None, "a plan was requested"
     layers = len(c.profiled.profile.layers)
     if checkpoint.layers != layers:
-        return (
+        fail(
+            c,
             f"checkpoint.url: {job.checkpoint.url} holds a model of {checkpoint.layers} layers under the "
-            f"name {job.name!r}, and this job's has {layers}: give the job another url or another name"
+            f"name {job.name!r}, and this job's has {layers}: give the job another url or another name",
         )
+        return
     state.checkpoint, state.sources = checkpoint, ()
     state.restore_check = RestoreChecked(
         at=event.at,
@@ -243,7 +278,6 @@ def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> str | None:
         tier="persistent",
     )
     _plan_from(c, state, checkpoint.step, checkpoint.vote, layers)
-    return None
 
 
 def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) -> None:
@@ -268,11 +302,13 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
 # --- carrying out the rollback -------------------------------------------------------------------
 
 
-def roll_back(c: Cluster, state: Planning) -> None:
-    """Undo, together with the Resume, what was committed after the target step."""
+def roll_back(c: Cluster, plan: PlanReady) -> None:
+    """Undo, together with the Resume, what was committed after the step that is restored, if the plan is for one."""
+    state = c.state
+    if not isinstance(state, Planning) or plan.generation != state.generation or state.restore_check is None:
+        return
     target, event = state.checkpoint or c.snapshots.newest, state.restore_check
     assert target is not None, "it was checked"
-    assert event is not None, "it was checked"
     progress, before = c.progress, c.progress.known_step
     progress.roll_back(target.step, target.vote)
     c.lineage = state.generation
@@ -321,28 +357,28 @@ def explain_foreign_state(c: Cluster, signal: TrainerLost) -> str | None:
     )
 
 
-def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> str | None:
-    """Try again without the nodes whose shards are unavailable. Return why the job is lost, if it is."""
+def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> None:
+    """Try again without the nodes whose shards are unavailable."""
     group, newest = c.state, c.snapshots.newest
     restore = group.resumption.restore if isinstance(group, Resuming) else None
     if restore is None or signal.generation != c.resumed_generation:
         c.ignore("an unexpected RestoreFailed", node.name)
-        return None
+        return
     for name in signal.bad:
         if name in c.nodes and newest is not None:
             c.nodes[name].part_failures[key_of(c, newest)] += 1
     c.emit("RestoreFailed", signal.detail, node=node.name, bad=list(signal.bad))
-    what = f"{'checkpoint' if restore.url else 'snapshot'} of step {restore.step}"
+    kind = "checkpoint" if restore.url else "snapshot"
+    why, lost = f"{node.name} cannot restore the {kind} of step {restore.step}: {signal.detail}", False
     if restore.url and signal.corrupt:
         c.checkpoints.corrupt_steps.add(restore.step)
         c.emit("CheckpointSkipped", f"{node.name}: {signal.detail}", step=restore.step, url=restore.url)
     elif restore.url:
-        if not _note_unreadable(c):
-            return f"{node.name} cannot restore the {what}: {signal.detail}"
+        lost = not _note_unreadable(c)
     elif not signal.bad:
         c.raised += 1
-        if c.raised >= c.timing.raise_limit:
-            return f"{node.name} cannot restore the {what}: {signal.detail}"
-    record = note_cause(c, "connection_lost", [], "no_answer")
-    reconfigure(c, f"{node.name} cannot restore the {what}: {signal.detail}", "abort", record)
-    return None
+        lost = c.raised >= c.timing.raise_limit
+    if lost:
+        fail(c, why)
+    else:
+        reconfigure(c, why, "abort", note_cause(c, "connection_lost", [], "no_answer"))

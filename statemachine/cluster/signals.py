@@ -5,7 +5,7 @@ from typing import assert_never
 from statemachine.cluster import corruption, health
 from statemachine.cluster.acknowledgement import take_acknowledgement
 from statemachine.cluster.drains import take_leaving
-from statemachine.cluster.jobs import fail, send_stop, take_build_progress, take_finished, take_prepared
+from statemachine.cluster.jobs import send_stop, take_build_progress, take_finished, take_prepared
 from statemachine.cluster.membership import (
     TABLE,
     SignalAction,
@@ -157,9 +157,7 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case PersistFailed():
             persisting.take_persist_failed(c, node, signal)
         case RestoreFailed():
-            lost = take_restore_failed(c, node, signal)
-            if lost is not None:
-                fail(c, lost)
+            take_restore_failed(c, node, signal)
         case _:
             assert_never(signal)
 
@@ -273,6 +271,3 @@ def _recover_trainers(c: Cluster, node: NodeMachine, why: str) -> None:
     """Recover from the loss of trainers that failed and are back, both within one outage of the broker."""
     node.returning = True
     recover_from_loss(c, node, "trainer_lost", "hello", why)
-
-
-# --- failures ------------------------------------------------------------------------------------
