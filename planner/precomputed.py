@@ -67,7 +67,7 @@ def _check_template(template: Template, costs: StageCosts) -> None:
         quickest = costs.mode(stage.first_layer, stage.end_layer, stage.devices, behind)
         recomputes = f"recomputes {stage.recompute} and should {quickest.recompute}"
         _require(stage.recompute == quickest.recompute, f"{name} has a stage that {recomputes}")
-        own, best = (stage.within, stage.replicas), quickest[1:]
+        own, best = stage.mode[1:], quickest[1:]
         divides = f"is {describe_within(*own)} and should be {describe_within(*best)}"
         _require(own == best, f"{name} has a stage that {divides}")
     _require(costs.memory.fit(stages), f"{name} has a stage that is too large for a device's memory")

@@ -204,7 +204,7 @@ def _tightest(costs: StageCosts, nodes: int) -> str:
 def _fullest(costs: StageCosts, nodes: int) -> tuple[FullestStage, StageMemory]:
     stage = find_fullest_stage(costs, nodes)
     memory = costs.memory.breakdown(
-        stage.first_layer, stage.end_layer, stage.devices, stage.stages_after, *stage.mode
+        stage.first_layer, stage.end_layer, stage.devices, stage.stages_after, stage.mode
     )
     return stage, memory
 

@@ -7,7 +7,7 @@ the same numbers in seconds would not. Everything that a plan tells the rest of 
 """
 
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -247,6 +247,23 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return self.start == 0 and self.end == self.of
 
 
+class Mode(NamedTuple):
+    """Choice of the planner for a stage of given layers and devices."""
+
+    recompute: Recompute
+    within: Within = "replicate"
+    replicas: int = 1
+    """As in ``StageTemplate``."""
+
+    def parts(self, devices: int) -> int:
+        """Return the number of parts into which ``devices`` devices divide the stage's state."""
+        return 1 if self.within == "replicate" else max(1, devices // self.replicas)
+
+    def of(self, devices: int) -> "Mode":
+        """Return the mode that a stage of ``devices`` devices has: one device is all replicas of any mode."""
+        return self if devices > 1 else Mode(self.recompute)
+
+
 class StageTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive layers on ``devices`` devices of the template's node ``node_offset``."""
 
@@ -260,6 +277,10 @@ class StageTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """Number of groups of consecutive devices, each of which holds the stage's divided state once, and computes
     its share of the rows. Above 1 only for ``tensor``.
     """
+
+    @property
+    def mode(self) -> Mode:
+        return Mode(self.recompute, self.within, self.replicas)
 
     @property
     def parts(self) -> int:
@@ -290,6 +311,10 @@ class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
     within: Within = "replicate"
     replicas: int = 1
     """As in ``StageTemplate``."""
+
+    @property
+    def mode(self) -> Mode:
+        return Mode(self.recompute, self.within, self.replicas)
 
     @property
     def parts(self) -> int:

@@ -166,14 +166,7 @@ def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> P
         return placement
     cuts = recut(costs, [_unplaced(stage) for stage in placement.stages], factors, placement.microbatches)
     stages = tuple(
-        replace(
-            stage,
-            first_layer=cut.first_layer,
-            end_layer=cut.end_layer,
-            recompute=cut.recompute,
-            within=cut.within,
-            replicas=cut.replicas,
-        )
+        replace(stage, first_layer=cut.first_layer, end_layer=cut.end_layer, **cut.mode._asdict())
         for stage, cut in zip(placement.stages, cuts, strict=True)
     )
     return replace(placement, stages=stages)
@@ -252,7 +245,5 @@ def _unplaced(stage: StagePlacement) -> StageTemplate:
         end_layer=stage.end_layer,
         node_offset=0,
         devices=len(stage.devices),
-        recompute=stage.recompute,
-        within=stage.within,
-        replicas=stage.replicas,
+        **stage.mode._asdict(),
     )

@@ -217,9 +217,7 @@ def _on_devices(
                 first_layer=stage.first_layer,
                 end_layer=stage.end_layer,
                 devices=tuple(Device(node=nodes[offset], index=index) for index in taken),
-                recompute=stage.recompute,
-                within=stage.within,
-                replicas=stage.replicas,
+                **stage.mode._asdict(),
             )
         )
     return tuple(stages)

@@ -303,15 +303,8 @@ def _release(
 
 
 def _stage_bytes(memory: MemoryModel, stage: StagePlacement, stages_after: int) -> int:
-    return memory.stage_bytes(
-        stage.first_layer,
-        stage.end_layer,
-        len(stage.devices),
-        stages_after,
-        stage.recompute,
-        stage.within,
-        stage.replicas,
-    )
+    devices = len(stage.devices)
+    return memory.stage_bytes(stage.first_layer, stage.end_layer, devices, stages_after, stage.mode)
 
 
 def _holders(pipelines: Sequence[PipelinePlacement], masks: Masks) -> dict[int, set[str]]:

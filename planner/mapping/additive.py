@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import memory_ends, sizes_allowed
-from planner.stages.layers import Mode
 from planner.stages.makespan import Floats, Ints
 from planner.values import StageTemplate
 
@@ -292,7 +291,7 @@ class _Run:
                     end_layer=end,
                     node_offset=(total - left) // costs.devices_per_node,
                     devices=size,
-                    **(mode if size > 1 else Mode(mode.recompute, "replicate"))._asdict(),
+                    **mode.of(size)._asdict(),
                 )
             )
             first, left = end, left - size

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
-from planner.stages.layers import Mode, explain_no_tensor_split, layer_ms, shard_ms, tensor_ms
+from planner.stages.layers import explain_no_tensor_split, layer_ms, shard_ms, tensor_ms
 from planner.stages.makespan import Floats, Ints, PipelineClock, paper_objective_ms
 from planner.stages.memory import MemoryModel, in_flight
 from planner.values import (
     LayerProfile,
+    Mode,
     ModelProfile,
     Policy,
     Recomputation,
@@ -140,13 +141,6 @@ class StageCosts:
         """Most nodes that one pipeline can fill, as each stage needs a layer."""
         return self.layers // self.fewest_stages
 
-    def fits(self, devices: int, stages_after: int) -> NDArray[np.bool_]:
-        """Return which stages fit into a device's memory in at least one mode, shape (L + 1, L + 1)."""
-        fitting = self.mode_fits(0, devices, stages_after)
-        for mode in range(1, len(self.modes)):
-            fitting = fitting | self.mode_fits(mode, devices, stages_after)
-        return fitting
-
     def mode_fits(self, mode: int, devices: int, stages_after: int) -> NDArray[np.bool_]:
         """Return which stages fit into a device's memory in ``modes[mode]``, shape (L + 1, L + 1)."""
         limit = self.memory.limit_bytes
@@ -156,7 +150,7 @@ class StageCosts:
         key = mode, devices, in_flight(stages_after, self.policy.microbatches)
         known = self._fits.get(key)
         if known is None:
-            table = self.memory.table(devices, stages_after, *self.modes[mode])
+            table = self.memory.table(devices, stages_after, self.modes[mode])
             known = self._fits[key] = table <= limit
         return known
 
@@ -211,11 +205,10 @@ class StageCosts:
             number = min(
                 self.modes_of(devices),
                 key=lambda number: self.memory.stage_bytes(
-                    first_layer, end_layer, devices, stages_after, *self.modes[number]
+                    first_layer, end_layer, devices, stages_after, self.modes[number]
                 ),
             )
-        mode = self.modes[number]
-        return mode if devices > 1 else Mode(mode.recompute, "replicate")
+        return self.modes[number].of(devices)
 
     def stages(self, cuts: Sequence[int], devices: Sequence[int]) -> tuple[StageTemplate, ...]:
         """Return the stages between ``cuts`` (from 0 to L), where stage i has ``devices[i]`` devices."""
@@ -239,9 +232,8 @@ class StageCosts:
         """Return each stage's index into the tables."""
         found = []
         for stage in stages:
-            if stage.devices > 1:
-                mode = Mode(stage.recompute, stage.within, stage.replicas)
-            else:
+            mode = stage.mode
+            if stage.devices == 1:
                 mode = self.modes[0]._replace(recompute=stage.recompute)
             found.append((self._mode_numbers[mode], stage.devices, stage.first_layer, stage.end_layer))
         return found
@@ -338,7 +330,7 @@ def _modes(
         withins = tensor
     elif several and policy.within_node == "auto":
         layers, limit = len(profile.layers), memory.limit_bytes
-        largest = [memory.stage_bytes(0, layers, devices, layers - 1, recomputes[0]) for devices in several]
+        largest = [memory.stage_bytes(0, layers, devices, layers - 1, Mode(recomputes[0])) for devices in several]
         tight = limit is not None and max(largest) > limit
         # Shards are never quicker, so they are only for stages that may not fit otherwise.
         if tight and profile.shard_problem is None:

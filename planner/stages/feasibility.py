@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.stages.costs import StageCosts
-from planner.stages.layers import Mode
 from planner.stages.makespan import Ints
 from planner.stages.memory import Sizes
+from planner.values import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fulles
     choices: list[Ints] = []
     found: list[FullestStage] = []
     for after in range(max(counts)):
-        least = np.min([costs.memory.table(devices, after, *mode) for mode in costs.modes], axis=0)
+        least = np.min([costs.memory.table(devices, after, mode) for mode in costs.modes], axis=0)
         table = np.where(longer, least, never)
         both = np.maximum(table, fullest[None, :])
         choices.append(both.argmin(axis=1))
@@ -133,11 +133,10 @@ def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> FullestStag
     for after in reversed(range(len(choices))):
         end = int(choices[after][first])
         least = [
-            (costs.memory.stage_bytes(first, end, devices, after, *costs.modes[number]), number)
+            (costs.memory.stage_bytes(first, end, devices, after, costs.modes[number]), number)
             for number in costs.modes_of(devices)
         ]
         size, number = min(least)
-        mode = costs.modes[number]
         stages.append(
             FullestStage(
                 first_layer=first,
@@ -145,7 +144,7 @@ def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> FullestStag
                 stages_after=after,
                 devices=devices,
                 size_bytes=size,
-                mode=mode if devices > 1 else Mode(mode.recompute, "replicate"),
+                mode=costs.modes[number].of(devices),
             )
         )
         first = end

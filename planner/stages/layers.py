@@ -4,18 +4,8 @@ This module does without numpy, because the coordinator's event loop uses it, to
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from planner.values import Device, LayerProfile, ModelProfile, PipelinePlacement, Policy, Recompute, Within
-
-
-class Mode(NamedTuple):
-    """Choice of the planner for a stage of given layers and devices."""
-
-    recompute: Recompute
-    within: Within
-    replicas: int = 1
-    """Number of replicas of a state that ``within`` divides (``StageTemplate.replicas``)."""
+from planner.values import Device, LayerProfile, ModelProfile, PipelinePlacement, Policy, Recompute
 
 
 def rows_on_one(devices: int, rows: int) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.stages.layers import divided_bytes, rows_on_one
-from planner.values import LayerProfile, ModelProfile, Policy, Recompute, StageTemplate, Within
+from planner.values import LayerProfile, Mode, ModelProfile, Policy, Recompute, StageTemplate, Within
 
 Sizes = NDArray[np.int64]
 
@@ -83,12 +83,12 @@ class MemoryModel:
         self._states: dict[tuple[int, Within], Sizes] = {}
         self._activations: dict[tuple[Recompute, int, int], tuple[Sizes, Sizes]] = {}
 
-    def _state(self, devices: int, within: Within, replicas: int) -> Sizes:
+    def _state(self, devices: int, mode: Mode) -> Sizes:
         """Return the bytes on each device of parameters, gradients and optimizer state, and of the layer that
         needs most while it is computed.
         """
-        parts = _parts(devices, within, replicas)
-        within = "replicate" if parts == 1 else within
+        parts = mode.parts(devices)
+        within = "replicate" if parts == 1 else mode.within
         known = self._states.get((parts, within))
         if known is None:
             known = self._states[parts, within] = _range_sums(
@@ -105,16 +105,14 @@ class MemoryModel:
         gathered = _gathered_bytes(layer, within)
         return gathered, max(0, working - layer.gradient_bytes)
 
-    def _kept_and_working(
-        self, recompute: Recompute, devices: int, within: Within, replicas: int
-    ) -> tuple[Sizes, Sizes]:
+    def _kept_and_working(self, devices: int, mode: Mode) -> tuple[Sizes, Sizes]:
         """Return the activations that stay alive for each microbatch in flight, and those that are recomputed
         at a time.
 
         Both are bytes on the fullest of ``devices`` devices, multiplied by the number of measured rows.
         """
-        tensor = _parts(devices, within, replicas) if within == "tensor" else 1
-        key = recompute, devices // tensor, tensor
+        tensor = mode.parts(devices) if mode.within == "tensor" else 1
+        key = mode.recompute, devices // tensor, tensor
         known = self._activations.get(key)
         if known is None:
             known = self._activations[key] = self._summed(*key)
@@ -163,53 +161,32 @@ class MemoryModel:
             for layer, size in zip(self._layers, scaled, strict=True)
         ]
 
-    def table(
-        self,
-        devices: int,
-        stages_after: int,
-        recompute: Recompute,
-        within: Within = "replicate",
-        replicas: int = 1,
-    ) -> Sizes:
+    def table(self, devices: int, stages_after: int, mode: Mode) -> Sizes:
         """Return the bytes of every stage [u, v), shape (L + 1, L + 1); meaningless where v ≤ u."""
         alive = in_flight(stages_after, self._microbatches)
-        kept, working = self._kept_and_working(recompute, devices, within, replicas)
-        return self._state(devices, within, replicas) - (-(kept * alive + working) // self._measured_rows)
+        kept, working = self._kept_and_working(devices, mode)
+        return self._state(devices, mode) - (-(kept * alive + working) // self._measured_rows)
 
     def stage_bytes(
-        self,
-        first_layer: int,
-        end_layer: int,
-        devices: int,
-        stages_after: int,
-        recompute: Recompute,
-        within: Within = "replicate",
-        replicas: int = 1,
+        self, first_layer: int, end_layer: int, devices: int, stages_after: int, mode: Mode
     ) -> int:
         """Return the bytes of stage [first_layer, end_layer) on each of its devices."""
         alive = in_flight(stages_after, self._microbatches)
         cell = first_layer, end_layer
-        kept, working = self._kept_and_working(recompute, devices, within, replicas)
+        kept, working = self._kept_and_working(devices, mode)
         activations = int(kept[cell]) * alive + int(working[cell])
-        return int(self._state(devices, within, replicas)[cell]) + -(-activations // self._measured_rows)
+        return int(self._state(devices, mode)[cell]) + -(-activations // self._measured_rows)
 
     def breakdown(
-        self,
-        first_layer: int,
-        end_layer: int,
-        devices: int,
-        stages_after: int,
-        recompute: Recompute,
-        within: Within = "replicate",
-        replicas: int = 1,
+        self, first_layer: int, end_layer: int, devices: int, stages_after: int, mode: Mode
     ) -> StageMemory:
         """Return the bytes of ``stage_bytes`` by their purpose."""
         layers = self._layers[first_layer:end_layer]
-        total = self.stage_bytes(first_layer, end_layer, devices, stages_after, recompute, within, replicas)
-        parts = _parts(devices, within, replicas)
-        states = [_state_bytes(layer, parts, self._owners, within) for layer in layers]
+        total = self.stage_bytes(first_layer, end_layer, devices, stages_after, mode)
+        parts = mode.parts(devices)
+        states = [_state_bytes(layer, parts, self._owners, mode.within) for layer in layers]
         parameters, gradients, optimizer = (sum(sizes) for sizes in zip(*states, strict=True))
-        gathered, working = max((self._momentary(layer, parts, within) for layer in layers), key=sum)
+        gathered, working = max((self._momentary(layer, parts, mode.within) for layer in layers), key=sum)
         return StageMemory(
             parameters=parameters,
             gradients=gradients,
@@ -226,13 +203,7 @@ class MemoryModel:
         """Return the bytes per device of each stage of a template."""
         return tuple(
             self.stage_bytes(
-                stage.first_layer,
-                stage.end_layer,
-                stage.devices,
-                len(stages) - 1 - position,
-                stage.recompute,
-                stage.within,
-                stage.replicas,
+                stage.first_layer, stage.end_layer, stage.devices, len(stages) - 1 - position, stage.mode
             )
             for position, stage in enumerate(stages)
         )
@@ -240,11 +211,6 @@ class MemoryModel:
     def fit(self, stages: tuple[StageTemplate, ...]) -> bool:
         """Return whether every stage of a template fits into the memory of its devices."""
         return self.limit_bytes is None or max(self.template_bytes(stages)) <= self.limit_bytes
-
-
-def _parts(devices: int, within: Within, replicas: int) -> int:
-    """Return the number of parts into which a stage's state is divided; one device is all replicas of any mode."""
-    return 1 if within == "replicate" else max(1, devices // replicas)
 
 
 def _state_bytes(layer: LayerProfile, parts: int, owners: int, within: Within) -> tuple[int, int, int]:

@@ -5,8 +5,7 @@ from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
 from planner.stages.costs import MOST_DEVICES, StageCosts
-from planner.stages.layers import Mode
-from planner.values import Link, ModelProfile, Policy, Recomputation, Recompute, SplitTime
+from planner.values import Link, Mode, ModelProfile, Policy, Recomputation, Recompute, SplitTime
 from tests.helpers.oracles import layer, profile_of, stage_ms
 
 NAN, INF = float("nan"), float("inf")

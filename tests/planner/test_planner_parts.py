@@ -16,6 +16,7 @@ from planner.stages.memory import MemoryModel
 from planner.values import (
     Device,
     LayerProfile,
+    Mode,
     ModelProfile,
     PipelinePlacement,
     Policy,
@@ -221,7 +222,7 @@ def test_equal_ranges_are_equal() -> None:
 
 def test_a_device_keeps_one_of_so_many_parts_of_the_optimizer_s_state() -> None:
     def state(policy: Policy) -> int:
-        return MemoryModel(profile(), policy).stage_bytes(0, 4, 1, 0, "none")
+        return MemoryModel(profile(), policy).stage_bytes(0, 4, 1, 0, Mode("none"))
 
     assert state(policy(zero1=False)) - state(policy()) == 4 * 1000
     assert state(policy(zero1=False)) - state(policy(tolerate=3)) == 4 * 1500

@@ -12,7 +12,7 @@ from planner.stages.costs import StageCosts
 from planner.stages.feasibility import fewest_nodes, find_fullest_stage
 from planner.stages.memory import MemoryModel, in_flight
 from planner.templates import Templates, check_tolerance, smallest_pipeline
-from planner.values import ModelProfile, Policy, Recomputation, Recompute, SplitTime
+from planner.values import Mode, ModelProfile, Policy, Recomputation, Recompute, SplitTime
 from tests.helpers.oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes, ways
 
 
@@ -44,14 +44,14 @@ def test_stage_bytes_term_by_term(recompute: Recompute, devices: int) -> None:
         for end in range(first + 1, 6):
             for behind in range(5):
                 expected = stage_bytes(profile, policy_of(), (first, end, devices), behind, recompute)
-                assert memory.stage_bytes(first, end, devices, behind, recompute) == expected
-                assert memory.table(devices, behind, recompute)[first, end] == expected
+                assert memory.stage_bytes(first, end, devices, behind, Mode(recompute)) == expected
+                assert memory.table(devices, behind, Mode(recompute))[first, end] == expected
 
 
 def test_a_smaller_microbatch_than_measured_takes_less_memory_and_time() -> None:
     profile = profile_of([4.0, 4.0], rows=4)
     costs = StageCosts(profile, policy_of(microbatch_rows=2))
-    assert costs.memory.stage_bytes(0, 1, 1, 0, "none") == 12 + 2
+    assert costs.memory.stage_bytes(0, 1, 1, 0, Mode("none")) == 12 + 2
     assert costs.time_ms[0, 1, 0, 1] == 2.0
 
 

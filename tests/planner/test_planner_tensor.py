@@ -9,9 +9,9 @@ from planner.errors import InfeasibleError
 from planner.mapping.mapper import Mapper
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
-from planner.stages.layers import Mode, expected_ms
+from planner.stages.layers import expected_ms
 from planner.stages.memory import MemoryModel
-from planner.values import LayerProfile, Link, ModelProfile, Policy, TensorSplit, WithinNode
+from planner.values import LayerProfile, Link, Mode, ModelProfile, Policy, TensorSplit, WithinNode
 
 SPLIT = TensorSplit(
     parameter_bytes=80,
@@ -56,17 +56,17 @@ def policy_of(within: WithinNode, **changes: Any) -> Policy:
 def test_a_device_keeps_its_part_of_the_state_columns_and_the_activations_of_all_rows() -> None:
     """Counted by hand: of two layers, half of the state is kept, and twice half of 40 bytes of columns each."""
     memory = MemoryModel(model(), policy_of("tensor"))
-    found = memory.breakdown(1, 3, 2, 1, "none", "tensor")
+    found = memory.breakdown(1, 3, 2, 1, Mode("none", "tensor"))
     assert (found.parameters, found.gradients, found.optimizer) == (2 * (50 + 20), 2 * (50 + 20), 800)
     assert found.gathered == 2 * 40, "the parameters that are not divided take 3 · 20, whole weights 2 · 40"
     assert found.activations == 2 * 2 * (10 + 15), "of two microbatches in flight"
-    assert found.total == memory.stage_bytes(1, 3, 2, 1, "none", "tensor")
-    first = memory.breakdown(0, 1, 2, 0, "none", "tensor")
+    assert found.total == memory.stage_bytes(1, 3, 2, 1, Mode("none", "tensor"))
+    first = memory.breakdown(0, 1, 2, 0, Mode("none", "tensor"))
     assert (first.parameters, first.gathered, first.activations) == (50, 300, 40)
-    again = memory.breakdown(1, 3, 2, 0, "full", "tensor")
+    again = memory.breakdown(1, 3, 2, 0, Mode("full", "tensor"))
     assert again.activations == 25, "inputs of no bytes, and one layer at a time"
-    alone = memory.breakdown(1, 3, 1, 1, "none", "tensor")
-    assert alone == memory.breakdown(1, 3, 1, 1, "none", "replicate")
+    alone = memory.breakdown(1, 3, 1, 1, Mode("none", "tensor"))
+    assert alone == memory.breakdown(1, 3, 1, 1, Mode("none", "replicate"))
 
 
 def test_a_step_takes_its_part_of_the_time_and_what_is_exchanged() -> None:
@@ -118,7 +118,7 @@ def test_replicas_of_tensor_parallel_devices_split_the_rows() -> None:
     policy = policy_of("auto", devices_per_node=4)
     memory = MemoryModel(model(), policy)
     found = memory.breakdown(1, 3, 4, 1, "none", "tensor", 2)
-    pair = memory.breakdown(1, 3, 2, 1, "none", "tensor")
+    pair = memory.breakdown(1, 3, 2, 1, Mode("none", "tensor"))
     assert (found.parameters, found.gradients, found.optimizer) == (140, 140, 800), "as two devices"
     assert (found.gathered, found.activations) == (pair.gathered, pair.activations // 2)
     assert memory.breakdown(1, 3, 4, 0, "full", "tensor", 2).activations == -(-25 // 2)
@@ -134,7 +134,7 @@ def test_replicas_of_tensor_parallel_devices_split_the_rows() -> None:
         for mode in costs.modes_of(4)
         if memory.stage_bytes(0, 4, 4, 0, *costs.modes[mode]) <= 4000
     ]
-    assert Mode(stage.recompute, stage.within, stage.replicas) == min(fitting)[1]
+    assert stage.mode == min(fitting)[1]
     assert costs.stage_times_ms(stages) == [min(fitting)[0]]
     two = replace(stage, within="tensor", replicas=2)
     assert two.parts == 2

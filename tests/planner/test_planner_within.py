@@ -14,12 +14,13 @@ from planner.mapping import iteration
 from planner.mapping.mapper import Mapper
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
-from planner.stages.layers import Mode, expected_ms
+from planner.stages.layers import expected_ms
 from planner.stages.memory import MemoryModel
 from planner.templates import smallest_pipeline
 from planner.values import (
     LayerProfile,
     Link,
+    Mode,
     ModelProfile,
     Policy,
     StageTemplate,
@@ -80,13 +81,13 @@ def withins(template: Template) -> set[tuple[int, Within]]:
 def test_a_shard_takes_its_part_of_the_state_and_what_is_gathered_of_one_layer() -> None:
     """The bytes are counted by hand, for four layers on two devices, each with one of two microbatches' rows."""
     memory = MemoryModel(model(), policy_of("shard"))
-    replicas = memory.breakdown(0, 4, 2, 1, "none")
+    replicas = memory.breakdown(0, 4, 2, 1, Mode("none"))
     assert (replicas.parameters, replicas.gradients, replicas.optimizer) == (400, 400, 3200)
     assert (replicas.gathered, replicas.activations) == (0, 4 * 40 // 2 * 2)
-    shards = memory.breakdown(0, 4, 2, 1, "none", "shard")
+    shards = memory.breakdown(0, 4, 2, 1, Mode("none", "shard"))
     assert (shards.parameters, shards.gradients, shards.optimizer) == (200, 200, 1600)
     assert (shards.gathered, shards.activations) == (2 * 100 + 100, replicas.activations)
-    assert shards.total == memory.stage_bytes(0, 4, 2, 1, "none", "shard")
+    assert shards.total == memory.stage_bytes(0, 4, 2, 1, Mode("none", "shard"))
 
 
 def test_what_a_layer_needs_for_a_moment_counts_once_for_each_stage() -> None:
@@ -97,19 +98,19 @@ def test_what_a_layer_needs_for_a_moment_counts_once_for_each_stage() -> None:
         for profile in (model(), replace(model(), layers=tuple(layers)))
     )
     for first, end in ((0, 2), (0, 4), (3, 4)):
-        found, without = (one.breakdown(first, end, 2, 1, "none") for one in (memory, before))
+        found, without = (one.breakdown(first, end, 2, 1, Mode("none")) for one in (memory, before))
         assert found == dataclasses.replace(without, working=max(needs[first:end]))
         assert (
-            memory.stage_bytes(first, end, 2, 1, "none")
-            == memory.table(2, 1, "none")[first, end]
+            memory.stage_bytes(first, end, 2, 1, Mode("none"))
+            == memory.table(2, 1, Mode("none"))[first, end]
             == found.total
         )
-    shards = memory.breakdown(0, 4, 2, 1, "none", "shard")
+    shards = memory.breakdown(0, 4, 2, 1, Mode("none", "shard"))
     assert (shards.gathered, shards.working) == (2 * 100 + 100, 300 - 100), (
         "gradients are part of what is gathered"
     )
     larger = MemoryModel(replace(model(), layers=tuple(layers)), policy_of("shard", microbatch_rows=8))
-    assert larger.breakdown(0, 2, 1, 1, "none").working == 2 * 50
+    assert larger.breakdown(0, 2, 1, 1, Mode("none")).working == 2 * 50
 
 
 def test_frozen_parameters_are_divided_and_buffers_are_whole_on_each_device() -> None:
@@ -117,12 +118,12 @@ def test_frozen_parameters_are_divided_and_buffers_are_whole_on_each_device() ->
     partly = replace(model().layers[0], gradient_bytes=20, buffer_bytes=70)
     profile = replace(model(), layers=(frozen, partly))
     memory, costs = MemoryModel(profile, policy_of("shard")), StageCosts(profile, policy_of("shard"))
-    assert memory.breakdown(0, 1, 2, 0, "none", "shard").parameters == 50
-    assert memory.breakdown(1, 2, 2, 0, "none", "shard").parameters == 70 + 15
-    assert memory.breakdown(0, 2, 2, 0, "none", "shard").undivided == 70
+    assert memory.breakdown(0, 1, 2, 0, Mode("none", "shard")).parameters == 50
+    assert memory.breakdown(1, 2, 2, 0, Mode("none", "shard")).parameters == 70 + 15
+    assert memory.breakdown(0, 2, 2, 0, Mode("none", "shard")).undivided == 70
     assert (
-        memory.breakdown(0, 2, 2, 0, "none").undivided
-        == memory.breakdown(0, 2, 1, 0, "none", "shard").undivided
+        memory.breakdown(0, 2, 2, 0, Mode("none")).undivided
+        == memory.breakdown(0, 2, 1, 0, Mode("none", "shard")).undivided
         == 0
     )
     tight = replace(profile, device_memory_bytes=400, stage_devices=(2,), layers=(partly,))
@@ -130,16 +131,16 @@ def test_frozen_parameters_are_divided_and_buffers_are_whole_on_each_device() ->
         InfeasibleError, match=r"parameters .*, .* of them buffers, whole on each device, gradients"
     ):
         Planner(tight, policy_of("shard"))
-    assert memory.breakdown(0, 1, 2, 0, "none", "shard").gathered == 2 * 100
-    assert memory.breakdown(1, 2, 2, 0, "none", "shard").gathered == 2 * 30 + 20
+    assert memory.breakdown(0, 1, 2, 0, Mode("none", "shard")).gathered == 2 * 100
+    assert memory.breakdown(1, 2, 2, 0, Mode("none", "shard")).gathered == 2 * 30 + 20
     assert costs.time_ms[0, 2, 0, 1] == pytest.approx(6.0 + 2 * 0.15), "there is no gradient to scatter"
     assert costs.time_ms[0, 2, 1, 2] == pytest.approx(6.0 + 2 * 0.115 + 0.11)
 
 
 def test_shards_and_zero1_divide_the_optimizer_s_state_by_devices_and_pipelines() -> None:
     memory = MemoryModel(model(), policy_of("shard", zero1=True, tolerate=2))
-    assert memory.breakdown(0, 4, 2, 0, "none", "shard").optimizer == 4 * -(-800 // 6)
-    assert memory.breakdown(0, 4, 2, 0, "none").optimizer == 4 * -(-800 // 3)
+    assert memory.breakdown(0, 4, 2, 0, Mode("none", "shard")).optimizer == 4 * -(-800 // 6)
+    assert memory.breakdown(0, 4, 2, 0, Mode("none")).optimizer == 4 * -(-800 // 3)
 
 
 def test_each_pass_gathers_the_parameters_and_the_backward_pass_scatters_gradients() -> None:
