@@ -7,9 +7,10 @@ times (planner/pipelines/variance.py). Equal pipelines are handled together, so 
 more than a few.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from statistics import pstdev
+from typing import TypeVar
 
 from planner.errors import BatchError
 from planner.values import BatchObjective
@@ -18,6 +19,7 @@ Cost = Callable[[int], float]
 """Milliseconds for a number of microbatches ≥ 1; never falls as the number grows. Pipelines whose costs are
 the same object, or equal ones, are of the same kind.
 """
+Kind = TypeVar("Kind", bound=Hashable)
 
 NARROWINGS = 16
 """Halvings of the target time before single microbatches are distributed."""
@@ -71,11 +73,11 @@ def score_ms(objective: BatchObjective, costs: Sequence[Cost], shares: Sequence[
     return pstdev(share * time for share, time in zip(shares, times, strict=True))
 
 
-def kinds_of(costs: Sequence[Cost]) -> dict[Cost, list[int]]:
-    """Return the indices of the pipelines of each cost."""
-    members: dict[Cost, list[int]] = {}
-    for index, cost in enumerate(costs):
-        members.setdefault(cost, []).append(index)
+def kinds_of(pipelines: Sequence[Kind]) -> dict[Kind, list[int]]:
+    """Return the indices of the pipelines of each kind, by their costs or their times."""
+    members: dict[Kind, list[int]] = {}
+    for index, kind in enumerate(pipelines):
+        members.setdefault(kind, []).append(index)
     return members
 
 
@@ -108,36 +110,51 @@ def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
     """
     check_batch(microbatches, 1, len(costs))
     members = kinds_of(costs)
-    short_ms, enough_ms = 0.0, max(cost(-(-microbatches // len(costs))) for cost in members)
-    base = dict.fromkeys(members, 1)
+    kinds, counts = list(members), [len(indices) for indices in members.values()]
+    short_ms, enough_ms = 0.0, max(cost(-(-microbatches // len(costs))) for cost in kinds)
+    base, left = [1] * len(kinds), microbatches - len(costs)
     for _ in range(NARROWINGS):
         target_ms = (short_ms + enough_ms) / 2
-        shares = {cost: max(1, largest_share(cost, target_ms, microbatches)) for cost in members}
-        if sum(len(members[cost]) * share for cost, share in shares.items()) <= microbatches:
-            short_ms, base = target_ms, shares
+        shares = [max(1, largest_share(cost, target_ms, microbatches)) for cost in kinds]
+        rest = microbatches - sum(count * share for count, share in zip(counts, shares, strict=True))
+        if rest >= 0:
+            short_ms, base, left = target_ms, shares, rest
         else:
             enough_ms = target_ms
-    return _hand_out(members, base, microbatches)
+    return by_pipeline(members, *hand_out(counts, base, left, lambda kind, share: kinds[kind](share)))
 
 
-def _hand_out(members: dict[Cost, list[int]], base: dict[Cost, int], microbatches: int) -> tuple[int, ...]:
-    """Distribute the rest, one microbatch at a time to all pipelines of a kind, as they take equally long."""
-    share, extra = dict(base), dict.fromkeys(members, 0)
-    left = microbatches - sum(len(members[cost]) * share for cost, share in base.items())
-    queue = [(cost(base[cost] + 1), indices[0], cost) for cost, indices in members.items()] if left else []
+def hand_out(
+    counts: Sequence[int], shares: Sequence[int], left: int, added: Callable[[int, int], float]
+) -> tuple[list[int], list[int]]:
+    """Distribute ``left`` more microbatches, one at a time to all pipelines of a kind, as they take equally long.
+
+    :param counts: pipelines of each kind; ``shares``: microbatches that each of them has.
+    :param added: what is least for the kind that is next: a function of the kind and of its next share.
+    :returns: the share of each kind, and how many of its pipelines get one more.
+    """
+    whole, extra = list(shares), [0] * len(shares)
+    queue = [(added(kind, share + 1), kind) for kind, share in enumerate(shares)] if left else []
     heapify(queue)
     while left:
-        _, first, cost = heappop(queue)
-        if left < len(members[cost]):
-            extra[cost] = left
+        _, kind = heappop(queue)
+        if left < counts[kind]:
+            extra[kind] = left
             break
-        left -= len(members[cost])
-        share[cost] += 1
+        left -= counts[kind]
+        whole[kind] += 1
         if left:
-            heappush(queue, (cost(share[cost] + 1), first, cost))
+            heappush(queue, (added(kind, whole[kind] + 1), kind))
+    return whole, extra
+
+
+def by_pipeline(
+    members: Mapping[Kind, Sequence[int]], shares: Sequence[int], extra: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the share of each pipeline; the first ``extra`` of a kind get one microbatch more."""
     given = {
-        index: share[cost] + (place < extra[cost])
-        for cost, indices in members.items()
+        index: share + (place < more)
+        for indices, share, more in zip(members.values(), shares, extra, strict=True)
         for place, index in enumerate(indices)
     }
     return tuple(given[index] for index in range(len(given)))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from planner.pipelines.batch import Cost, distribute, microbatch_ms
-from planner.pipelines.programs import distribute_for_by_model
+from planner.pipelines.programs import distribute_by_model, least_variance_by_model
 from planner.pipelines.variance import least_variance
 from planner.values import BatchObjective, BatchSolver
 
@@ -18,8 +18,7 @@ def distribute_batch(
     :raises BatchError: fewer microbatches than pipelines.
     :raises SolverError: the Pyomo model was not solved.
     """
-    if solver == "pyomo":
-        return distribute_for_by_model(objective, costs, microbatches)
     if objective == "minmax":
-        return distribute(costs, microbatches)
-    return least_variance(microbatch_ms(costs, microbatches), microbatches)
+        return (distribute if solver == "exact" else distribute_by_model)(costs, microbatches)
+    times_ms = microbatch_ms(costs, microbatches)
+    return (least_variance if solver == "exact" else least_variance_by_model)(times_ms, microbatches)

@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from planner.errors import SolverError
-from planner.pipelines.batch import Cost, check_batch, kinds_of, largest_share, microbatch_ms
-from planner.values import BatchObjective
+from planner.pipelines.batch import Cost, by_pipeline, check_batch, kinds_of, largest_share
 
 SOLVER_LIMIT_S = 20.0
 """Limit of the solver's time for one distribution, all rounds of cuts included."""
@@ -32,19 +31,6 @@ _OPTIONS = {
     "dual_feasibility_tolerance": 1e-10,
     "threads": 1,
 }
-
-
-def distribute_for_by_model(
-    objective: BatchObjective, costs: Sequence[Cost], microbatches: int
-) -> tuple[int, ...]:
-    """Return the shares that are best by ``Policy.batch_objective``, by an integer program.
-
-    :raises BatchError: fewer microbatches than pipelines.
-    :raises SolverError: the solver did not prove an optimum, for whatever reason.
-    """
-    if objective == "minmax":
-        return distribute_by_model(costs, microbatches)
-    return least_variance_by_model(microbatch_ms(costs, microbatches), microbatches)
 
 
 def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:
@@ -78,12 +64,8 @@ def distribute_by_model(costs: Sequence[Cost], microbatches: int) -> tuple[int, 
         model.of_kind.add(taken <= model.slowest)
     model.objective = pyo.Objective(expr=model.slowest)
     _Solver(model).solve()
-    shares = [0] * len(costs)
-    for g, indices in enumerate(kinds.values()):
-        share, extra = divmod(round(pyo.value(model.given[g])), len(indices))
-        for place, index in enumerate(indices):
-            shares[index] = share + (place < extra)
-    return tuple(shares)
+    given = [divmod(round(pyo.value(model.given[g])), count) for g, count in enumerate(counts)]
+    return by_pipeline(kinds, [share for share, _ in given], [extra for _, extra in given])
 
 
 def least_variance_by_model(times_ms: Sequence[float], microbatches: int) -> tuple[int, ...]:

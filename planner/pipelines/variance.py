@@ -17,7 +17,9 @@ is separable and convex: each microbatch goes where it costs least. A search ove
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from functools import partial
+
+from planner.pipelines.batch import by_pipeline, hand_out, kinds_of
 
 LEAST_SHARE_OF_SLOWEST = 1e-9
 """Least time of a pipeline, relative to the slowest: smaller times count as this one, as the method divides by
@@ -77,23 +79,13 @@ class _Kinds:
         return self._hand_out(centre, [max(1, math.floor(share)) for share in shares])
 
     def _hand_out(self, centre: float, whole: list[int]) -> _Corner:
-        extra = [0] * len(whole)
         left = self.microbatches - sum(n * k for n, k in zip(self.counts, whole, strict=True))
         # The rounding of the shares by the caller can take one microbatch too many.
         while left < 0:
             g = max((g for g, k in enumerate(whole) if k > 1), key=lambda g: self._added(centre, g, whole[g]))
             whole[g] -= 1
             left += self.counts[g]
-        queue = [(self._added(centre, g, k + 1), g) for g, k in enumerate(whole)]
-        heapify(queue)
-        while left:
-            _, g = heappop(queue)
-            if left < self.counts[g]:
-                extra[g] = left
-                break
-            left -= self.counts[g]
-            whole[g] += 1
-            heappush(queue, (self._added(centre, g, whole[g] + 1), g))
+        whole, extra = hand_out(self.counts, whole, left, partial(self._added, centre))
         total = squares = 0.0
         for time, count, share, more in zip(self.times, self.counts, whole, extra, strict=True):
             few, many = share * time - self.level, (share + 1) * time - self.level
@@ -118,17 +110,10 @@ def least_variance(times_ms: Sequence[float], microbatches: int) -> tuple[int, .
     """
     slowest_ms = max(times_ms)
     scale = [max(t / slowest_ms, LEAST_SHARE_OF_SLOWEST) if slowest_ms else 1.0 for t in times_ms]
-    members: dict[float, list[int]] = {}
-    for index, time in enumerate(scale):
-        members.setdefault(time, []).append(index)
+    members = kinds_of(scale)
     kinds = _Kinds(list(members), [len(indices) for indices in members.values()], microbatches)
     best = _search(kinds)
-    given = {
-        index: share + (place < extra)
-        for indices, share, extra in zip(members.values(), best.shares, best.extra, strict=True)
-        for place, index in enumerate(indices)
-    }
-    return tuple(given[index] for index in range(len(given)))
+    return by_pipeline(members, best.shares, best.extra)
 
 
 def _search(kinds: _Kinds) -> _Corner:

@@ -19,7 +19,7 @@ from planner.pipelines.batch import (
     score_ms,
 )
 from planner.pipelines.distribution import distribute_batch
-from planner.pipelines.programs import distribute_by_model, distribute_for_by_model, least_variance_by_model
+from planner.pipelines.programs import distribute_by_model, least_variance_by_model
 from planner.pipelines.variance import least_variance
 from planner.stages.makespan import PipelineClock
 from planner.values import BatchObjective
@@ -174,7 +174,7 @@ def test_each_objective_finds_its_own_minimum() -> None:
     for objective in objectives:
         scores = [score_ms(objective, costs, given[other]) for other in objectives]
         assert score_ms(objective, costs, given[objective]) == min(scores)
-        modelled = distribute_for_by_model(objective, costs, 61)
+        modelled = distribute_batch(objective, costs, 61, "pyomo")
         assert score_ms(objective, costs, modelled) == pytest.approx(min(scores), rel=1e-6)
 
 
