@@ -11,7 +11,7 @@ nodes, three things help:
   is done where the time saved until the next failure is more than the time of the move.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -21,7 +21,6 @@ from planner.changes.transition import plan_transfers
 from planner.mapping.recut import recut
 from planner.pipelines.distribution import distribute_batch
 from planner.stages.costs import StageCosts
-from planner.stages.makespan import PipelineClock
 from planner.values import Device, PipelinePlacement, StagePlacement, StageTemplate
 
 Placements = tuple[PipelinePlacement, ...]
@@ -43,52 +42,31 @@ def slowness(stages: Sequence[StagePlacement], speeds: Speeds) -> list[float]:
     return [1.0 / speeds.get(stage.devices[0].node, 1.0) for stage in stages]
 
 
-def scaled_clock(costs: StageCosts, stages: Sequence[StagePlacement], speeds: Speeds) -> PipelineClock:
-    """Return the clock of a pipeline on these very nodes."""
-    factors = slowness(stages, speeds)
-    forward_ms, backward_ms, link_ms = costs.pipeline_ms(tuple(map(_unplaced, stages)))
-    return PipelineClock(
-        [time_ms * factor for time_ms, factor in zip(forward_ms, factors, strict=True)],
-        [time_ms * factor for time_ms, factor in zip(backward_ms, factors, strict=True)],
-        link_ms,
-    )
-
-
-class PlacedPipeline:
-    """Cost of one step of a placed pipeline, for any share of the batch."""
-
-    def __init__(
-        self, costs: StageCosts, stages: Sequence[StagePlacement], speeds: Speeds, pipelines: int
-    ) -> None:
-        self._clock = scaled_clock(costs, stages, speeds)
-        self._sync_ms = costs.sync_ms(tuple(map(_unplaced, stages)), pipelines)
-
-    def cost_ms(self, microbatches: int) -> float:
-        return self._clock.makespan_ms(microbatches) + self._sync_ms
-
-
-def _placed(
+def _step_costs(
     costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
-) -> list[PlacedPipeline]:
-    """Return one placed pipeline for each pipeline; equal ones share an object and its cached results."""
-    known: dict[object, PlacedPipeline] = {}
-    placed: list[PlacedPipeline] = []
+) -> list[Callable[[int], float]]:
+    """Return the milliseconds of a step of each pipeline on these very nodes, for any share of the batch; equal
+    pipelines have the same function.
+    """
+    known: dict[object, Callable[[int], float]] = {}
+    found: list[Callable[[int], float]] = []
     for placement in placements:
-        key = (_shape(placement), tuple(slowness(placement.stages, speeds)))
+        factors = slowness(placement.stages, speeds)
+        key = (_shape(placement), tuple(factors))
         if key not in known:
-            known[key] = PlacedPipeline(costs, placement.stages, speeds, len(placements))
-        placed.append(known[key])
-    return placed
+            stages = tuple(map(_unplaced, placement.stages))
+            known[key] = costs.step_cost(stages, len(placements), factors)
+        found.append(known[key])
+    return found
 
 
 def estimates_s(
     costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
 ) -> tuple[float, ...]:
     """Return the time of one step of each pipeline, with the present shares."""
-    placed = _placed(costs, placements, speeds)
     return tuple(
-        pipeline.cost_ms(placement.microbatches) / 1e3
-        for pipeline, placement in zip(placed, placements, strict=True)
+        cost_ms(placement.microbatches) / 1e3
+        for cost_ms, placement in zip(_step_costs(costs, placements, speeds), placements, strict=True)
     )
 
 
@@ -106,24 +84,14 @@ def redistribute_batch(
     costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
 ) -> Placements:
     """Return the same placements with the best shares for these speeds, and their estimated times."""
-    placed = _placed(costs, placements, speeds)
-    policy = costs.policy
-    shares = distribute_batch(
-        policy.batch_objective,
-        [pipeline.cost_ms for pipeline in placed],
-        policy.microbatches,
-        policy.batch_solver,
-    )
+    step_costs, policy = _step_costs(costs, placements, speeds), costs.policy
+    shares = distribute_batch(policy.batch_objective, step_costs, policy.microbatches, policy.batch_solver)
     shared: list[PipelinePlacement] = []
     first = 0
-    for placement, pipeline, share in zip(placements, placed, shares, strict=True):
+    for placement, cost_ms, share in zip(placements, step_costs, shares, strict=True):
+        estimated_s = cost_ms(share) / 1e3
         shared.append(
-            replace(
-                placement,
-                first_microbatch=first,
-                microbatches=share,
-                estimated_s=pipeline.cost_ms(share) / 1e3,
-            )
+            replace(placement, first_microbatch=first, microbatches=share, estimated_s=estimated_s)
         )
         first += share
     return tuple(shared)

@@ -269,11 +269,19 @@ class StageCosts:
             slowest_ms = max(slowest_ms, 2 * (owners - 1) * hop_ms)
         return slowest_ms
 
-    def step_cost(self, stages: tuple[StageTemplate, ...], pipelines: int) -> Callable[[int], float]:
+    def step_cost(
+        self, stages: tuple[StageTemplate, ...], pipelines: int, slowness: Sequence[float] | None = None
+    ) -> Callable[[int], float]:
         """Return a function from a number of microbatches to the milliseconds of a step of one of
         ``pipelines`` pipelines: its makespan and the all-reduce of the gradients.
+
+        :param slowness: factor by which each stage takes longer than the profile says.
         """
-        clock, sync_ms = self.clock(stages), self.sync_ms(stages, pipelines)
+        forward_ms, backward_ms, link_ms = self.pipeline_ms(stages)
+        if slowness is not None:
+            forward_ms = [time_ms * factor for time_ms, factor in zip(forward_ms, slowness, strict=True)]
+            backward_ms = [time_ms * factor for time_ms, factor in zip(backward_ms, slowness, strict=True)]
+        clock, sync_ms = PipelineClock(forward_ms, backward_ms, link_ms), self.sync_ms(stages, pipelines)
         return lambda microbatches: clock.makespan_ms(microbatches) + sync_ms
 
     def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, float]:
