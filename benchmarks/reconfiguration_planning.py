@@ -106,12 +106,10 @@ def published_bytes(planner: Planner, situation: Situation) -> str:
     usable = set(nodes)
     pipelines = [pipeline.nodes for pipeline in situation.previous.pipelines]
     instantiator = planner.instantiator(len(nodes))
-    templates = planner.templates(len(nodes))
     proposed = candidate_layouts(
         before=[len(names) for names in pipelines],
         left=[sum(name in usable for name in names) for names in pipelines],
         nodes=len(nodes),
-        templates=templates.sizes,
         instantiator=instantiator,
         most=MICROBATCHES,
     )
@@ -122,7 +120,6 @@ def published_bytes(planner: Planner, situation: Situation) -> str:
     masks = assigner.masks(nodes, planner.policy.devices_per_node, situation.holdings)
     weighed, _ = choose_layout(
         steps,
-        templates=templates.by_nodes,
         instantiator=instantiator,
         assigner=assigner,
         nodes=nodes,

@@ -60,7 +60,6 @@ class Planner:
         """Fewest nodes that hold one replica."""
         self._assigner = Assigner(profile)
         self._instantiator: Instantiator | None = None
-        self._templates: Templates | None = None
 
     @property
     def fewest_nodes(self) -> int:
@@ -107,14 +106,13 @@ class Planner:
 
         :raises InfeasibleError: nothing was precomputed.
         """
-        if self._templates is None:
+        if self._instantiator is None:
             raise InfeasibleError("nothing was precomputed; call precompute first")
-        nodes = self._templates.nodes
-        instantiator = self.instantiator(nodes)
+        templates = self._instantiator.templates
         return Precomputed(
-            nodes=nodes,
-            templates=tuple(self._templates.by_nodes.values()),
-            instantiations=instantiator.known,
+            nodes=templates.nodes,
+            templates=tuple(templates.by_nodes.values()),
+            instantiations=self._instantiator.known,
         )
 
     def restore(self, precomputed: Precomputed) -> None:
@@ -125,26 +123,21 @@ class Planner:
         """
         check_precomputed(precomputed, self.costs, self.n0)
         by_nodes = {template.nodes: template for template in precomputed.templates}
-        self._templates = Templates(self.costs, precomputed.nodes, by_nodes)
-        self._instantiator = Instantiator(self.costs, self._templates)
+        self._instantiator = Instantiator(self.costs, Templates(self.costs, precomputed.nodes, by_nodes))
         for nodes, found in precomputed.instantiations.items():
             self._instantiator.remember(nodes, found)
 
     def templates(self, nodes: int) -> Templates:
-        """Return the templates, computed again if the cluster has outgrown them.
+        """Return the templates of ``instantiator(nodes)``."""
+        return self.instantiator(nodes).templates
+
+    def instantiator(self, nodes: int) -> Instantiator:
+        """Return the instantiator, made again with its templates if the cluster has outgrown them.
 
         :raises InfeasibleError: ``nodes`` nodes cannot hold one replica.
         """
-        if self._templates is None or self._templates.nodes < nodes:
-            self._templates = Templates(self.costs, nodes)
-            self._instantiator = Instantiator(self.costs, self._templates)
-        return self._templates
-
-    def instantiator(self, nodes: int) -> Instantiator:
-        """Return the instantiator of ``templates(nodes)``."""
-        templates = self.templates(nodes)
-        if self._instantiator is None:
-            self._instantiator = Instantiator(self.costs, templates)
+        if self._instantiator is None or self._instantiator.templates.nodes < nodes:
+            self._instantiator = Instantiator(self.costs, Templates(self.costs, nodes))
         return self._instantiator
 
     def initial_situation(self, nodes: Sequence[str]) -> Situation:
@@ -178,7 +171,7 @@ class Planner:
     def _with_exact_shares(self) -> "Planner":
         """Return a planner for the same job that needs no solver and has the same templates."""
         other = Planner(self.profile, msgspec.structs.replace(self.policy, batch_solver="exact"))
-        if self._templates is not None:
+        if self._instantiator is not None:
             other.restore(self.precomputed())
         return other
 
@@ -202,11 +195,10 @@ class Planner:
         if unchanged is not None and estimates_still_hold(self.costs, unchanged.pipelines, situation.speeds):
             return unchanged
         horizon_s = DEFAULT_HORIZON_S if situation.horizon_s is None else situation.horizon_s
-        by_nodes = self.templates(len(nodes)).by_nodes
+        instantiator = self.instantiator(len(nodes))
         weighed, considered = choose_layout(
             self._layouts(situation.previous, nodes),
-            templates=by_nodes,
-            instantiator=self.instantiator(len(nodes)),
+            instantiator=instantiator,
             assigner=self._assigner,
             nodes=nodes,
             masks=masks,
@@ -216,7 +208,7 @@ class Planner:
             horizon_s=horizon_s,
             memory=self.costs.memory if _leaves_old_layers(situation) else None,
         )
-        placements = place_stages(weighed, by_nodes, self._assigner, masks)
+        placements = place_stages(weighed, instantiator.templates.by_nodes, self._assigner, masks)
         if unchanged is not None:
             starts, considered = [unchanged.pipelines, placements], ()
         else:
@@ -275,7 +267,6 @@ class Planner:
             before=[len(of_pipeline) for of_pipeline in names],
             left=[sum(node in usable for node in of_pipeline) for of_pipeline in names],
             nodes=len(nodes),
-            templates=self.templates(len(nodes)).sizes,
             instantiator=instantiator,
             most=self.policy.microbatches,
         )

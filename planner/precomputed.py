@@ -5,7 +5,6 @@ The checks here are cheap: they reject results that belong to another job or ano
 plan is made from them. That templates and instantiations are the *best* is not checked again.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,7 +60,8 @@ def _check_template(template: Template, costs: StageCosts) -> None:
     offsets = [stage.node_offset for stage in stages]
     _require(offsets == sorted(offsets), f"{name} goes back and forth between nodes")
     filled = [costs.devices_per_node] * template.nodes
-    _require(list(_devices_used(template)) == filled, f"{name} does not use all devices of its nodes")
+    used = [sum(s.devices for s in stages if s.node_offset == offset) for offset in range(template.nodes)]
+    _require(used == filled, f"{name} does not use all devices of its nodes")
     for behind, stage in enumerate(reversed(stages)):
         _require(stage.devices in costs.stage_devices, f"{name} has a stage of {stage.devices} devices")
         quickest = costs.mode(stage.first_layer, stage.end_layer, stage.devices, behind)
@@ -71,11 +71,6 @@ def _check_template(template: Template, costs: StageCosts) -> None:
         divides = f"is {describe_within(*own)} and should be {describe_within(*best)}"
         _require(own == best, f"{name} has a stage that {divides}")
     _require(costs.memory.fit(stages), f"{name} has a stage that is too large for a device's memory")
-
-
-def _devices_used(template: Template) -> Iterator[int]:
-    for offset in range(template.nodes):
-        yield sum(stage.devices for stage in template.stages if stage.node_offset == offset)
 
 
 def _require(true: bool, otherwise: str) -> None:

@@ -41,10 +41,10 @@ def preview(profile: ModelProfile, policy: Policy, nodes: int, template_nodes: i
         do not hold f + 1 pipelines.
     :raises BatchError: the batch cannot be distributed to f + 1 pipelines.
     """
-    if template_nodes is not None:
-        return _of_one_size(costs_for(profile, policy), nodes, template_nodes)
     costs = costs_for(profile, policy)
     check_batch(policy.global_batch, policy.microbatch_rows, 1)
+    if template_nodes is not None:
+        return _of_one_size(costs, nodes, template_nodes)
     check_tolerance(policy, smallest_pipeline(costs), nodes, costs)
     templates = Templates(costs, nodes)
     return Preview(
@@ -61,7 +61,6 @@ def _of_one_size(costs: StageCosts, nodes: int, size: int) -> Preview:
     computed.
     """
     policy = costs.policy
-    check_batch(policy.global_batch, policy.microbatch_rows, 1)
     most = min(costs.most_nodes, nodes // (policy.tolerate + 1))
     if not 1 <= size <= most:
         raise InfeasibleError(_no_such_size(costs, nodes, size, most))

@@ -44,7 +44,6 @@ def candidate_layouts(
     before: Sequence[int],
     left: Sequence[int],
     nodes: int,
-    templates: Sequence[int],
     instantiator: Instantiator,
     most: int,
 ) -> list[PipelineLayout]:
@@ -60,11 +59,11 @@ def candidate_layouts(
 
     :param before, left: nodes of each previous pipeline, and the number of them that are present.
     :param nodes: all nodes that are present, whether or not a previous pipeline had them.
-    :param templates: the existing sizes, ascending.
     :param most: largest number of pipelines for which the batch suffices.
     """
     best = instantiator.best(nodes)
     fewest = instantiator.required(nodes)
+    templates = instantiator.templates.sizes
     available = set(templates)
     proposed = [
         *_stepped(before, left, templates),

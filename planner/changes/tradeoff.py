@@ -77,7 +77,6 @@ def expected_iteration_s(iteration_s: float, moving_s: float, horizon_s: float) 
 def choose_layout(
     layouts: Sequence[PipelineLayout],
     *,
-    templates: Mapping[int, Template],
     instantiator: Instantiator,
     assigner: Assigner,
     nodes: Sequence[str],
@@ -101,6 +100,7 @@ def choose_layout(
     proposed = [(layout, instantiator.of(layout.sizes)) for layout in layouts]
     found: list[CandidatePlan] = []
     skipped: list[ConsideredPlan] = []
+    templates = instantiator.templates.by_nodes
     least_s = math.inf
     lost: StateLostError | None = None
     for layout, instantiation in sorted(proposed, key=lambda pair: pair[1].iteration_ms):

@@ -41,7 +41,7 @@ class Instantiator:
 
     def __init__(self, costs: StageCosts, templates: Templates) -> None:
         self._policy = costs.policy
-        self._templates = templates
+        self.templates = templates
         self._costs = costs
         self._clocks: dict[int, PipelineClock] = {
             size: costs.clock(template.stages) for size, template in templates.by_nodes.items()
@@ -52,7 +52,7 @@ class Instantiator:
 
     @cached_property
     def _search(self) -> Search:
-        return Search(self._costs, tuple(self._templates.by_nodes.values()))
+        return Search(self._costs, tuple(self.templates.by_nodes.values()))
 
     def cost_ms(self, size: int, pipelines: int, microbatches: int) -> float:
         """Return the time of a step of a pipeline of ``size`` nodes with ``microbatches``, as one of
@@ -61,7 +61,7 @@ class Instantiator:
         key = (size, pipelines)
         sync_ms = self._sync_ms.get(key)
         if sync_ms is None:
-            stages = self._templates.by_nodes[size].stages
+            stages = self.templates.by_nodes[size].stages
             sync_ms = self._sync_ms[key] = self._costs.sync_ms(stages, pipelines)
         return self._clocks[size].makespan_ms(microbatches) + sync_ms
 
@@ -69,7 +69,7 @@ class Instantiator:
         """Return the least number of pipelines on ``nodes`` nodes: f + 1, or as many as replicas and
         microbatches permit.
         """
-        return min(self._policy.tolerate + 1, nodes // self._templates.n0, self._policy.microbatches)
+        return min(self._policy.tolerate + 1, nodes // self.templates.n0, self._policy.microbatches)
 
     def of(self, sizes: Sequence[int]) -> Instantiation:
         """Return these pipelines with the shares that are best by ``Policy.batch_objective``.
@@ -103,7 +103,7 @@ class Instantiator:
         """
         known = self._best.get(nodes)
         if known is None:
-            smallest = self._templates.sizes[0]
+            smallest = self.templates.sizes[0]
             if nodes < smallest:
                 raise TooFewNodesError(
                     f"{nodes} nodes are fewer than the {smallest} of the smallest template",
@@ -112,7 +112,7 @@ class Instantiator:
                 )
             fewest, most = self.required(nodes), self._policy.microbatches
             sizes: tuple[int, ...] | None = None
-            used = min(nodes, most * self._templates.sizes[-1]) + 1
+            used = min(nodes, most * self.templates.sizes[-1]) + 1
             while sizes is None:
                 used -= 1
                 sizes = self._search.quickest(used, fewest, most)

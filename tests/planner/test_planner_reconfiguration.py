@@ -314,8 +314,7 @@ def test_each_layout_is_proposed_under_its_name() -> None:
     instantiator = planner.instantiator(20)
 
     def proposed(before: list[int], left: list[int], nodes: int) -> dict[str, list[int]]:
-        sizes = planner.templates(20).sizes
-        found = candidate_layouts(before, left, nodes, sizes, instantiator, planner.policy.microbatches)
+        found = candidate_layouts(before, left, nodes, instantiator, planner.policy.microbatches)
         assert len({tuple(sorted(layout.sizes)) for layout in found}) == len(found)
         assert all(sum(layout.sizes) == nodes for layout in found)
         assert sorted(instantiator.best(nodes).sizes) in [sorted(layout.sizes) for layout in found]

@@ -151,7 +151,6 @@ def layouts_after(planner: Planner, previous: Plan, nodes: tuple[str, ...]) -> l
         before=[len(pipeline.nodes) for pipeline in previous.pipelines],
         left=[sum(node in nodes for node in pipeline.nodes) for pipeline in previous.pipelines],
         nodes=len(nodes),
-        templates=planner.templates(len(nodes)).sizes,
         instantiator=planner.instantiator(len(nodes)),
         most=planner.policy.microbatches,
     )
@@ -162,7 +161,6 @@ def weigh_among(
 ) -> CandidatePlan:
     return choose_layout(
         among,
-        templates=planner.templates(len(nodes)).by_nodes,
         instantiator=planner.instantiator(len(nodes)),
         assigner=Assigner(planner.profile),
         nodes=nodes,

@@ -264,7 +264,6 @@ class _Placements:
         )
         found, _ = choose_layout(
             [layout],
-            templates=by_nodes,
             instantiator=self._planner.instantiator(len(names)),
             assigner=self._assigner,
             nodes=names,
