@@ -261,6 +261,4 @@ def _choose_peers(node: NodeMachine, serving: list[NodeMachine]) -> tuple[Replic
     number = node.health.number if node.health is not None else 0
     first = int.from_bytes(hashlib.sha256(f"{node.name}:{number}".encode()).digest()[:8])
     chosen = [there[(first + at * len(there) // count) % len(there)] for at in range(count)]
-    return tuple(
-        ReplicaPeer(node=one.name, address=f"{one.facts.host}:{one.facts.snapshot_port}") for one in chosen
-    )
+    return tuple(ReplicaPeer(node=one.name, address=one.facts.snapshot_server) for one in chosen)

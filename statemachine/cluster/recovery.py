@@ -76,7 +76,6 @@ from statemachine.messages.common import PeerSuspected, Quiesce, Resumed
 from statemachine.messages.values import (
     CommittedStep,
     Divergence,
-    NodeFacts,
     NodeFailure,
     QuiesceMode,
     ReplicaPeer,
@@ -556,18 +555,13 @@ def restore_of(c: Cluster, state: Planning) -> Restore | None:
     if state.restore_check is None:
         return None
     assert record is not None, "it was checked"
-    facts = {name: c.nodes[name].facts for name in state.sources}
     return Restore(
         job_id=job.job_id,
         step=record.step,
         generation=record.generation,
         groups=record.groups,
-        sources={name: _served_at(fact) for name, fact in facts.items()},
+        sources={name: c.nodes[name].facts.snapshot_server for name in state.sources},
     )
-
-
-def _served_at(facts: NodeFacts) -> str:
-    return f"{facts.host}:{facts.snapshot_port}"
 
 
 def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
@@ -591,7 +585,7 @@ def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
         skipped_batches=c.spikes.skipped_batches,
         evaluated=resumption.evaluated,
         replica_peers={
-            owner: ReplicaPeer(node=name, address=_served_at(c.nodes[name].facts))
+            owner: ReplicaPeer(node=name, address=c.nodes[name].facts.snapshot_server)
             for owner, name in resumption.replica_peers.items()
             if name in c.nodes
         },

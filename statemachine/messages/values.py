@@ -505,6 +505,11 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     checks_health: bool = False
     """Whether it tests its devices; it is in no plan before the first test has ended."""
 
+    @property
+    def snapshot_server(self) -> str:
+        """Return host:port of its snapshot server."""
+        return f"{self.host}:{self.snapshot_port}"
+
 
 class Divergence(Struct, frozen=True, kw_only=True):
     """Copies of layers that should be equal, and are not: the state of some device is corrupt."""

@@ -132,7 +132,7 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
         attempt=attempt_of(job, newest),
         shares=shares,
         incarnations={name: c.nodes[name].incarnation for name in shares},
-        sources={name: _server(c.nodes[name]) for name in owners},
+        sources={name: c.nodes[name].facts.snapshot_server for name in owners},
         began_at=c.at,
     )
     c.persist()
@@ -147,10 +147,6 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
         layers={name: len(share) for name, share in shares.items()},
     )
     c.publish()
-
-
-def _server(node: NodeMachine) -> str:
-    return f"{node.facts.host}:{node.facts.snapshot_port}"
 
 
 def send_order(c: Cluster, node: NodeMachine) -> None:

@@ -383,13 +383,12 @@ def _parts_of(c: Cluster, record: Snapshot) -> Restore:
     """Return all parts and their present locations, which a node needs to repair its own part."""
     key = key_of(c, record)
     names = sorted({*record.owners, *record.replica_peers.values()} & set(c.nodes))
-    facts = {name: c.nodes[name].facts for name in names}
     return Restore(
         job_id=key.job_id,
         step=record.step,
         generation=record.generation,
         groups=record.groups,
-        sources={name: f"{fact.host}:{fact.snapshot_port}" for name, fact in facts.items()},
+        sources={name: c.nodes[name].facts.snapshot_server for name in names},
     )
 
 
