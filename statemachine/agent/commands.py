@@ -116,7 +116,8 @@ def send_hello(a: Agent) -> None:
     send_snapshot_state(a)
     agent_persisting.send_answer(a)
     send_heartbeat(a)
-    send_quiesced(a)
+    if a.quiesced:
+        send_reports(a)
     send_resumed(a)
     send_finished(a)
     for standing in (a.peer_suspected, a.restore_failed):
@@ -167,12 +168,6 @@ def send_heartbeat(a: Agent) -> None:
             ),
         )
     )
-
-
-def send_quiesced(a: Agent) -> None:
-    """Send the reports once every trainer has stopped."""
-    if a.quiesced:
-        send_reports(a)
 
 
 def send_reports(a: Agent) -> None:

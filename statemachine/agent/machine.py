@@ -18,7 +18,7 @@ from statemachine.agent.commands import (
     send_finished,
     send_heartbeat,
     send_hello,
-    send_quiesced,
+    send_reports,
     send_resumed,
     send_steps,
 )
@@ -152,13 +152,13 @@ class AgentMachine:
                 a.cancel_timer(HEARTBEAT)
                 a.cancel_timer(HELLO)
             case SnapshotsFound():
-                agent_snapshots.add_found(a, event)
+                agent_snapshots.add_found(a, event.snapshots)
                 if a.active and a.connected:
                     send_hello(a)
             case SnapshotCopiesChanged():
                 agent_snapshots.set_copies(a, event)
             case SnapshotCorrupted():
-                agent_snapshots.note_corrupt(a, event)
+                a.corrupt_step = event.step  # The next heartbeat reports it; its sound parts still count.
             case SnapshotRepaired():
                 a.repairs += 1  # The next heartbeat reports it.
             case _ if not a.active:
@@ -255,7 +255,8 @@ class AgentMachine:
             case TrainerQuiesced():
                 if report.generation == a.generation and trainer.phase is TrainerPhase.QUIESCING:
                     trainer.phase, trainer.state = TrainerPhase.QUIESCED, report
-                    send_quiesced(a)
+                    if a.quiesced:
+                        send_reports(a)
             case Resumed():
                 if self._in_group(report.generation) and trainer.phase is TrainerPhase.RESUMING:
                     trainer.phase, trainer.resumed = TrainerPhase.TRAINING, report
@@ -321,7 +322,7 @@ class AgentMachine:
         a.durations.append(report.step_s)
         # After the last step a trainer computes digests, which may take any time.
         a.stepping = a.job is not None and report.step < a.job.steps
-        if a.has_rank_zero(a.resume):
+        if a.resume.plan.devices[0].node == a.name:  # The node of rank 0 reports the steps.
             a.unsent.append(a.committed)
             if STEPPED not in a.due:
                 send_steps(a)

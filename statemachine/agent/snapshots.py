@@ -4,14 +4,11 @@ What the node's memory holds outlives trainers and daemons. Besides the retained
 one counts, since a new snapshot may overwrite an older one (``storage.arena``).
 """
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
-from statemachine.agent.events import (
-    SnapshotCopiesChanged,
-    SnapshotCopyCommitted,
-    SnapshotCorrupted,
-    SnapshotsFound,
-)
+from statemachine.agent.events import SnapshotCopiesChanged, SnapshotCopyCommitted
 from statemachine.agent.state import BUILT, Agent, LocalSnapshot, TrainerPhase
 from statemachine.effects import (
     InstructTrainer,
@@ -115,9 +112,9 @@ def drop_all(a: Agent) -> None:
     a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
 
 
-def add_found(a: Agent, event: SnapshotsFound) -> None:
+def add_found(a: Agent, found: Iterable[HeldSnapshot]) -> None:
     """Add what the daemon found in memory to what was completed since."""
-    a.snapshots += [held for held in event.snapshots if held not in a.snapshots]
+    a.snapshots += [held for held in found if held not in a.snapshots]
 
 
 def set_copies(a: Agent, event: SnapshotCopiesChanged) -> None:
@@ -125,12 +122,7 @@ def set_copies(a: Agent, event: SnapshotCopiesChanged) -> None:
     again.
     """
     a.snapshots = [held for held in a.snapshots if not held.owner]
-    add_found(a, SnapshotsFound(at=event.at, cause=event.cause, snapshots=event.snapshots))
-
-
-def note_corrupt(a: Agent, event: SnapshotCorrupted) -> None:
-    """Note a corrupt snapshot. The next heartbeat reports it; its sound parts still count."""
-    a.corrupt_step = event.step
+    add_found(a, event.snapshots)
 
 
 def send_snapshot_state(a: Agent) -> None:
@@ -247,15 +239,9 @@ def complete(a: Agent, part: SnapshotCompleted) -> None:
 
 def note_failed(a: Agent, failure: SnapshotFailed) -> None:
     local = a.local_snapshot
-    if (
-        local is None
-        or local.completed is not None
-        or (failure.generation, failure.step)
-        != (
-            local.started.generation,
-            local.started.step,
-        )
-    ):
+    if local is None or local.completed is not None:
+        return
+    if (failure.generation, failure.step) != (local.started.generation, local.started.step):
         return
     a.snapshot_failed = failure
     a.send(failure)

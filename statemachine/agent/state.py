@@ -5,9 +5,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import Any
 
-from planner.values import Device, ModelProfile
+from planner.values import ModelProfile
 from statemachine.effects import (
     CancelTimer,
     Effect,
@@ -284,11 +283,6 @@ class Agent:
         """Return this node's devices that have a rank in the plan."""
         return [device.index for device in resume.plan.devices if device.node == self.name]
 
-    def has_rank_zero(self, resume: Resume) -> bool:
-        """Return whether rank 0 is on this node, which then reports the steps."""
-        first: Device = resume.plan.devices[0]
-        return first.node == self.name
-
     def microbatch_ms(self) -> tuple[float, ...] | None:
         """Return ``Heartbeat.microbatch_ms``: medians, so that one slow step does not count."""
         if self.resume is None or self.resume.generation != self.generation:
@@ -304,22 +298,19 @@ class Agent:
     def send(self, signal: Signal) -> None:
         self.out.append(SendSignal(cause=self.cause, signal=signal))
 
-    def emit(self, name: str, reason: str, /, **details: Any) -> None:
+    def ignore(self, why: str) -> None:
+        self.ignored[why] += 1
         self.out.append(
             EmitEvent(
                 cause=self.cause,
-                name=name,
-                reason=reason,
+                name="MessageIgnored",
+                reason=why,
                 node=self.name,
                 generation=self.generation,
                 step=self.committed.step if self.committed is not None else None,
-                details=details,
+                details={"why": why, "count": self.ignored[why]},
             )
         )
-
-    def ignore(self, why: str) -> None:
-        self.ignored[why] += 1
-        self.emit("MessageIgnored", why, why=why, count=self.ignored[why])
 
     def publish(self, state: NodeState, reason: str) -> None:
         self.state, self.reason = state, reason
