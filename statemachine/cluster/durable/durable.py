@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from planner.values import Device, Plan
+from planner.values import Plan
 from statemachine.cluster.durable.durability import raise_generation
 from statemachine.cluster.durable.records import (
     JournalState,
@@ -107,9 +107,9 @@ def _nodes(c: Cluster) -> dict[str, Any]:
     incarnations, facts = [node.incarnation for node in nodes], [node.facts for node in nodes]
     held = [node.snapshots for node in nodes]
     return {
-        "hosts": _cached_equal(c, "hosts", (list(c.nodes), incarnations, facts), _hosts),
+        "hosts": _cached(c, "hosts", (list(c.nodes), incarnations, facts), _hosts),
         "nodes": columns(nodes, _STATUS_FIELDS),
-        "held": _cached_equal(c, "held", held, list),
+        "held": _cached(c, "held", held, list),
     }
 
 
@@ -120,10 +120,6 @@ def _hosts(said: tuple[list[str], list[int], list[NodeFacts]]) -> dict[str, Any]
 
 MOMENTS = ("began_at", "detected_at", "waited_until", "quiesced_at", "planned_at", "resumed_at")
 """Times of a recovery that separate its phases."""
-
-
-def _recovery(record: ActiveRecovery) -> dict[str, Any]:
-    return _values(record, _RECOVERY_FIELDS) | {"nodes": list(record.nodes)}
 
 
 def _persisting(c: Cluster) -> dict[str, Any]:
@@ -165,40 +161,21 @@ def _read_persisting(past: PersistingRecord, at: float) -> JobCheckpoints:
 
 
 def _cached(c: Cluster, name: str, value: T, make: Callable[[T], Any]) -> Any:
-    """Return what ``make`` makes of a large value that does not change, cached for as long as the value is the
-    same object.
-    """
+    """Return what ``make`` makes of a large value, cached for as long as the value is the same object or equal."""
     cached = c.cached_parts.get(name)
-    if cached is None or cached[0] is not value:
+    if cached is None or not (cached[0] is value or cached[0] == value):
         cached = c.cached_parts[name] = (value, make(value))
     return cached[1]
-
-
-def _cached_equal(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
-    """Return the same for a value that was gathered just now, cached for as long as it is equal."""
-    cached = c.cached_parts.get(name)
-    return _cached(c, name, cached[0] if cached is not None and cached[0] == values else values, make)
-
-
-def _without_pipelines(plan: Plan) -> dict[str, Any]:
-    """Return the plan without its pipelines, which are a part of their own, as those of the previous plan may
-    be.
-    """
-    return _values(plan, _PLAN_FIELDS)
-
-
-def _pairs(mapping: dict[Device, Any]) -> list[Any]:
-    return list(mapping.items())
 
 
 def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
     values = {f"resumed_{name}": getattr(resumption, name) for name in _RESUMED_FIELDS}
     return values | {
-        "resumed_ready": _cached(c, "ready", resumption.ready, _pairs),
-        "resumed_ready_parts": _cached(c, "ready_parts", resumption.ready_parts, _pairs),
+        "resumed_ready": _cached(c, "ready", resumption.ready, lambda ready: list(ready.items())),
+        "resumed_ready_parts": _cached(c, "ready_parts", resumption.ready_parts, lambda parts: list(parts.items())),
         "resumed_replica_peers": dict(resumption.replica_peers),
         "pipelines": resumption.plan.pipelines,
-        "plan": _cached(c, "plan", resumption.plan, _without_pipelines),
+        "plan": _cached(c, "plan", resumption.plan, lambda plan: _values(plan, _PLAN_FIELDS)),
     }
 
 
@@ -244,11 +221,12 @@ def write(c: Cluster) -> dict[str, Any]:
             "resume_sent": group is not None,
             "sources": [] if isinstance(phase, Quiescing) else list(phase.sources),
         }
-        state["members"] = members = _cached_equal(c, "members", c.members.copy(), sorted)
+        state["members"] = members = _cached(c, "members", c.members.copy(), sorted)
         expected = members if isinstance(phase, TrainingGroup) else list(phase.expected)
-        state["expected"] = _cached_equal(c, "expected", expected, list)
+        state["expected"] = _cached(c, "expected", expected, list)
     if record is not None:
-        state["recovery"], state["before"] = _recovery(record), record.before
+        state["recovery"] = _values(record, _RECOVERY_FIELDS) | {"nodes": list(record.nodes)}
+        state["before"] = record.before
     if resumption is not None:
         state |= _resumption(c, resumption)
     return state
@@ -353,8 +331,8 @@ def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
     old = journal.recovery
     if old is None:
         return None
-    moments: dict[str, Any] = {name: _not_after(getattr(old, name), at) for name in MOMENTS}
-    return dataclasses.replace(old, **moments)
+    known = {name: moment for name in MOMENTS if (moment := getattr(old, name)) is not None}
+    return dataclasses.replace(old, **{name: min(moment, at) for name, moment in known.items()})
 
 
 def _read_state(journal: JournalState, resumption: Resumption | None, at: float) -> State:
@@ -404,10 +382,6 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
     return Quiescing(
         generation=past.generation, recovery=recovery, mode=past.mode, began_at=at, expected=expected
     )
-
-
-def _not_after(moment: float | None, at: float) -> float | None:
-    return None if moment is None else min(moment, at)
 
 
 def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
