@@ -175,7 +175,8 @@ def _find_slow(c: Cluster, node: NodeMachine, report: HealthReport) -> tuple[Nod
                     f"{name} ({device.kind}): {what} at {own:.3g} {unit}, and the other nodes at {other:.3g}"
                 )
                 return make_failure(c, "slow_device", detail), True
-    own, other = _link_speed(node), _usual(c, [_link_speed(one) for one in others])
+    fewest = c.hardware.health.min_others
+    own, other = _link_speed(node), _usual([_link_speed(one) for one in others], fewest)
     if 0 < own < c.hardware.health.min_link_speed * other:
         detail = f"transfers from other nodes at {own:.3g} MB/s, and those of the other nodes at {other:.3g}"
         return make_failure(c, "slow_link", detail), True
@@ -185,32 +186,28 @@ def _find_slow(c: Cluster, node: NodeMachine, report: HealthReport) -> tuple[Nod
 def _usual_speeds(c: Cluster, others: list[NodeMachine], kind: str) -> DeviceSpeeds:
     """Return the medians of the other nodes' devices of a kind; 0: too few are known."""
     speeds = [one.device_speeds[kind] for one in others if kind in one.device_speeds]
+    fewest = c.hardware.health.min_others
     return DeviceSpeeds(
-        compute_gflops=_usual(c, [one.compute_gflops for one in speeds]),
-        memory_gb_s=_usual(c, [one.memory_gb_s for one in speeds]),
+        compute_gflops=_usual([one.compute_gflops for one in speeds], fewest),
+        memory_gb_s=_usual([one.memory_gb_s for one in speeds], fewest),
     )
 
 
-def _usual(c: Cluster, speeds: list[float]) -> float:
-    """Return the median of the known speeds; 0 if there are too few."""
+def _usual(speeds: list[float], fewest: int = 1) -> float:
+    """Return the median of the known speeds; 0 if there are fewer than ``fewest``."""
     known = [speed for speed in speeds if speed > 0]
-    return median(known) if len(known) >= max(c.hardware.health.min_others, 1) else 0.0
+    return median(known) if len(known) >= max(fewest, 1) else 0.0
 
 
 def _speeds_by_kind(report: HealthReport) -> dict[str, DeviceSpeeds]:
     """Return the median speeds of a node's devices, by their kind."""
     return {
         kind: DeviceSpeeds(
-            compute_gflops=_median([one.compute_gflops for one in report.devices if one.kind == kind]),
-            memory_gb_s=_median([one.memory_gb_s for one in report.devices if one.kind == kind]),
+            compute_gflops=_usual([one.compute_gflops for one in report.devices if one.kind == kind]),
+            memory_gb_s=_usual([one.memory_gb_s for one in report.devices if one.kind == kind]),
         )
         for kind in {one.kind for one in report.devices}
     }
-
-
-def _median(speeds: list[float]) -> float:
-    known = [speed for speed in speeds if speed > 0]
-    return median(known) if known else 0.0
 
 
 def _link_speed(node: NodeMachine) -> float:
