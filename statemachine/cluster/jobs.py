@@ -314,17 +314,6 @@ def maybe_finish(c: Cluster, group: Running) -> None:
     end_job(c, PhaseEvent.JOB_ENDED, outcome, "JobFinished", checksum=checksum)
 
 
-def _too_many_skipped(c: Cluster) -> str | None:
-    """Return why the job fails, if too many of its steps updated nothing."""
-    progress, job = c.progress, c.current_job
-    return find_failure(
-        progress.skipped,
-        step=progress.published_step,
-        steps=job.steps,
-        max_skipped=job.updates.max_skipped,
-    )
-
-
 # --- level-triggered: called after every event that changed something -----------------------------
 
 
@@ -333,16 +322,24 @@ def reconcile(c: Cluster) -> None:
     if not c.active:
         drains.settle(c)
         return
-    if c.progress.skipped.runs and (why := _too_many_skipped(c)):
-        fail(c, why)
-        return
+    progress, job = c.progress, c.current_job
+    if progress.skipped.runs:
+        why = find_failure(
+            progress.skipped,
+            step=progress.published_step,
+            steps=job.steps,
+            max_skipped=job.updates.max_skipped,
+        )
+        if why is not None:
+            fail(c, why)
+            return
     if isinstance(c.state, Resuming | Running):
         follow_group(c, c.state)
     drains.settle(c)
     if c.snapshots.requests:
         requests.settle(c)
     build(c)
-    if c.current_job.checkpoint.url:
+    if job.checkpoint.url:
         persisting.reconcile(c)
         persisting.reconcile_export(c)
     match c.state:
@@ -358,7 +355,7 @@ def reconcile(c: Cluster) -> None:
             why = c.spikes.pending.describe()
             reconfigure(c, why, "abort", note_cause(c, "loss_spike", []))
         case Running() as group:
-            if c.current_job.updates.on_spike == "skip":
+            if job.updates.on_spike == "skip":
                 record_if_complete(c)
             maybe_finish(c, group)
             if c.state is group:

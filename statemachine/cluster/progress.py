@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from statemachine.cluster import recovery_times
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Running
+from statemachine.cluster.recovery_times import REPORTED_S, note_survivors
 from statemachine.cluster.skipped_updates import explain, is_counted
 from statemachine.cluster.spikes import note_loss
 from statemachine.cluster.state import STEPS, Cluster
@@ -56,12 +56,9 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     if progress.known_step > before:
         note_commit(c)
         c.persist()
-        publish_steps(c)
         c.publish()
-        c.dirty = True
-    else:
-        publish_steps(c)
-        c.dirty = True
+    publish_steps(c)
+    c.dirty = True
     _take_missed(c, node, signal)
     if signal.requested_first == published_before + 1:
         c.cancel_timer(STEPS)
@@ -88,7 +85,8 @@ def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
 
 def note_commit(c: Cluster) -> None:
     """Reset the obstacles to progress, since a step was committed."""
-    recovery_times.note_commit(c)
+    if c.at >= c.wills_unreliable_until:  # Otherwise an outage of the broker may have held the report back.
+        note_survivors(c, c.planned, c.at - REPORTED_S)
     c.raised = 0
     if c.repeated_error is not None and c.progress.known_step >= c.repeated_error.step:
         c.repeated_error = None

@@ -643,7 +643,7 @@ def follow_group(c: Cluster, group: Resuming | Running) -> None:
 def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
     """Complete the recovery: the new generation has committed its first step."""
     group.recovery = None
-    recovery_times.note_first_commit(c, group)
+    recovery_times.note_survivors(c, group.planned, group.began_at)
     plan = group.resumption.plan
     recovery = {
         "cause": record.cause,
@@ -674,10 +674,6 @@ def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
     c.publish()
 
 
-def _was(names: list[str]) -> str:
-    return "was" if len(names) == 1 else "were"
-
-
 def _describe(group: Running, record: ActiveRecovery, drained: list[str]) -> str:
     """Return how training continues when nodes join or leave, from what the plan does and not from what was
     intended.
@@ -695,7 +691,8 @@ def _describe(group: Running, record: ActiveRecovery, drained: list[str]) -> str
                 words += (" and " if words else "") + f"with {join_names(idle)} as spare"
         case cause:
             words = _CONTINUES[cause].format(who=join_names(others)).removeprefix("training continues ")
-    left = f"without {join_names(drained)}, which {_was(drained)} drained" if drained else ""
+    were = "was" if len(drained) == 1 else "were"
+    left = f"without {join_names(drained)}, which {were} drained" if drained else ""
     return "training continues " + " and ".join(part for part in (words, left) if part)
 
 

@@ -18,7 +18,7 @@ since; else the last sign of life: the last message of a silent node, the last p
 from collections.abc import Collection, Iterable
 
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import ActiveRecovery, TrainingGroup
+from statemachine.cluster.phases import ActiveRecovery
 from statemachine.cluster.state import LOSSES, AnnouncedFault, Cluster
 from statemachine.events import FaultAnnounced
 from statemachine.messages.values import RECOVERY_PHASES
@@ -38,18 +38,8 @@ def take_announced_fault(c: Cluster, event: FaultAnnounced) -> None:
     c.faults[event.node] = AnnouncedFault(at=fault_at)
 
 
-def note_commit(c: Cluster) -> None:
-    """Note that the nodes of the plan committed a step: a fault long before that did not interrupt them."""
-    if c.at >= c.wills_unreliable_until:  # Otherwise an outage of the broker may have held the report back.
-        _note_survivors(c, c.planned, c.at - REPORTED_S)
-
-
-def note_first_commit(c: Cluster, group: TrainingGroup) -> None:
-    """Note that a group committed a step: all its nodes took part, whatever happened before it was formed."""
-    _note_survivors(c, group.planned, group.began_at)
-
-
-def _note_survivors(c: Cluster, nodes: Collection[str], since: float) -> None:
+def note_survivors(c: Cluster, nodes: Collection[str], since: float) -> None:
+    """Note that these nodes committed a step: a fault before ``since`` did not interrupt them."""
     for name in c.faults.keys() & nodes:
         c.faults[name].outlived |= c.faults[name].at < since
 
