@@ -19,12 +19,12 @@ wait ends with the job at the latest.
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from planner.values import Device, PipelinePlacement, Situation
+from planner.values import PipelinePlacement, Situation
 from statemachine.cluster.membership import needed_nodes
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Ended, Paused, Planning, Running, TrainingGroup, Waiting
 from statemachine.cluster.rules import owned_layers
-from statemachine.cluster.sharding import parts_by_device
+from statemachine.cluster.sharding import of_nodes, parts_by_device
 from statemachine.cluster.state import DRAIN, Cluster, join_names
 from statemachine.effects import CheckDrain
 from statemachine.events import DrainChecked, DrainRequested
@@ -337,20 +337,16 @@ def _situation(c: Cluster, group: Running, leaving: frozenset[str]) -> Situation
     """Return the situation at the next step boundary, without these nodes and those that leave already."""
     nodes = _usable(c) - leaving
     resumption, zero1 = group.resumption, c.current_job.policy.zero1
-    holdings: dict[Device, frozenset[int]] = {
-        device: layers for device, layers in owned_layers(resumption.plan).items() if device.node in nodes
-    }
     parts = None
     if zero1 or resumption.held_parts:
         replicas = "aor" in resumption.protection
         parts = {
             device: tuple(part for part in held if replicas or not part.replica)
-            for device, held in parts_by_device(resumption.plan, zero1=zero1).items()
-            if device.node in nodes
+            for device, held in of_nodes(parts_by_device(resumption.plan, zero1=zero1), nodes).items()
         }
     return Situation(
         nodes=tuple(sorted(nodes)),
-        holdings=holdings,
+        holdings=of_nodes(owned_layers(resumption.plan), nodes),
         previous=resumption.plan,
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(nodes)),

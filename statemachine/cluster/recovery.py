@@ -17,13 +17,11 @@ A failure at any moment starts it again with the next generation. Which failures
 If live replicas are not enough, ``rollback`` finds another state to continue from.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
 
 import msgspec
 
-from planner.values import Device, Situation
+from planner.values import Situation
 from statemachine.cluster import recovery_times
 from statemachine.cluster.drains import describe_released, leavers, settle_plan
 from statemachine.cluster.membership import (
@@ -50,7 +48,7 @@ from statemachine.cluster.public import pipelines, plan_details
 from statemachine.cluster.quarantine import describe_aside, note_failure, quarantine_node
 from statemachine.cluster.replicas import describe, settle
 from statemachine.cluster.rules import Decision, Resumption, decide, is_trusted
-from statemachine.cluster.sharding import held_parts, only_replicas
+from statemachine.cluster.sharding import held_parts, of_nodes, only_replicas
 from statemachine.cluster.snapshots.protections import (
     adopt_protection,
     protection_request,
@@ -81,8 +79,6 @@ from statemachine.messages.values import (
     ReplicaPeer,
     Restore,
 )
-
-T = TypeVar("T")
 
 _CONTINUES = {
     "start": "training begins",
@@ -437,12 +433,6 @@ def ask_plan(c: Cluster, state: Planning, left_out: frozenset[str] | None = None
                 protection=protection_request(c, usable),
             )
         )
-
-
-def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
-    """Return what the devices of these nodes hold."""
-    among = frozenset(names)
-    return {device: what for device, what in held.items() if device.node in among}
 
 
 def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = False) -> None:

@@ -14,7 +14,7 @@ costs, the nodes stop at a step boundary, on the path of a join.
 from statistics import median_low
 
 from planner.stages.layers import expected_ms
-from planner.values import Device, Situation
+from planner.values import Situation
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Running
 from statemachine.cluster.recovery import note_cause, reconfigure
@@ -117,12 +117,9 @@ def _compare(c: Cluster) -> None:
     if balance.compared_at is not None and c.at - balance.compared_at < c.timing.straggler_replan_s:
         return
     usable = tuple(name for name in sorted(group.members) if c.nodes[name].ready)
-    holdings: dict[Device, frozenset[int]] = {
-        device: frozenset(layers) for device, layers in owned_layers(group.resumption.plan).items()
-    }
     situation = Situation(
         nodes=usable,
-        holdings=holdings,
+        holdings=owned_layers(group.resumption.plan),
         previous=group.resumption.plan,
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(usable)),

@@ -16,11 +16,18 @@ with the job, as that of snapshots is.
 import math
 from collections.abc import Mapping
 from statistics import median
+from typing import Any, Literal
 
-from planner.intervals import IntervalCost, checkpoint_cost_share, choose_checkpoint_interval
+from msgspec.structs import replace
+
+from planner.intervals import (
+    IntervalChoice,
+    IntervalCost,
+    checkpoint_cost_share,
+    choose_checkpoint_interval,
+)
 from planner.state_loss import HolderGroup, common_cause_share, state_loss_horizon_s
 from planner.values import Plan
-from statemachine.cluster.snapshots.interval_change import change_interval
 from statemachine.cluster.snapshots.snapshot_state import CheckpointCost, CheckpointCosts
 from statemachine.cluster.state import Cluster
 
@@ -28,6 +35,39 @@ FIRST_EVERY_STEPS = 1
 """Interval until the first checkpoint is complete: the first snapshot becomes one."""
 ENOUGH_STEPS = 3
 """Steps with a write, and without one, that must be measured."""
+
+
+def change_interval(
+    c: Cluster,
+    choice: IntervalChoice,
+    settled: bool,
+    event: Literal["SnapshotIntervalChosen", "CheckpointIntervalChosen"],
+    **figures: Any,
+) -> None:
+    """Let the job continue with the chosen interval of snapshots or of checkpoints.
+
+    :param settled: whether the interval so far was chosen from measurements too; if it was and stays, nothing
+        is reported.
+    :param event: event that reports the interval.
+    :param figures: measurements and assumptions of the choice, for the event.
+    """
+    job = c.current_job
+    of_snapshots = event == "SnapshotIntervalChosen"
+    policy = job.snapshot if of_snapshots else job.checkpoint
+    if choice.every_steps == policy.every_steps and settled:
+        return
+    changed = replace(policy, every_steps=choice.every_steps)
+    c.job = replace(job, snapshot=changed) if of_snapshots else replace(job, checkpoint=changed)
+    c.persist()
+    c.emit(
+        event,
+        choice.reason,
+        every_steps=choice.every_steps,
+        before=policy.every_steps,
+        **figures,
+        lost_share=round(choice.lost_share, 6),
+    )
+    c.publish()
 
 
 def note_step(c: Cluster, generation: int, step_s: float) -> None:

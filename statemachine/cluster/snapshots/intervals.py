@@ -12,7 +12,6 @@ from statistics import median
 from planner.intervals import IntervalCost, choose_interval
 from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import checkpoint_intervals
-from statemachine.cluster.snapshots.interval_change import change_interval
 from statemachine.cluster.snapshots.snapshot_state import SnapshotCosts
 from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Stepped
@@ -100,7 +99,7 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
         settled=settled,
     )
     c.snapshots.measured = cost
-    change_interval(
+    checkpoint_intervals.change_interval(
         c,
         choice,
         settled,
