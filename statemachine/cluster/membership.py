@@ -6,6 +6,7 @@ table below covers every pair.
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import get_args
 
 from msgspec.structs import replace
 
@@ -15,32 +16,11 @@ from statemachine.cluster.phases import Paused, Planning, Quiescing, Running, Tr
 from statemachine.cluster.recovery_times import note_time_of_failure
 from statemachine.cluster.state import Cluster, count_noun
 from statemachine.effects import RemoveNode
-from statemachine.messages.cluster import (
-    Fence,
-    HealthChecked,
-    Heartbeat,
-    Hello,
-    LayersPersisted,
-    Leaving,
-    PersistFailed,
-    Prepare,
-    Quiesced,
-    Reject,
-    RequestHello,
-    RestoreFailed,
-    Signal,
-    SnapshotCompleted,
-    Stepped,
-    TrainerLost,
-)
+from statemachine.messages.cluster import Fence, Heartbeat, Hello, Prepare, Reject, RequestHello, Signal
 from statemachine.messages.common import (
-    Finished,
     OptimizerReplicaDiverged,
     PeerSuspected,
-    Prepared,
     ReplicaDigests,
-    Resumed,
-    SnapshotFailed,
     SnapshotStarted,
 )
 from statemachine.messages.values import PROTOCOL, NodeFacts, NodeState
@@ -75,33 +55,24 @@ class SignalAction(StrEnum):
 
 _A = SignalAction
 
+# In the order of ``SenderStatus``: (CURRENT, ABSENT, RETIRED, OTHER, UNKNOWN).
+_REPORT = (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE)
+"""A report that shows that its sender is alive; a Hello repeats it."""
+_HINT = (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE)
 _ROWS: dict[type[Signal], tuple[_A, _A, _A, _A, _A]] = {
-    # signal: (CURRENT, ABSENT, RETIRED, OTHER, UNKNOWN)
     Hello: (_A.TAKE, _A.RETURN, _A.FENCE, _A.ADMIT, _A.ADMIT),
     Heartbeat: (_A.TAKE, _A.RETURN, _A.FENCE, _A.INQUIRE, _A.INQUIRE),
-    HealthChecked: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    Prepared: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    Quiesced: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    Resumed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    Stepped: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    TrainerLost: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    PeerSuspected: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
-    ReplicaDigests: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
-    OptimizerReplicaDiverged: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
-    Finished: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    Leaving: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    SnapshotStarted: (_A.TAKE, _A.IGNORE, _A.IGNORE, _A.IGNORE, _A.IGNORE),
-    SnapshotCompleted: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    SnapshotFailed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    RestoreFailed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    LayersPersisted: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
-    PersistFailed: (_A.TAKE, _A.RETURN, _A.IGNORE, _A.IGNORE, _A.INQUIRE),
+    PeerSuspected: _HINT,
+    ReplicaDigests: _HINT,
+    OptimizerReplicaDiverged: _HINT,
+    SnapshotStarted: _HINT,
 }
+"""Signals that are no reports."""
 
 TABLE: dict[tuple[type[Signal], SenderStatus], SignalAction] = {
     (signal, status): action
-    for signal, row in _ROWS.items()
-    for status, action in zip(SenderStatus, row, strict=True)
+    for signal in get_args(Signal)
+    for status, action in zip(SenderStatus, _ROWS.get(signal, _REPORT), strict=True)
 }
 
 
