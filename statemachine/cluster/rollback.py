@@ -23,9 +23,9 @@ from statemachine.cluster.phases import Paused, Planning, Resuming
 from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.cluster.replicas import explain_loss, explain_repetition
 from statemachine.cluster.snapshots import persisting
-from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies
+from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, key_of
 from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
-from statemachine.cluster.snapshots.snapshots import holders, key_of
+from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.spikes import give_up
 from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster, join_names
 from statemachine.effects import CheckRestore, FindCheckpoint
@@ -69,7 +69,7 @@ def take_no_plan(c: Cluster, event: PlanImpossible) -> None:
 
 def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
     """Return the present nodes that hold a part of it, or a copy of one."""
-    copied = held_copies(c, newest, key_of(c, newest), failures=failures)
+    copied = held_copies(c, newest, failures=failures)
     return tuple(sorted({*holders(c, newest, failures=failures), *copied.values()}))
 
 
@@ -81,7 +81,7 @@ def _send_check(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0
             generation=state.generation,
             record=newest,
             present=holders(c, newest, failures=failures),
-            copied=tuple(sorted(held_copies(c, newest, key_of(c, newest), failures=failures))),
+            copied=tuple(sorted(held_copies(c, newest, failures=failures))),
         )
     )
 
@@ -127,7 +127,10 @@ def _wait_for_absent(c: Cluster, reason: str) -> None:
     newest = c.snapshots.newest
     holding = _may_hold(c, newest) if newest is not None else []
     snapshot_holders = [name for name in holding if name not in live]
-    if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or snapshot_holders):
+    checkpoint = c.checkpoints.newest
+    # If nothing was committed after the persistent checkpoint, no absent node has more.
+    newest_is_written = checkpoint is not None and c.progress.known_step <= checkpoint.step
+    if c.checkpoints.wait_over or newest_is_written or not (live or snapshot_holders):
         _continue_without_memory(c, reason)
         return
     # Nodes that join without the state begin a generation, and must not make the wait longer.
@@ -144,11 +147,6 @@ def _wait_for_absent(c: Cluster, reason: str) -> None:
     )
     pause(c, waited, needed=None, pause_limited=True)
     c.set_timer(PAUSE_LIMIT, left_s)
-
-
-def _checkpoint_is_newest(c: Cluster) -> bool:
-    """Return whether nothing was committed after the persistent checkpoint, so that no absent node has more."""
-    return c.checkpoints.newest is not None and c.progress.known_step <= c.checkpoints.newest.step
 
 
 def _may_hold(c: Cluster, newest: Snapshot) -> list[str]:

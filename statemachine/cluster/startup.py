@@ -27,10 +27,8 @@ def describe_startup(c: Cluster) -> Startup | None:
     match c.state:
         case Waiting():
             return _before_the_first_plan(c)
-        case Quiescing(recovery=recovery, expected=expected) if recovery.cause == "start":
-            return Startup(stage=StartupStage.FORMING, total=len(expected))
-        case Planning(recovery=recovery, expected=expected) if recovery.cause == "start":
-            return Startup(stage=StartupStage.FORMING, total=len(expected))
+        case Quiescing() | Planning() as state if state.recovery.cause == "start":
+            return Startup(stage=StartupStage.FORMING, total=len(state.expected))
         case Resuming(recovery=recovery) as group if recovery.cause == "start":
             resumed = sum(1 for name in group.planned if name in group.resumed)
             return Startup(stage=StartupStage.FORMING, done=resumed, total=len(group.planned))

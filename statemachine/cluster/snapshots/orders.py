@@ -32,12 +32,11 @@ def reconcile(c: Cluster, group: Running) -> None:
         abandon(c, "the last step was committed first")
     if c.recovery is not None or snapshots.pending is not None or not c.connected or not _is_due(c):
         return
-    newest = snapshots.newest
     # An idle replica peer counts too: it has no more slots than others.
     planned = [c.nodes[name] for name in group.needed if name in c.nodes]
     # A node that names none or an older one has no room yet. One that names a newer one obeyed a coordinator whose
     # journal was lost since; it drops that when the next one is complete.
-    newest_step = newest.step if newest is not None else 0
+    newest_step = snapshots.newest_step
     if any(
         node.state is not NodeState.HEALTHY or node.retained_step is None or node.retained_step < newest_step
         for node in planned
@@ -67,8 +66,7 @@ def _is_due(c: Cluster) -> bool:
     """Return whether enough steps have passed since the last one, or whether one is needed sooner."""
     snapshots, job, known = c.snapshots, c.current_job, c.progress.known_step
     if c.ended:
-        there = snapshots.newest is not None and snapshots.newest.step >= job.steps
-        return known >= job.steps and last_checkpoint_missing(c) and not there
+        return known >= job.steps and last_checkpoint_missing(c) and snapshots.newest_step < job.steps
     if known + 1 >= job.steps or known <= snapshots.last_order_step:
         return False
     newest, every_steps = snapshots.newest, intervals.every_steps(c, job)

@@ -22,7 +22,7 @@ from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import checkpoint_intervals
 from statemachine.cluster.snapshots.orders import last_checkpoint_missing
 from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite
-from statemachine.cluster.snapshots.snapshots import holders
+from statemachine.cluster.snapshots.snapshots import abandon_last_checkpoint, holders
 from statemachine.cluster.state import FINISH, PERSIST, Cluster, join_names
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint
 from statemachine.events import (
@@ -279,21 +279,14 @@ def overdue(c: Cluster) -> None:
 
 def end_overdue(c: Cluster) -> None:
     """End the job without the checkpoint of the last step, or its export, since it is not complete in time."""
-    checkpoints = c.checkpoints
-    export_overdue(c, _finish_limit_s(c))
+    late = f"it is not complete {_finish_limit_s(c):g} s after the last step"
+    if last_export_missing(c) and c.checkpoints.newest is not None:
+        _abandon_export(c, c.checkpoints.newest.step, late)
     if not last_checkpoint_missing(c):
         return
-    why = f"it is not complete {_finish_limit_s(c):g} s after the last step"
-    abandon(c, why)
-    if not checkpoints.final_abandoned:
-        checkpoints.final_abandoned = c.dirty = True
-        c.persist()
-        last_complete_step = checkpoints.newest.step if checkpoints.newest is not None else None
-        c.emit(
-            "CheckpointAbandoned",
-            f"there is no checkpoint of the last step: {why}",
-            last_complete_step=last_complete_step,
-        )
+    abandon(c, late)
+    if not c.checkpoints.final_abandoned:
+        abandon_last_checkpoint(c, f"there is no checkpoint of the last step: {late}")
 
 
 def abandon(c: Cluster, why: str) -> None:
@@ -316,9 +309,7 @@ def _publish_abandoned(c: Cluster, record: Snapshot, why: str) -> None:
     checkpoints, job = c.checkpoints, c.current_job
     checkpoints.final_abandoned = checkpoints.final_abandoned or record.step >= job.steps
     c.persist()
-    newest = checkpoints.newest
-    last_complete_step = newest.step if newest is not None else None
-    c.emit("CheckpointAbandoned", why, step=record.step, last_complete_step=last_complete_step)
+    c.emit("CheckpointAbandoned", why, step=record.step, last_complete_step=checkpoints.last_step or None)
     c.publish()
     c.dirty = True
 
@@ -410,13 +401,6 @@ def take_export_failed(c: Cluster, event: ExportFailed) -> None:
         c.ignore("an unexpected failed export")
         return
     _abandon_export(c, event.step, event.detail)
-
-
-def export_overdue(c: Cluster, limit_s: float) -> None:
-    """Abandon the export of the last step, which is not complete in time, so that the job can end."""
-    if last_export_missing(c) and c.checkpoints.newest is not None:
-        step = c.checkpoints.newest.step
-        _abandon_export(c, step, f"it is not complete {limit_s:g} s after the last step")
 
 
 def _abandon_export(c: Cluster, step: int, why: str) -> None:

@@ -39,6 +39,11 @@ def eligible_peers(c: Cluster, members: Collection[str]) -> list[str]:
     return [n.name for n in here if n.alive and not n.departing and n.facts.snapshot_port > 0]
 
 
+def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
+    """Return an owner's own part of a snapshot."""
+    return HeldSnapshot(job_id=c.current_job.job_id, step=record.step, generation=record.generation)
+
+
 def copy_of(key: HeldSnapshot, owner: str) -> HeldSnapshot:
     """Return the copy of a snapshot that ``owner``'s replica peer holds."""
     return HeldSnapshot(job_id=key.job_id, step=key.step, generation=key.generation, owner=owner)
@@ -49,14 +54,16 @@ def same_snapshot(held: HeldSnapshot, key: HeldSnapshot) -> bool:
     return (held.job_id, held.step, held.generation) == (key.job_id, key.step, key.generation)
 
 
-def held_copies(c: Cluster, record: Snapshot, key: HeldSnapshot, *, failures: int = 0) -> dict[str, str]:
+def held_copies(c: Cluster, record: Snapshot, *, failures: int = 0) -> dict[str, str]:
     """Return each owner whose replica peer is present and holds the copy, with that peer; see
     ``snapshots.holders``.
     """
-    found = {}
-    for owner, peer in record.replica_peers.items():
-        node = c.nodes.get(peer)
-        held = node is not None and node.alive and copy_of(key, owner) in node.snapshots
-        if held and node is not None and node.part_failures[key] <= failures:
-            found[owner] = peer
-    return found
+    key = key_of(c, record)
+    return {
+        owner: peer
+        for owner, peer in record.replica_peers.items()
+        if (node := c.nodes.get(peer)) is not None
+        and node.alive
+        and copy_of(key, owner) in node.snapshots
+        and node.part_failures[key] <= failures
+    }

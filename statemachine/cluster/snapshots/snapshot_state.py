@@ -77,6 +77,11 @@ class JobSnapshots:
     measured: IntervalCost | None = None
     """The cost for which this process last chose the interval."""
 
+    @property
+    def newest_step(self) -> int:
+        """Return the step of the newest snapshot; 0: there is none."""
+        return self.newest.step if self.newest is not None else 0
+
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointWrite:

@@ -14,7 +14,7 @@ from statemachine.cluster.phases import Running
 from statemachine.cluster.progress import learn, publish_steps
 from statemachine.cluster.replicas import is_verified
 from statemachine.cluster.snapshots import intervals, requests
-from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, same_snapshot
+from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, key_of, same_snapshot
 from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
 from statemachine.cluster.spikes import is_judged
 from statemachine.cluster.state import SNAPSHOT, Cluster, join_names
@@ -57,10 +57,6 @@ def groups_of(
     )
 
 
-def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
-    return HeldSnapshot(job_id=c.current_job.job_id, step=record.step, generation=record.generation)
-
-
 def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ...]:
     """Return the present owners that hold their part, which was unavailable at most ``failures`` times."""
     key = key_of(c, record)
@@ -70,7 +66,7 @@ def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ..
 
 def is_whole(c: Cluster, record: Snapshot) -> bool:
     """Return whether every node that held a part of it, or a copy of one, is present and has it."""
-    owners, copied = holders(c, record), held_copies(c, record, key_of(c, record))
+    owners, copied = holders(c, record), held_copies(c, record)
     return len(owners) == len(record.owners) and copied == record.replica_peers
 
 
@@ -86,7 +82,7 @@ def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bo
     snapshots, group, job = c.snapshots, c.state, c.job
     if not isinstance(group, Running) or job is None or node.name not in group.planned:
         return False
-    over = max(snapshots.last_abandoned_step, snapshots.newest.step if snapshots.newest is not None else 0)
+    over = max(snapshots.last_abandoned_step, snapshots.newest_step)
     if generation != group.generation or job.snapshot.every_steps < 1 or step <= over:
         return False
     pending = snapshots.pending
@@ -235,14 +231,14 @@ def _abandon_pending(c: Cluster, why: str) -> None:
     last = pending is not None and job is not None and (pending.last or pending.step == job.steps)
     abandon(c, why)
     if last and job is not None and job.checkpoint.every_steps > 0:
-        c.checkpoints.final_abandoned = c.dirty = True
-        newest = c.checkpoints.newest
-        c.emit(
-            "CheckpointAbandoned",
-            f"there is no snapshot of the last step: {why}",
-            last_complete_step=newest.step if newest is not None else None,
-        )
-        c.persist()
+        abandon_last_checkpoint(c, f"there is no snapshot of the last step: {why}")
+
+
+def abandon_last_checkpoint(c: Cluster, why: str) -> None:
+    """Let the job end without a checkpoint of its last step."""
+    c.checkpoints.final_abandoned = c.dirty = True
+    c.persist()
+    c.emit("CheckpointAbandoned", why, last_complete_step=c.checkpoints.last_step or None)
 
 
 def interrupt(c: Cluster, why: str) -> None:
@@ -252,7 +248,7 @@ def interrupt(c: Cluster, why: str) -> None:
     abandon(c, why)
     snapshots = c.snapshots
     snapshots.last_abandoned_step = snapshots.abandoned_in_a_row = 0
-    snapshots.last_order_step = snapshots.newest.step if snapshots.newest is not None else 0
+    snapshots.last_order_step = snapshots.newest_step
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
     intervals.restart_measurements(c)
@@ -277,13 +273,12 @@ def abandon(c: Cluster, why: str) -> None:
         node.feed(NodeEvent.ABANDONED)
     if pending.step is not None:
         snapshots.last_abandoned_step = max(snapshots.last_abandoned_step, pending.step)
-    newest = snapshots.newest
     c.emit(
         "SnapshotAbandoned",
         why,
         step=pending.step,
         generation=pending.generation,
-        last_complete_step=newest.step if newest is not None else None,
+        last_complete_step=snapshots.newest_step or None,
     )
     c.publish()
 
