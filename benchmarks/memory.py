@@ -38,7 +38,7 @@ from ftd.local.cluster import ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.transport.wire.public import JobData
 from planner.stages.memory import MemoryModel
-from planner.values import ModelProfile, Policy
+from planner.values import Mode, ModelProfile, Policy
 from runtime.layers.model import Model
 from runtime.profiling.layer_profile import profile_model as measure_model
 from runtime.training import load_training
@@ -332,7 +332,7 @@ def figures(run: Run, memory: MemoryModel, profile: ModelProfile) -> dict[str, N
     old: dict[str, tuple[int, int]] = {}
     for period in run.periods():
         for node, (first, end, later) in period.stages.items():
-            needed = memory.breakdown(first, end, 1, later, "none")
+            needed = memory.breakdown(first, end, 1, later, Mode("none"))
             if node not in found:
                 bases = [
                     t[0].private_mib

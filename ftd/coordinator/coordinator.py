@@ -31,7 +31,7 @@ from ftd.transport.wire.checking import encode_state
 from ftd.transport.wire.coordinator_messages import JournalCopy, state_compressor
 from ftd.transport.wire.public import EventMessage
 from ftd.transport.wire.topics import Topics
-from statemachine.cluster.durable.durability import durability_key
+from statemachine.cluster.durable.durable import durability_key
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (

@@ -3,7 +3,7 @@ write-ahead log.
 
 The state is durable before anything that follows from it is published. Every write survives a SIGKILL of
 the coordinator. A write is also forced to the disk (``forced``) if a loss of power must not take it back
-(``statemachine.cluster.durable.durability``). A generation number must never be used twice, not even after
+(``statemachine.cluster.durable.durable``). A generation number must never be used twice, not even after
 a power failure: numbers are reserved at quiet moments (``reserve``), and after a reboot the next ones
 follow the reserved ones.
 """
@@ -23,7 +23,7 @@ from ftd.driver import Clock, SystemClock
 from ftd.errors import JournalError
 from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import EventMessage, encode_json
-from statemachine.cluster.durable.durability import RESERVED
+from statemachine.cluster.durable.durable import RESERVED
 from statemachine.cluster.durable.outbox import MAX_EVENTS
 
 _SCHEMA = """

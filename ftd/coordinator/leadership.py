@@ -43,7 +43,7 @@ from ftd.transport.wire.coordinator_messages import (
 from ftd.transport.wire.public import ClusterStateHeader, decode_json, event_message
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.durability import raise_generation
+from statemachine.cluster.durable.durable import raise_generation
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent, PublishCluster

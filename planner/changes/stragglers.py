@@ -90,9 +90,7 @@ def redistribute_batch(
     first = 0
     for placement, cost_ms, share in zip(placements, step_costs, shares, strict=True):
         estimated_s = cost_ms(share) / 1e3
-        shared.append(
-            replace(placement, first_microbatch=first, microbatches=share, estimated_s=estimated_s)
-        )
+        shared.append(replace(placement, first_microbatch=first, microbatches=share, estimated_s=estimated_s))
         first += share
     return tuple(shared)
 

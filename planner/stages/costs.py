@@ -338,7 +338,9 @@ def _modes(
         withins = tensor
     elif several and policy.within_node == "auto":
         layers, limit = len(profile.layers), memory.limit_bytes
-        largest = [memory.stage_bytes(0, layers, devices, layers - 1, Mode(recomputes[0])) for devices in several]
+        largest = [
+            memory.stage_bytes(0, layers, devices, layers - 1, Mode(recomputes[0])) for devices in several
+        ]
         tight = limit is not None and max(largest) > limit
         # Shards are never quicker, so they are only for stages that may not fit otherwise.
         if tight and profile.shard_problem is None:

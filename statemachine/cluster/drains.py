@@ -23,8 +23,8 @@ from planner.values import PipelinePlacement, Situation
 from statemachine.cluster.membership import needed_nodes
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Ended, Paused, Planning, Running, TrainingGroup, Waiting
-from statemachine.cluster.rules import owned_layers
-from statemachine.cluster.sharding import of_nodes, parts_by_device
+from statemachine.cluster.rules import of_nodes, owned_layers
+from statemachine.cluster.sharding import parts_by_device
 from statemachine.cluster.state import DRAIN, Cluster, join_names
 from statemachine.effects import CheckDrain
 from statemachine.events import DrainChecked, DrainRequested

@@ -316,7 +316,6 @@ class ClusterMachine:
             case TemplatesFailed():
                 jobs.templates_failed(c, event.job_id, event.reason)
             case PlanReady():
-                rollback.roll_back(c, event)
                 recovery.take_plan(c, event)
             case PlanCompared():
                 stragglers.take_comparison(c, event)

@@ -18,6 +18,7 @@ If live replicas are not enough, ``rollback`` finds another state to continue fr
 """
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -47,14 +48,16 @@ from statemachine.cluster.progress import learn, learn_evaluation, publish_steps
 from statemachine.cluster.public import pipelines, plan_details
 from statemachine.cluster.quarantine import describe_aside, note_failure, quarantine_node
 from statemachine.cluster.replicas import describe, settle
-from statemachine.cluster.rules import Decision, Resumption, decide, is_trusted
-from statemachine.cluster.sharding import held_parts, of_nodes, only_replicas
+from statemachine.cluster.rules import Outcome, Resumption, decide, is_trusted, of_nodes
+from statemachine.cluster.sharding import held_parts, only_replicas
+from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.protections import (
     adopt_protection,
     protection_request,
     requested_protection,
 )
 from statemachine.cluster.snapshots.replica_peers import choose_replica_peers, eligible_peers
+from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
 from statemachine.cluster.snapshots.snapshots import interrupt
 from statemachine.cluster.state import (
     FIND,
@@ -68,7 +71,7 @@ from statemachine.cluster.state import (
     join_names,
 )
 from statemachine.effects import ComputePlan, PlanAhead
-from statemachine.events import NodeVanished, PlanReady
+from statemachine.events import NodeVanished, PlanReady, RestoreChecked
 from statemachine.messages.cluster import Quiesced, Resume
 from statemachine.messages.common import PeerSuspected, Quiesce, Resumed
 from statemachine.messages.values import (
@@ -80,6 +83,13 @@ from statemachine.messages.values import (
     Restore,
 )
 
+_DECIDED: dict[Outcome, str] = {
+    "start": "all nodes are at the start",
+    "boundary": "all nodes stopped after step {step}",
+    "roll_forward": "some rank committed step {step}: all roll forward to it",
+    "redo": "no rank committed step {next}: all discard it and redo it",
+}
+"""Words for a decision, by its outcome."""
 _CONTINUES = {
     "start": "training begins",
     "node_lost": "training continues after the loss of {who}",
@@ -349,7 +359,7 @@ def take_all_reports(c: Cluster, state: Quiescing) -> None:
     c.persist()
     c.emit(
         "Quiesced",
-        _explain(decision),
+        _DECIDED[decision.outcome].format(step=decision.step, next=decision.step + 1),
         step=decision.step,
         decision=decision.outcome,
         in_flight=decision.in_flight,
@@ -388,18 +398,6 @@ def announce_divergence(c: Cluster, diverged: Divergence) -> bool:
         why = "its copies of layers are corrupt"
         aside = quarantine_node(c, c.nodes[name], "corruption", [failure], why) or aside
     return aside
-
-
-def _explain(decision: Decision) -> str:
-    match decision.outcome:
-        case "start":
-            return "all nodes are at the start"
-        case "boundary":
-            return f"all nodes stopped after step {decision.step}"
-        case "roll_forward":
-            return f"some rank committed step {decision.step}: all roll forward to it"
-        case "redo":
-            return f"no rank committed step {decision.step + 1}: all discard it and redo it"
 
 
 def ask_plan(c: Cluster, state: Planning, left_out: frozenset[str] | None = None) -> None:
@@ -470,6 +468,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.ignore("a plan of an older generation")
         return
     assert state.situation is not None, "the plan was requested"
+    if state.restore_check is not None:
+        roll_back(c, state, state.restore_check)
     decision, plan = state.decision, event.plan
     if state.left_out or state.drain_problems:
         settle_plan(c, state, plan.pipelines)
@@ -527,6 +527,45 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     c.send_all((c.nodes[name] for name in sorted(group.members)), resume_command(c, group))
     c.set_timer(RESUME, resume_limit_s(c, group))
     c.publish()
+
+
+def roll_back(c: Cluster, state: Planning, event: RestoreChecked) -> None:
+    """Undo, together with the Resume, what was committed after the step that is restored."""
+    target = state.checkpoint or c.snapshots.newest
+    assert target is not None, "it was checked"
+    progress, before = c.progress, c.progress.known_step
+    progress.roll_back(target.step, target.vote)
+    c.lineage = state.generation
+    if state.checkpoint is not None:
+        persisting.discard_after(c, state.checkpoint)
+        # A job that begins from a checkpoint lost nothing, and a second try returns from the same loss.
+        if c.resumption is not None and state.recovery.tier != "persistent":
+            c.exposure.state_losses += 1
+        c.snapshots = JobSnapshots()
+    c.snapshots.last_order_step = target.step
+    c.replicas.roll_back(target.step)
+    c.spikes = c.spikes.rolled_back(target.step)
+    for node in c.nodes.values():
+        node.step = min(node.step, target.step)
+    undone = before - target.step
+    state.recovery.rolled_back_steps += undone
+    state.recovery.tier = event.tier
+    what = "checkpoint" if state.checkpoint is not None else "snapshot"
+    continues, lost = f"the job continues after step {target.step}: {event.reason}", state.loss_reason
+    details: dict[str, Any] = {
+        "generation": state.generation,
+        "step": target.step,
+        "from_step": before,
+        "to_step": target.step,
+        "undone_steps": undone,
+        "tier": event.tier,
+        "sources": list(state.sources),
+    }
+    if c.resumption is None:
+        c.emit("JobResumed", continues, **details)
+    else:
+        back = f"{lost}; back to the {what} of step {target.step}: {event.reason}"
+        c.emit("RolledBack", back, **details)
 
 
 def restore_of(c: Cluster, state: Planning) -> Restore | None:

@@ -13,7 +13,6 @@ that a node finds corrupt is skipped.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from planner.values import Device, StatePart
 from statemachine.cluster.drains import next_left_out
@@ -22,14 +21,12 @@ from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Resuming
 from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.cluster.replicas import explain_loss, explain_repetition
-from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, key_of
-from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.spikes import give_up
 from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster, join_names
 from statemachine.effects import CheckRestore, FindCheckpoint
-from statemachine.events import CheckpointFound, PlanImpossible, PlanReady, RestoreChecked
+from statemachine.events import CheckpointFound, PlanImpossible, RestoreChecked
 from statemachine.messages.cluster import RestoreFailed, TrainerLost
 from statemachine.messages.values import Snapshot, Vote
 
@@ -297,49 +294,7 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
     ask_plan(c, state)
 
 
-# --- carrying out the rollback -------------------------------------------------------------------
-
-
-def roll_back(c: Cluster, plan: PlanReady) -> None:
-    """Undo, together with the Resume, what was committed after the step that is restored, if the plan is for one."""
-    state = c.state
-    if not isinstance(state, Planning) or plan.generation != state.generation or state.restore_check is None:
-        return
-    target, event = state.checkpoint or c.snapshots.newest, state.restore_check
-    assert target is not None, "it was checked"
-    progress, before = c.progress, c.progress.known_step
-    progress.roll_back(target.step, target.vote)
-    c.lineage = state.generation
-    if state.checkpoint is not None:
-        persisting.discard_after(c, state.checkpoint)
-        # A job that begins from a checkpoint lost nothing, and a second try returns from the same loss.
-        if c.resumption is not None and state.recovery.tier != "persistent":
-            c.exposure.state_losses += 1
-        c.snapshots = JobSnapshots()
-    c.snapshots.last_order_step = target.step
-    c.replicas.roll_back(target.step)
-    c.spikes = c.spikes.rolled_back(target.step)
-    for node in c.nodes.values():
-        node.step = min(node.step, target.step)
-    undone = before - target.step
-    state.recovery.rolled_back_steps += undone
-    state.recovery.tier = event.tier
-    what = "checkpoint" if state.checkpoint is not None else "snapshot"
-    continues, lost = f"the job continues after step {target.step}: {event.reason}", state.loss_reason
-    details: dict[str, Any] = {
-        "generation": state.generation,
-        "step": target.step,
-        "from_step": before,
-        "to_step": target.step,
-        "undone_steps": undone,
-        "tier": event.tier,
-        "sources": list(state.sources),
-    }
-    if c.resumption is None:
-        c.emit("JobResumed", continues, **details)
-    else:
-        back = f"{lost}; back to the {what} of step {target.step}: {event.reason}"
-        c.emit("RolledBack", back, **details)
+# --- a restore that failed -------------------------------------------------------------------------
 
 
 def explain_foreign_state(c: Cluster, signal: TrainerLost) -> str | None:

@@ -27,7 +27,7 @@ The following makes it safe when generations follow each other closely, each per
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from planner.values import Device, Plan, StatePart
 from statemachine.cluster.sharding import owned_parts
@@ -43,6 +43,7 @@ from statemachine.messages.values import (
 
 Outcome = Literal["start", "boundary", "redo", "roll_forward"]
 Reports = Mapping[str, tuple[DeviceReport, ...]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,12 @@ def owned_layers(plan: Plan) -> dict[Device, frozenset[int]]:
             for device in stage.devices:
                 owned[device] = owned.get(device, frozenset()) | layers
     return owned
+
+
+def of_nodes(held: Mapping[Device, T], names: Iterable[str]) -> dict[Device, T]:
+    """Return what the devices of these nodes hold."""
+    among = frozenset(names)
+    return {device: what for device, what in held.items() if device.node in among}
 
 
 def decide(

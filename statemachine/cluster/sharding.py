@@ -7,7 +7,6 @@ range [i/m, (i + 1)/m), and with ``aor`` it also holds a replica of the next own
 
 from collections.abc import Collection, Iterable, Mapping
 from math import lcm
-from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -16,13 +15,6 @@ from planner.values import Device, Plan, StatePart
 from statemachine.messages.values import HeldPart
 
 Parts = Mapping[Device, Iterable[StatePart]]
-T = TypeVar("T")
-
-
-def of_nodes(held: Mapping[Device, T], names: Iterable[str]) -> dict[Device, T]:
-    """Return what the devices of these nodes hold."""
-    among = frozenset(names)
-    return {device: what for device, what in held.items() if device.node in among}
 
 
 def owned_parts(plan: Plan, device: Device, *, zero1: bool) -> frozenset[StatePart]:

@@ -43,7 +43,7 @@ from statemachine.cluster import (
     trainers,
 )
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.durability import durability_key
+from statemachine.cluster.durable.durable import durability_key
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Decision, Reports, Resumption
 from statemachine.cluster.snapshots import persisting, snapshots

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statemachine.cluster.durable.durable import SCHEMA, InvalidJournalError, read
-from statemachine.cluster.durable.records import columns, rows
+from statemachine.cluster.durable.durable import SCHEMA, InvalidJournalError, columns, read
+from statemachine.cluster.durable.records import rows
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished

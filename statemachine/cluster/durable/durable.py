@@ -2,24 +2,28 @@
 
 It is plain data (JSON, msgpack). It includes the times of a recovery under way: the clock is the host's
 monotonic one, the same for a coordinator that restarts on this host.
+
+A write of the journal outlives its process. What is to outlive a power cut must be forced to the disk
+(``durability_key``), which takes milliseconds, or tens of them, on the path of a recovery. So generations are
+reserved ahead of time, many at once: a journal whose end was lost in a power cut continues after all generations
+that the lost end may have used.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from planner.values import Plan
-from statemachine.cluster.durable.durability import raise_generation
 from statemachine.cluster.durable.records import (
     JournalState,
     NodeRecord,
     PersistingRecord,
     ReplicasRecord,
     assemble,
-    columns,
 )
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
@@ -46,6 +50,12 @@ SCHEMA = 4
 """Schema that ``write`` produces. Raise it by one if an older program could not read the result."""
 OLDEST = 3
 """Oldest schema that ``read`` accepts."""
+RESERVED = 64
+"""Generations reserved at once: more than a recovery that fails again and again uses before the next
+reservation.
+"""
+
+_MOVING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING, ClusterPhase.RUNNING)
 
 
 class InvalidJournalError(ValueError):
@@ -97,6 +107,16 @@ _CLUSTER_FIELDS = (
 def _values(source: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return attributes by their names."""
     return {name: getattr(source, name) for name in names}
+
+
+def columns(values: Sequence[Any], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return these attributes (two at least) of ``values``, each in a list of its own, in their order.
+
+    A value that a thousand nodes share costs next to nothing in a column, neither to write nor to compress.
+    """
+    if not values:
+        return {name: [] for name in names}
+    return dict(zip(names, map(list, zip(*map(attrgetter(*names), values), strict=True)), strict=True))
 
 
 def _nodes(c: Cluster) -> dict[str, Any]:
@@ -172,7 +192,9 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
     values = {f"resumed_{name}": getattr(resumption, name) for name in _RESUMED_FIELDS}
     return values | {
         "resumed_ready": _cached(c, "ready", resumption.ready, lambda ready: list(ready.items())),
-        "resumed_ready_parts": _cached(c, "ready_parts", resumption.ready_parts, lambda parts: list(parts.items())),
+        "resumed_ready_parts": _cached(
+            c, "ready_parts", resumption.ready_parts, lambda parts: list(parts.items())
+        ),
         "resumed_replica_peers": dict(resumption.replica_peers),
         "pipelines": resumption.plan.pipelines,
         "plan": _cached(c, "plan", resumption.plan, lambda plan: _values(plan, _PLAN_FIELDS)),
@@ -232,6 +254,24 @@ def write(c: Cluster) -> dict[str, Any]:
     return state
 
 
+def durability_key(parts: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a key of the durable state; the state is forced to the disk if the key differs from the one last
+    forced, or if its generation is not reserved.
+
+    Everything else can be lost: nodes know the newest steps, and a generation that no node was ordered to
+    resume is decided again. But only the journal knows which nodes continued with which plan.
+
+    :param parts: result of ``write``.
+    """
+    job, snapshot = parts["job"], parts["snapshot"]
+    return (
+        "" if parts["phase"] in _MOVING else parts["phase"],
+        job and job.job_id,
+        snapshot and (snapshot.generation, snapshot.step),
+        parts.get("resumed_generation"),
+    )
+
+
 def shift_clock(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
     """Return the state on another host's monotonic clock, which is ``by_s`` ahead of the writer's."""
     state = dict(durable)
@@ -254,6 +294,14 @@ def _shifted(value: Any, by_s: float) -> Any:
             for key, one in value.items()
         }
     return [_shifted(one, by_s) for one in value] if isinstance(value, list | tuple) else value
+
+
+def raise_generation(durable: dict[str, Any], generation: int) -> dict[str, Any]:
+    """Return the state with its generation raised to ``generation``, up to which generations may have been
+    used unknown to it.
+    """
+    known = durable.get("generation")
+    return {**durable, "generation": max(known, generation)} if isinstance(known, int) else durable
 
 
 UNSEEN = 1000

@@ -1,8 +1,6 @@
 """Records of the durable state as the journal has it; ``durable`` writes it and reads it back."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -200,16 +198,6 @@ def assemble(durable: Any) -> dict[str, Any]:
     if written.plan is not None:
         whole["plan"] = {**written.plan, "pipelines": written.pipelines}
     return whole
-
-
-def columns(values: Sequence[Any], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return these attributes (two at least) of ``values``, each in a list of its own, in their order.
-
-    A value that a thousand nodes share costs next to nothing in a column, neither to write nor to compress.
-    """
-    if not values:
-        return {name: [] for name in names}
-    return dict(zip(names, map(list, zip(*map(attrgetter(*names), values), strict=True)), strict=True))
 
 
 def rows(table: dict[str, list[Any]]) -> list[dict[str, Any]]:

@@ -248,7 +248,7 @@ def interrupt(c: Cluster, why: str) -> None:
     abandon(c, why)
     snapshots = c.snapshots
     snapshots.last_abandoned_step = snapshots.abandoned_in_a_row = 0
-    snapshots.last_order_step = snapshots.newest_step
+    snapshots.last_order_step = snapshots.newest.step if snapshots.newest is not None else 0
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
     intervals.restart_measurements(c)

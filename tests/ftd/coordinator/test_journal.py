@@ -34,7 +34,7 @@ from ftd.transport.wire.coordinator_messages import (
 from ftd.transport.wire.incremental_compression import IncrementalCompressor
 from ftd.transport.wire.public import EventMessage
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.durability import RESERVED
+from statemachine.cluster.durable.durable import RESERVED
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import Cluster, Exposure
