@@ -117,11 +117,11 @@ def test_replicas_of_tensor_parallel_devices_split_the_rows() -> None:
     """Counted by hand: four devices are two replicas of two, and each replica has two of four rows."""
     policy = policy_of("auto", devices_per_node=4)
     memory = MemoryModel(model(), policy)
-    found = memory.breakdown(1, 3, 4, 1, "none", "tensor", 2)
+    found = memory.breakdown(1, 3, 4, 1, Mode("none", "tensor", 2))
     pair = memory.breakdown(1, 3, 2, 1, Mode("none", "tensor"))
     assert (found.parameters, found.gradients, found.optimizer) == (140, 140, 800), "as two devices"
     assert (found.gathered, found.activations) == (pair.gathered, pair.activations // 2)
-    assert memory.breakdown(1, 3, 4, 0, "full", "tensor", 2).activations == -(-25 // 2)
+    assert memory.breakdown(1, 3, 4, 0, Mode("full", "tensor", 2)).activations == -(-25 // 2)
     tight = model(memory_bytes=4000, stage_devices=(4,))
     costs = StageCosts(tight, policy)
     number = costs.modes.index(Mode("none", "tensor", 2))
@@ -132,7 +132,7 @@ def test_replicas_of_tensor_parallel_devices_split_the_rows() -> None:
     fitting = [
         (float(costs.time_ms[mode, 4, 0, 4]), costs.modes[mode])
         for mode in costs.modes_of(4)
-        if memory.stage_bytes(0, 4, 4, 0, *costs.modes[mode]) <= 4000
+        if memory.stage_bytes(0, 4, 4, 0, costs.modes[mode]) <= 4000
     ]
     assert stage.mode == min(fitting)[1]
     assert costs.stage_times_ms(stages) == [min(fitting)[0]]
