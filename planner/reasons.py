@@ -59,8 +59,8 @@ def explain_plan(
     :param considered: the layouts that were compared, this plan's first, over ``horizon_s`` to the next
         failure.
     """
-    news = [f"{names(lost)} left"] if lost else []
-    news += [f"{names(joined)} joined"] if joined else []
+    news = [f"{join_names(lost)} left"] if lost else []
+    news += [f"{join_names(joined)} joined"] if joined else []
     what = f"{pipelines_of(sizes)}; {describe_safety(len(sizes))}"
     match method:
         case "initial":
@@ -72,13 +72,14 @@ def explain_plan(
         case _:
             sentence = f"{_STEPS[method]}: {what}"
     if idle:
-        sentence += f"; {names(idle)} {'is' if len(idle) == 1 else 'are'} idle, as no pipeline can use more"
+        sentence += (
+            f"; {join_names(idle)} {'is' if len(idle) == 1 else 'are'} idle, as no pipeline can use more"
+        )
     if slow:
         speeds = " and ".join(f"{speed:.0%}" for speed in sorted(set(slow.values())))
-        verb, whose = ("is", "its") if len(slow) == 1 else ("are", "their")
-        sentence += (
-            f"; {names(list(slow))} {verb} slow ({speeds} of the usual speed), which {whose} share allows for"
-        )
+        are, whose = ("is", "its") if len(slow) == 1 else ("are", "their")
+        sentence += f"; {join_names(list(slow))} {are} slow ({speeds} of the usual speed)"
+        sentence += f", which {whose} share allows for"
     for within, words in (("shard", "have their layers in shards"), ("tensor", "are tensor-parallel")):
         if count := withins.count(within):
             where = "all" if count == len(withins) else f"{count} of {len(withins)}"
@@ -87,10 +88,14 @@ def explain_plan(
     dropping = list(dict.fromkeys(each.device.node for each in gone if each.dropped))
     if parking:
         verb = "keeps" if len(parking) == 1 else "keep"
-        sentence += f"; {names(parking)} {verb} old layers in host memory to have room until the first step"
+        sentence += (
+            f"; {join_names(parking)} {verb} old layers in host memory to have room until the first step"
+        )
     if dropping:
         verb = "drops" if len(dropping) == 1 else "drop"
-        sentence += f"; {names(dropping)} {verb} old layers, which others hold, to have room for the new ones"
+        sentence += (
+            f"; {join_names(dropping)} {verb} old layers, which others hold, to have room for the new ones"
+        )
     if len(considered) > 1:
         sentence += f"; {explain_tradeoff(considered[0], considered[1], horizon_s)}"
     return f"{' and '.join(news)}: {sentence}." if news else f"{sentence[0].upper()}{sentence[1:]}."
@@ -139,8 +144,10 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes} bytes"
 
 
-def names(nodes: Sequence[str]) -> str:
-    """Name at most four nodes."""
+def join_names(nodes: Sequence[str]) -> str:
+    """Return at most four of these names, in words."""
+    if not nodes:
+        return "no node"
     if len(nodes) > 4:
         return f"{', '.join(nodes[:3])} and {len(nodes) - 3} more"
     return nodes[0] if len(nodes) == 1 else f"{', '.join(nodes[:-1])} and {nodes[-1]}"
@@ -149,11 +156,11 @@ def names(nodes: Sequence[str]) -> str:
 def pipelines_of(sizes: Sequence[int]) -> str:
     """Return words such as ``3 pipelines (2 of 2 nodes, 1 of 3 nodes)``."""
     if len(sizes) == 1:
-        return f"1 pipeline of {node_count(sizes[0])}"
+        return f"1 pipeline of {count_noun(sizes[0], 'node')}"
     if len(set(sizes)) == 1:
-        return f"{len(sizes)} pipelines of {node_count(sizes[0])}"
+        return f"{len(sizes)} pipelines of {count_noun(sizes[0], 'node')}"
     kinds = ", ".join(
-        f"{sizes.count(size)} of {node_count(size)}" for size in sorted(set(sizes), reverse=True)
+        f"{sizes.count(size)} of {count_noun(size, 'node')}" for size in sorted(set(sizes), reverse=True)
     )
     return f"{len(sizes)} pipelines ({kinds})"
 
@@ -166,6 +173,6 @@ def describe_safety(pipelines: int) -> str:
     return f"any {pipelines - 1} nodes can fail and a copy of every layer is left"
 
 
-def node_count(count: int) -> str:
-    """Return ``1 node`` or ``2 nodes``."""
-    return "1 node" if count == 1 else f"{count} nodes"
+def count_noun(count: int, noun: str) -> str:
+    """Return ``1 node``, ``2 nodes`` …"""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

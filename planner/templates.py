@@ -12,7 +12,7 @@ import msgspec
 
 from planner.errors import BatchError, InfeasibleError
 from planner.mapping.mapper import Mapper
-from planner.reasons import describe_within, node_count
+from planner.reasons import count_noun, describe_within
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import FullestStage, fewest_nodes, find_fullest_stage
 from planner.stages.memory import StageMemory, in_flight
@@ -83,7 +83,7 @@ def smallest_pipeline(costs: StageCosts) -> int:
     if fewest is not None:
         return fewest
     settings = [
-        f"{setting}, which fits on {node_count(n)} or more" for setting, n in _helpful_settings(costs)
+        f"{setting}, which fits on {count_noun(n, 'node')} or more" for setting, n in _helpful_settings(costs)
     ]
     _, memory = _fullest(costs, costs.most_nodes)
     remedies = ["devices with more memory"]
@@ -98,7 +98,7 @@ def smallest_pipeline(costs: StageCosts) -> int:
 
 def explain_tolerance_limit(costs: StageCosts, n0: int) -> str:
     """Say what does not fit on one node fewer than n₀; empty if a single node suffices."""
-    return f"on {node_count(n0 - 1)} {_tightest(costs, n0 - 1)}" if n0 > 1 else ""
+    return f"on {count_noun(n0 - 1, 'node')} {_tightest(costs, n0 - 1)}" if n0 > 1 else ""
 
 
 def _helpful_settings(costs: StageCosts) -> list[tuple[str, int]]:
@@ -159,12 +159,14 @@ def check_tolerance(policy: Policy, n0: int, nodes: int, costs: StageCosts | Non
         advice = f"set tolerance.failures to {fewer}, or start" if most >= 0 else "start"
         settings = [] if costs is None else _helpful_settings(costs)
         why = "" if costs is None else explain_tolerance_limit(costs, n0)
-        each = f"{replicas} replicas of {node_count(n0)} each, " if replicas > 1 else "one replica, "
+        needed_nodes = count_noun(replicas * n0, "node")
+        each = f"{replicas} replicas of {count_noun(n0, 'node')} each, " if replicas > 1 else "one replica, "
         enough = [setting for setting, fewest in settings if replicas * fewest <= nodes]
         raise InfeasibleError(
-            f"tolerance.failures = {policy.tolerate} needs {each}{node_count(replicas * n0)}, and there {_are(nodes)}"
+            f"tolerance.failures = {policy.tolerate} needs {each}{needed_nodes}, and there "
+            f"{'is' if nodes == 1 else 'are'} {count_noun(nodes, 'node')}"
             + (f" ({why})" if why else "")
-            + f"; {advice} {node_count(replicas * n0)}"
+            + f"; {advice} {needed_nodes}"
             + (f", or use {' or '.join(enough)}" if enough else "")
         )
     if policy.microbatches < replicas:
@@ -218,7 +220,3 @@ def _size(size_bytes: int) -> str:
     if size_bytes < GIB:
         return f"{size_bytes / (1 << 20):.1f} MiB ({size_bytes} bytes)"
     return f"{size_bytes / GIB:.2f} GiB ({size_bytes} bytes)"
-
-
-def _are(nodes: int) -> str:
-    return f"{'is' if nodes == 1 else 'are'} {node_count(nodes)}"

@@ -102,10 +102,7 @@ def moved_bytes(
     for number, pipeline in enumerate(pipelines):
         for stage in pipeline.stages:
             for device in stage.devices:
-                ranges: dict[int, list[FractionRange]] = {}
-                for part in parts.get(device, ()):
-                    held = Fraction(part.start, part.of), Fraction(part.end, part.of)
-                    ranges.setdefault(part.layer, []).append(held)
+                ranges = ranges_by_layer(parts.get(device, ()))
                 begin, end = share_of(stage, device)
                 for layer in range(stage.first_layer, stage.end_layer):
                     of, has = profile.layers[layer], ranges.get(layer, [])
@@ -114,6 +111,15 @@ def moved_bytes(
                     if layer not in holdings.get(device, frozenset()):
                         lacking += of.parameter_bytes * (end - begin - _overlap(has, begin, end))
     return int(lacking)
+
+
+def ranges_by_layer(parts: Iterable[StatePart]) -> dict[int, list[FractionRange]]:
+    """Return the ranges of each layer that these parts are of."""
+    ranges: dict[int, list[FractionRange]] = {}
+    for part in parts:
+        held = Fraction(part.start, part.of), Fraction(part.end, part.of)
+        ranges.setdefault(part.layer, []).append(held)
+    return ranges
 
 
 def stages_by_layer(pipelines: Sequence[PipelinePlacement], layers: int) -> list[list[StagePlacement]]:

@@ -22,7 +22,14 @@ from math import ceil
 from typing import NamedTuple
 
 from planner.changes.cover import Masks, layers_of
-from planner.changes.parts import FractionRange, incomplete, retained_parts, share_of, stages_by_layer
+from planner.changes.parts import (
+    FractionRange,
+    incomplete,
+    ranges_by_layer,
+    retained_parts,
+    share_of,
+    stages_by_layer,
+)
 from planner.stages.memory import MemoryModel
 from planner.values import (
     Device,
@@ -195,11 +202,8 @@ def parts_to_release(
             room = memory.limit_bytes - _stage_bytes(memory, stage, len(pipeline.stages) - 1 - position)
             for device in stage.devices:
                 whole = holdings.get(device, frozenset())
-                ranges: dict[int, list[FractionRange]] = {layer: [] for layer in whole}
-                for part in parts.get(device, ()):
-                    if not part.replica:
-                        held = Fraction(part.start, part.of), Fraction(part.end, part.of)
-                        ranges.setdefault(part.layer, []).append(held)
+                own_parts = [part for part in parts.get(device, ()) if not part.replica]
+                ranges = {layer: [] for layer in whole} | ranges_by_layer(own_parts)
                 share = share_of(stage, device)
                 sizes = {}
                 for layer, held_ranges in ranges.items():

@@ -19,13 +19,14 @@ wait ends with the job at the latest.
 from collections.abc import Collection, Iterable
 from typing import Literal
 
+from planner.reasons import join_names
 from planner.values import PipelinePlacement, Situation
 from statemachine.cluster.membership import needed_nodes
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Ended, Paused, Planning, Running, TrainingGroup, Waiting
 from statemachine.cluster.rules import of_nodes, owned_layers
 from statemachine.cluster.sharding import parts_by_device
-from statemachine.cluster.state import DRAIN, Cluster, join_names
+from statemachine.cluster.state import DRAIN, Cluster
 from statemachine.effects import CheckDrain
 from statemachine.events import DrainChecked, DrainRequested
 from statemachine.messages.cluster import Leaving, Release

@@ -3,6 +3,7 @@
 import hashlib
 from typing import Any
 
+from planner.reasons import count_noun
 from statemachine.cluster import corruption, drains
 from statemachine.cluster.boundaries import follow_running, schedule_join
 from statemachine.cluster.horizon import Exposure
@@ -42,7 +43,6 @@ from statemachine.cluster.state import (
     ReplicaComparisons,
     StragglerState,
     TrainingProgress,
-    count_noun,
 )
 from statemachine.effects import BuildTemplates, CancelTemplates
 from statemachine.error_text import describe_failing_nodes
@@ -132,7 +132,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     ended = ClusterPhase.FINISHED if event is PhaseEvent.JOB_ENDED else ClusterPhase.FAILED
     c.transition(event, Ended(phase=ended, outcome=reason))
     requests.refuse_all(c, f"the job has ended: {reason}")
-    persisting.abandon_at_end(c)
+    persisting.abandon(c, "the job is over")
     c.snapshots.pending = None
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)

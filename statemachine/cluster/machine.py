@@ -389,7 +389,8 @@ class ClusterMachine:
         inquire_all(c)
         restored, c.from_journal = c.from_journal, False
         if restored:
-            persisting.abandon_after_restart(c)
+            # The answers that came before the crash are lost.
+            persisting.abandon(c, "the coordinator was restarted")
         match c.state:
             case Quiescing() as state if restored:
                 # Reports that arrived before the crash are lost with it.

@@ -10,11 +10,12 @@ from typing import get_args
 
 from msgspec.structs import replace
 
+from planner.reasons import count_noun
 from planner.values import Policy
 from statemachine.cluster.node import MAX_RETIRED, NodeEvent, NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Running, TrainingGroup
 from statemachine.cluster.recovery_times import note_time_of_failure
-from statemachine.cluster.state import Cluster, count_noun
+from statemachine.cluster.state import Cluster
 from statemachine.effects import RemoveNode
 from statemachine.messages.cluster import Fence, Heartbeat, Hello, Prepare, Reject, RequestHello, Signal
 from statemachine.messages.common import (

@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import structs
 
+from planner.reasons import join_names
 from planner.values import PipelinePlacement, Plan
 from statemachine.cluster.drains import describe_released, drain_waits
 from statemachine.cluster.node import NodeMachine
@@ -12,7 +13,7 @@ from statemachine.cluster.phases import Ended, Paused, Planning, Quiescing, Resu
 from statemachine.cluster.quarantine import describe_aside, readmit_command
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.startup import describe_startup
-from statemachine.cluster.state import Cluster, join_names
+from statemachine.cluster.state import Cluster
 
 
 def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:

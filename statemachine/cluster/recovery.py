@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from planner.reasons import join_names
 from planner.values import Situation
 from statemachine.cluster import recovery_times
 from statemachine.cluster.drains import describe_released, leavers, settle_plan
@@ -68,7 +69,6 @@ from statemachine.cluster.state import (
     RESUME,
     SUSPICION,
     Cluster,
-    join_names,
 )
 from statemachine.effects import ComputePlan, PlanAhead
 from statemachine.events import NodeVanished, PlanReady, RestoreChecked

@@ -22,8 +22,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from planner.reasons import count_noun, join_names
 from planner.values import Device, Plan
-from statemachine.cluster.state import Cluster, count_noun, join_names
+from statemachine.cluster.state import Cluster
 from statemachine.messages.common import Finished, ReplicaDigests
 from statemachine.messages.values import Divergence
 

@@ -14,6 +14,7 @@ that a node finds corrupt is skipped.
 
 from dataclasses import replace
 
+from planner.reasons import join_names
 from planner.values import Device, StatePart
 from statemachine.cluster.drains import next_left_out
 from statemachine.cluster.jobs import fail
@@ -24,7 +25,7 @@ from statemachine.cluster.replicas import explain_loss, explain_repetition
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, key_of
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.spikes import give_up
-from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster, join_names
+from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, PlanImpossible, RestoreChecked
 from statemachine.messages.cluster import RestoreFailed, TrainerLost

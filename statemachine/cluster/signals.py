@@ -121,7 +121,8 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             repairs = min(snapshots.take_repairs(node, signal), MAX_FAILURES)  # A hostile node may say 2**60.
             found += ["bytes of a snapshot changed in its memory, and were repaired"] * repairs
             for detail in found:
-                _take_corruption(c, node, detail)
+                if note_failure(c, node, "checksum", detail):
+                    recover_from_loss(c, node, "node_lost", "quarantine", f"{node.name} is set aside")
         case HealthChecked():
             health.take_report(c, node, signal.report)
         case Prepared():
@@ -160,12 +161,6 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             take_restore_failed(c, node, signal)
         case _:
             assert_never(signal)
-
-
-def _take_corruption(c: Cluster, node: NodeMachine, detail: str) -> None:
-    """Count bytes that changed in a node's memory; a node in which they do so again and again is set aside."""
-    if note_failure(c, node, "checksum", detail):
-        recover_from_loss(c, node, "node_lost", "quarantine", f"{node.name} is set aside")
 
 
 # --- Hello ---------------------------------------------------------------------------------------

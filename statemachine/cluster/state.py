@@ -5,11 +5,10 @@
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.reasons import names
 from planner.values import Device, PipelinePlacement, Plan
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.loss_spikes import LossSpikes
@@ -441,13 +440,3 @@ class Cluster:
     def cancel_timer(self, name: str) -> None:
         if self.due.pop(name, None) is not None:
             self.out.append(CancelTimer(cause=self.cause, name=name))
-
-
-def count_noun(count: int, noun: str) -> str:
-    """Return ``1 node``, ``2 nodes`` …"""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def join_names(nodes: Sequence[str]) -> str:
-    """Return at most four of these names, in words."""
-    return names(nodes) if nodes else "no node"

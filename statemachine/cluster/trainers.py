@@ -8,6 +8,7 @@ rollback, until it is committed. Two errors are the same if the last lines of th
 at most: nodes compute different samples of a step, and have objects at different addresses.
 """
 
+from planner.reasons import count_noun
 from statemachine.cluster.jobs import fail
 from statemachine.cluster.membership import mark_unhealthy
 from statemachine.cluster.node import NodeMachine
@@ -15,7 +16,7 @@ from statemachine.cluster.quarantine import forgive_job_errors, last_line, note_
 from statemachine.cluster.recovery import recover_from_loss
 from statemachine.cluster.recovery_times import note_time_of_failure
 from statemachine.cluster.rollback import explain_foreign_state
-from statemachine.cluster.state import Cluster, count_noun
+from statemachine.cluster.state import Cluster
 from statemachine.error_text import count_error, same_error
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.values import RepeatedError

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from planner.changes.parts import stages_by_layer
 from planner.intervals import (
     IntervalChoice,
     IntervalCost,
@@ -106,12 +107,11 @@ def holder_groups(plan: Plan, peers: Mapping[str, str], protection: str, *, zero
 
     :param peers: replica peer of each owner that has one.
     """
-    owners: dict[int, set[str]] = {}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            for layer in range(stage.first_layer, stage.end_layer):
-                owners.setdefault(layer, set()).update(device.node for device in stage.devices)
-    sets = {frozenset(names | {peers[name] for name in names if name in peers}) for names in owners.values()}
+    owners = [
+        {device.node for stage in stages for device in stage.devices}
+        for stages in stages_by_layer(plan.pipelines, plan.pipelines[0].stages[-1].end_layer)
+    ]
+    sets = {frozenset(names | {peers[name] for name in names if name in peers}) for names in owners}
     most = int("aor" in protection or bool(peers)) if zero1 else math.inf
     sizes = sorted(len(nodes) for nodes in sets)
     return [HolderGroup(nodes=size, tolerated=int(min(size - 1, most))) for size in sizes]

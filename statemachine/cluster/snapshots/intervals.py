@@ -36,14 +36,6 @@ def every_steps(c: Cluster, job: Job) -> int:
     return policy.every_steps
 
 
-def _checkpoint_limit(job: Job) -> int:
-    """Return the given interval of checkpoints, which are made from snapshots; a chosen one follows that of the
-    snapshots instead.
-    """
-    given = 0 if job.checkpoint.auto_interval else job.checkpoint.every_steps
-    return given or job.steps
-
-
 def note_step(c: Cluster, signal: Stepped) -> None:
     """Record the duration of the newest step of the group that trains."""
     group, snapshots = c.state, c.snapshots
@@ -90,11 +82,13 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
     if not job.snapshot.auto_interval or expected_s is None:
         return
     policy = job.snapshot
+    # Checkpoints are made from snapshots; a chosen interval of checkpoints follows that of the snapshots instead.
+    given = 0 if job.checkpoint.auto_interval else job.checkpoint.every_steps
     cost = IntervalCost(step_s=step_s, cost_s=cost_s, horizon_s=expected_s)
     choice = choose_interval(
         cost,
         present=policy.every_steps,
-        most=min(job.steps, _checkpoint_limit(job), GROWTH * policy.every_steps),
+        most=min(given or job.steps, job.steps, GROWTH * policy.every_steps),
         cheap_share=policy.cheap_share,
         settled=settled,
     )

@@ -16,6 +16,7 @@ that it exists already.
 
 import hashlib
 
+from planner.reasons import join_names
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Running
@@ -23,7 +24,7 @@ from statemachine.cluster.snapshots import checkpoint_intervals
 from statemachine.cluster.snapshots.orders import last_checkpoint_missing
 from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite
 from statemachine.cluster.snapshots.snapshots import abandon_last_checkpoint, holders
-from statemachine.cluster.state import FINISH, PERSIST, Cluster, join_names
+from statemachine.cluster.state import FINISH, PERSIST, Cluster
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint
 from statemachine.events import (
     CheckpointCommitFailed,
@@ -290,7 +291,7 @@ def end_overdue(c: Cluster) -> None:
 
 
 def abandon(c: Cluster, why: str) -> None:
-    """Abandon the checkpoint that is being written; the next snapshot is tried."""
+    """Abandon the checkpoint that is being written, if one is; the next snapshot is tried."""
     writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None:
         return
@@ -324,18 +325,7 @@ def _unpin(c: Cluster, record: Snapshot) -> None:
     c.dirty = True
 
 
-# --- restart, end of the job, rollback -----------------------------------------------------------
-
-
-def abandon_after_restart(c: Cluster) -> None:
-    """Abandon what was being written: the answers that came before the crash are lost."""
-    if c.checkpoints.writing is not None:
-        abandon(c, "the coordinator was restarted")
-
-
-def abandon_at_end(c: Cluster) -> None:
-    """Abandon what is being written, since the job has ended."""
-    abandon(c, "the job is over")
+# --- rollback ------------------------------------------------------------------------------------
 
 
 def discard_after(c: Cluster, checkpoint: CheckpointRecord) -> None:

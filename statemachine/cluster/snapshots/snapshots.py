@@ -8,6 +8,7 @@ ordered before all of them have, since only three fit into a node's memory (``st
 
 from collections.abc import Mapping
 
+from planner.reasons import join_names
 from planner.values import Plan
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import Running
@@ -17,7 +18,7 @@ from statemachine.cluster.snapshots import intervals, requests
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, key_of, same_snapshot
 from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
 from statemachine.cluster.spikes import is_judged
-from statemachine.cluster.state import SNAPSHOT, Cluster, join_names
+from statemachine.cluster.state import SNAPSHOT, Cluster
 from statemachine.messages.cluster import Heartbeat, Hello, RetainSnapshot, SnapshotCompleted
 from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import CommittedStep, HeldSnapshot, Restore, Snapshot, SnapshotGroup
