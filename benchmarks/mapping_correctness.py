@@ -19,7 +19,7 @@ from random import Random
 
 from benchmarks.common import Limit, Result, command_line, main
 from planner.mapping import iteration
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.stages.costs import StageCosts
 from planner.values import Template
 from tests.helpers import oracles
@@ -46,7 +46,7 @@ def check(seed: int, objective: str, count: Count, must_be_best: bool) -> None:
     profile, policy, nodes = oracles.random_model(random, objective)
     microbatches = random.randint(1, 12)
     began = time.process_time()
-    found = Mapper(StageCosts(profile, policy), nodes).template(nodes, microbatches)
+    found = best_templates(StageCosts(profile, policy), {nodes: microbatches}).get(nodes)
     count.seconds += time.process_time() - began
     count.cases += 1
     best_ms = oracles.best_mapping_ms(profile, policy, nodes, microbatches)

@@ -20,7 +20,7 @@ from planner.changes.candidates import candidate_layouts
 from planner.changes.cover import whole_layers
 from planner.changes.tradeoff import DEFAULT_HORIZON_S, choose_layout
 from planner.errors import PlanningError
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.planner import Planner
 from planner.precomputed import Precomputed
 from planner.templates import expected_share
@@ -81,10 +81,8 @@ def prepared(shape: Shape, seed: int) -> Planner:
         split="aligned" if shape.devices > 1 else "any",
     )
     planner = Planner(profile(shape, seed), policy)
-    mapper = Mapper(planner.costs, shape.largest)
-    sizes = range(1, shape.largest + 1)
-    found = [mapper.template(size, expected_share(policy, size, NODES)) for size in sizes]
-    templates = tuple(template for template in found if template is not None)
+    shares = {size: expected_share(policy, size, NODES) for size in range(1, shape.largest + 1)}
+    templates = tuple(best_templates(planner.costs, shares).values())
     planner.restore(Precomputed(nodes=NODES, templates=templates, instantiations={}))
     return planner
 

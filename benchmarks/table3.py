@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from benchmarks.common import Limit, Result, command_line, main
 from ftd.config.profile_file import load_profile
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.stages.costs import StageCosts
 from planner.values import Policy
 
@@ -88,7 +88,7 @@ def plan(cell: Cell) -> Planned:
     for split in READINGS:
         began = time.process_time()
         costs = StageCosts(profile, policy_of(cell.devices, split, "paper"))
-        template = Mapper(costs, cell.nodes).template(cell.nodes, MICROBATCHES)
+        template = best_templates(costs, {cell.nodes: MICROBATCHES}).get(cell.nodes)
         seconds[split] = time.process_time() - began
         assert template is not None, "there is no memory limit"
         objective_ms[split], proved = template.objective_ms, proved and template.proved_optimal
@@ -96,7 +96,7 @@ def plan(cell: Cell) -> Planned:
             paper_step_ms = costs.clock(template.stages).makespan_ms(MICROBATCHES)
     began = time.process_time()
     costs = StageCosts(profile, policy_of(cell.devices, "any", "iteration"))
-    quickest = Mapper(costs, cell.nodes).template(cell.nodes, MICROBATCHES)
+    quickest = best_templates(costs, {cell.nodes: MICROBATCHES}).get(cell.nodes)
     step_seconds = time.process_time() - began
     assert quickest is not None, "there is no memory limit"
     return Planned(
@@ -115,7 +115,7 @@ def plan_all_sizes(cell: Cell) -> tuple[float, int]:
     profile = load_profile(cell.profile)
     began = time.process_time()
     costs = StageCosts(profile, policy_of(cell.devices, "any", "paper"))
-    templates = Mapper(costs, cell.nodes).templates(dict.fromkeys(range(1, cell.nodes + 1), MICROBATCHES))
+    templates = best_templates(costs, dict.fromkeys(range(1, cell.nodes + 1), MICROBATCHES))
     return time.process_time() - began, sum(t.proved_optimal for t in templates.values())
 
 

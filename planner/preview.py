@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.errors import InfeasibleError
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.pipelines.batch import check_batch
 from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.stages.costs import StageCosts
@@ -68,7 +68,7 @@ def _of_one_size(costs: StageCosts, nodes: int, size: int) -> Preview:
     pipelines = min(nodes // size, policy.microbatches)
     even, extra = divmod(policy.microbatches, pipelines)
     shares = tuple(even + (index < extra) for index in range(pipelines))
-    template = Mapper(costs, size).template(size, shares[0])
+    template = best_templates(costs, {size: shares[0]}).get(size)
     if template is None:
         raise InfeasibleError(_does_not_fit(costs, size))
     step_ms = costs.step_cost(template.stages, pipelines)

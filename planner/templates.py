@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from planner.errors import BatchError, InfeasibleError
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.reasons import count_noun, describe_within
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import FullestStage, fewest_nodes, find_fullest_stage
@@ -55,7 +55,7 @@ class Templates:
         largest = max(nodes - policy.tolerate * self.n0, min(nodes, 2 * self.n0 - 1))
         largest = min(largest, costs.most_nodes)
         shares = {size: expected_share(policy, size, nodes) for size in range(self.n0, largest + 1)}
-        self.by_nodes = Mapper(costs, largest).templates(shares)
+        self.by_nodes = best_templates(costs, shares)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -14,33 +14,19 @@ from planner.stages.costs import StageCosts
 from planner.values import Template
 
 
-class Mapper:
-    """Mappings of one model for templates of up to ``nodes`` nodes; intermediate results that they share are
-    computed once.
+def best_templates(costs: StageCosts, microbatches: Mapping[int, int]) -> dict[int, Template]:
+    """Return the best mapping for each number of nodes, ascending, where one fits into memory.
+
+    Several numbers of nodes are quicker together than one by one.
+
+    :param microbatches: microbatches of a pipeline, by its number of nodes, for which the ``iteration`` objective
+        minimises the step; ``paper`` assumes 4 per stage.
     """
-
-    def __init__(self, costs: StageCosts, nodes: int) -> None:
-        self._costs = costs
-        self._additive = AdditiveMapping(costs, nodes)
-
-    def template(self, nodes: int, microbatches: int) -> Template | None:
-        """Return the best mapping for ``nodes`` nodes, ``None`` if none fits into memory.
-
-        :param microbatches: number for which the ``iteration`` objective minimises the step; ``paper``
-            assumes 4 per stage.
-        """
-        return self.templates({nodes: microbatches}).get(nodes)
-
-    def templates(self, microbatches: Mapping[int, int]) -> dict[int, Template]:
-        """Return the ``template`` of several numbers of nodes, ascending; quicker than one by one.
-
-        :param microbatches: microbatches of a pipeline, by its number of nodes.
-        """
-        templates = paper_templates(self._additive, list(microbatches))
-        if self._costs.policy.objective == "paper":
-            return templates
-        for nodes, paper in templates.items():
-            found = quickest_template(self._costs, nodes, microbatches[nodes], [paper.stages])
-            assert found is not None, "the paper's mapping fits"
-            templates[nodes] = found
+    templates = paper_templates(AdditiveMapping(costs, max(microbatches)), list(microbatches))
+    if costs.policy.objective == "paper":
         return templates
+    for nodes, paper in templates.items():
+        found = quickest_template(costs, nodes, microbatches[nodes], [paper.stages])
+        assert found is not None, "the paper's mapping fits"
+        templates[nodes] = found
+    return templates

@@ -251,8 +251,6 @@ def settle(c: Cluster) -> None:
                     _release(c, node)
                 elif node.name in c.drains.requests or not node.drain_waits:
                     _deny(c, node, f"the job is paused: {paused.reason}")
-        case _:
-            pass
 
 
 def leavers(c: Cluster) -> list[NodeMachine]:

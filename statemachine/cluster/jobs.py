@@ -366,8 +366,6 @@ def reconcile(c: Cluster) -> None:
             schedule_join(c)
             if JOIN not in c.due and not c.state.pause_limited:
                 readmit_needed(c)
-        case _:
-            pass
 
 
 def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:

@@ -402,8 +402,6 @@ class ClusterMachine:
                 c.set_timer(RESUME, recovery.resume_limit_s(c, group))
             case Paused(pause_limited=True):
                 c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)
-            case _:
-                pass
         if c.snapshots.pending is not None:
             c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
         if c.checkpoints.writing is not None:

@@ -258,8 +258,6 @@ def repeat_command(c: Cluster, node: NodeMachine, signal: Hello) -> None:
                 c.send(node, resume_command(c, group))
             elif node.name in group.planned:
                 _recover_trainers(c, node, f"{node.name} does not train under generation {group.generation}")
-        case _:
-            pass
 
 
 def _recover_trainers(c: Cluster, node: NodeMachine, why: str) -> None:

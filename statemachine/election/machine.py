@@ -55,12 +55,11 @@ end each other's leader sessions until one has published its record, which the o
 """
 
 from collections.abc import Collection
-from typing import assert_never
+from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
-from statemachine.election.events import standby_ineligible, takeover_events, takeover_rejected
+from statemachine.effects import CancelTimer, Effect, EmitEvent, PublishCluster, SetTimer
 from statemachine.election.leadership import (
     AcquireLeadership,
     AnnouncePeer,
@@ -230,7 +229,7 @@ class ElectionMachine:
             self.me = peer  # Its own announcement in this connection.
         self._publish_standbys(known is None or known.ineligible != peer.ineligible)
         if peer.ineligible and (known is None or not known.ineligible) and self.role is Role.LEADER:
-            self._out.append(standby_ineligible(self._cause, peer))
+            self._publish_ineligible(peer)
 
     def _take_problem(self, problem: str) -> None:
         """Note whether this coordinator can begin from a newer journal than its own."""
@@ -337,7 +336,14 @@ class ElectionMachine:
             self._set(TURN, self._timing.election_s)
         elif not self._reported_ineligible:
             self._reported_ineligible = True
-            self._out.append(RejectTakeover(cause=self._cause, event=takeover_rejected(self._cause, self.me)))
+            why = self.me.ineligible
+            event = EmitEvent(
+                cause=self._cause,
+                name="TakeoverRejected",
+                reason=f"no coordinator leads, and {self.me.name} must not: {why}",
+                details={"coordinator": self.me.name, "why": why},
+            )
+            self._out.append(RejectTakeover(cause=self._cause, event=event))
 
     def _reject_journal(self, problem: str) -> None:
         """Release the leader session, on which a journal was read that this coordinator cannot begin from."""
@@ -379,11 +385,11 @@ class ElectionMachine:
             return
         self._cancel(LEADER_SESSION)
         self._out.append(Lead(cause=self._cause, leader=claimed.leader, resumed=claimed.resumed))
-        self._out += takeover_events(self._cause, claimed, self._at, self._timing)
+        self._publish_takeover(claimed)
         self.role, self.leader, self._led = Role.LEADER, claimed.leader, True
-        self._out += [
-            standby_ineligible(self._cause, peer) for peer in self.peers.values() if peer.ineligible
-        ]
+        for peer in self.peers.values():
+            if peer.ineligible:
+                self._publish_ineligible(peer)
         self._knowledge.note_leading()
         self._send_heartbeat()
 
@@ -433,6 +439,43 @@ class ElectionMachine:
             case _:
                 if self.role is Role.LEADER:
                     self._send_heartbeat()
+
+    # --- events and timers ------------------------------------------------------------------------------
+
+    def _publish_event(self, name: str, reason: str, **details: Any) -> None:
+        self._out.append(EmitEvent(cause=self._cause, name=name, reason=reason, details=details))
+
+    def _publish_takeover(self, claimed: TermClaim) -> None:
+        """Publish the loss of the previous leader and the election of the next, unless both have the same name."""
+        leader, before, how = claimed.leader, claimed.before, claimed.how
+        if before is None or before.name == leader.name:
+            return
+        words = {
+            "last_will": "the broker lost its session",
+            "goodbye": "it was stopped",
+            "silence": f"it was silent for {self._timing.leader_silence_s:g} s",
+        }
+        self._publish_event(
+            "LeaderLost",
+            f"{before.name} led the cluster: {words[how]}",
+            leader=before.name,
+            term=before.term,
+            how=how,
+            detected_at=claimed.noticed_at,
+        )
+        self._publish_event(
+            "LeaderElected",
+            f"{leader.name} leads the cluster in place of {before.name}",
+            leader=leader.name,
+            term=leader.term,
+            took_s=self._at - claimed.noticed_at,
+        )
+
+    def _publish_ineligible(self, peer: Peer) -> None:
+        """Publish that a peer looks like a standby but will not take over."""
+        why = peer.ineligible
+        reason = f"{peer.name} will not take over: {why}"
+        self._publish_event("StandbyIneligible", reason, coordinator=peer.name, why=why)
 
     def _set(self, name: str, delay_s: float) -> None:
         self._due[name] = self._at + delay_s

@@ -6,7 +6,7 @@ import pytest
 
 from planner.mapping import iteration
 from planner.mapping.iteration import quickest_template
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.mapping.quickest import mapping_count
 from planner.stages.costs import StageCosts
 from planner.values import Link, ModelProfile, Policy, Recomputation, StageTemplate, Template
@@ -49,7 +49,7 @@ def random_case(random: Random) -> tuple[ModelProfile, Policy, int, int]:
 
 
 def template_of(profile: ModelProfile, policy: Policy, nodes: int, microbatches: int) -> Template | None:
-    return Mapper(StageCosts(profile, policy), nodes).template(nodes, microbatches)
+    return best_templates(StageCosts(profile, policy), {nodes: microbatches}).get(nodes)
 
 
 def check(random: Random, cases: int) -> tuple[list[float], int]:

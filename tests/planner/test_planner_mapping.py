@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from planner.mapping import iteration
 from planner.mapping.additive import AdditiveMapping
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.mapping.paper import paper_templates
 from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime, Template
@@ -21,7 +21,7 @@ def as_mapping(template: Template) -> list[tuple[int, int, int]]:
 
 
 def best(profile: ModelProfile, policy: Policy, nodes: int, microbatches: int = 16) -> Template | None:
-    return Mapper(StageCosts(profile, policy), nodes).template(nodes, microbatches)
+    return best_templates(StageCosts(profile, policy), {nodes: microbatches}).get(nodes)
 
 
 def table_3_layer() -> LayerProfile:
@@ -111,8 +111,8 @@ def test_all_sizes_at_once_are_as_good_as_one_by_one(objective: str) -> None:
         profile, policy, _ = random_model(random, objective)
         costs = StageCosts(profile, policy)
         sizes = range(1, costs.most_nodes + 1)
-        together = Mapper(costs, costs.most_nodes).templates(dict.fromkeys(sizes, 7)) if sizes else {}
-        alone = {nodes: Mapper(costs, nodes).template(nodes, 7) for nodes in sizes}
+        together = best_templates(costs, dict.fromkeys(sizes, 7)) if sizes else {}
+        alone = {nodes: best_templates(costs, {nodes: 7}).get(nodes) for nodes in sizes}
         assert list(together) == [nodes for nodes, template in alone.items() if template]
         for nodes, template in together.items():
             single = alone[nodes]

@@ -54,7 +54,7 @@ def test_a_planner_restored_from_bytes_plans_alike_and_maps_nothing(monkeypatch:
     def never(*_: object) -> None:
         raise AssertionError("compute it again")
 
-    monkeypatch.setattr("planner.templates.Mapper", never)
+    monkeypatch.setattr("planner.templates.best_templates", never)
     monkeypatch.setattr("planner.pipelines.search.Search.quickest", never)
     for count in range(2, 8):
         situation = first.initial_situation([f"node-{number}" for number in range(count)])

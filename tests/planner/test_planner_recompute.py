@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
 from planner.mapping import iteration
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
 from planner.stages.layers import expected_ms
@@ -48,7 +48,7 @@ def policy_of(checkpointing: ActivationCheckpointing, **changes: object) -> Poli
 
 
 def best(profile: ModelProfile, policy: Policy, nodes: int, microbatches: int = 16) -> Template:
-    template = Mapper(StageCosts(profile, policy), nodes).template(nodes, microbatches)
+    template = best_templates(StageCosts(profile, policy), {nodes: microbatches}).get(nodes)
     assert template is not None
     return template
 
@@ -104,7 +104,7 @@ def test_no_other_choice_for_any_stage_is_better() -> None:
                 for number, stage in enumerate(mapping)
             ]
             scores += [pipeline_ms(profile, policy, mapping, times, 6) for times in product(*fitting)]
-        template = Mapper(StageCosts(profile, policy), nodes).template(nodes, 6)
+        template = best_templates(StageCosts(profile, policy), {nodes: 6}).get(nodes)
         assert (template is None) == (not scores)
         if template is None:
             continue
@@ -127,7 +127,7 @@ def test_the_search_is_exact_where_recomputation_decides(
         policy = msgspec.structs.replace(policy, activation_checkpointing="auto")
         profile = replace(profile, device_memory_bytes=random.randint(20, 60))
         microbatches = random.randint(1, 12)
-        template = Mapper(StageCosts(profile, policy), nodes).template(nodes, microbatches)
+        template = best_templates(StageCosts(profile, policy), {nodes: microbatches}).get(nodes)
         expected = best_mapping_ms(profile, policy, nodes, microbatches)
         assert (template is None) == (expected is None)
         if template is None or expected is None:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
 from planner.stages.layers import expected_ms
@@ -92,11 +92,11 @@ def test_stages_are_tensor_parallel_where_replicas_do_not_fit_and_that_is_quicke
     pair = {"stage_devices": (2,)}
     assert {mode.within for mode in StageCosts(model(**pair), policy_of("auto")).modes} == {"replicate"}
     tight = replace(model(layers=8, memory_bytes=5000, **pair), inner=Link(latency_ms=0.0, bytes_per_s=1e5))
-    template = Mapper(StageCosts(tight, policy_of("auto")), 1).template(1, 16)
+    template = best_templates(StageCosts(tight, policy_of("auto")), {1: 16}).get(1)
     assert template is not None
     assert [stage.within for stage in template.stages] == ["tensor"]
     none = replace(tight, tensor_problem="its plan names no module")
-    sharded = Mapper(StageCosts(none, policy_of("auto")), 1).template(1, 16)
+    sharded = best_templates(StageCosts(none, policy_of("auto")), {1: 16}).get(1)
     assert sharded is not None
     assert [stage.within for stage in sharded.stages] == ["shard"]
     assert template.objective_ms < sharded.objective_ms
@@ -109,7 +109,7 @@ def test_tensor_parallel_stages_may_have_more_devices_than_a_microbatch_has_rows
     )
     costs = StageCosts(profile, policy)
     assert {costs.modes[number].within for number in costs.modes_of(2)} == {"tensor"}
-    template = Mapper(StageCosts(replace(profile, stage_devices=(2,)), policy), 1).template(1, 16)
+    template = best_templates(StageCosts(replace(profile, stage_devices=(2,)), policy), {1: 16}).get(1)
     assert template is not None and template.stages[0].within == "tensor"
 
 
@@ -150,7 +150,7 @@ def test_replicas_are_used_where_the_heads_or_the_memory_allow_no_other_division
     tight = replace(
         model(layers=8, memory_bytes=5500, stage_devices=(4,)), inner=Link(latency_ms=0.0, bytes_per_s=1e5)
     )
-    template = Mapper(StageCosts(tight, policy_of("auto", devices_per_node=4)), 1).template(1, 16)
+    template = best_templates(StageCosts(tight, policy_of("auto", devices_per_node=4)), {1: 16}).get(1)
     assert template is not None
     assert [(stage.within, stage.replicas) for stage in template.stages] == [("tensor", 2)]
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from planner.errors import InfeasibleError, RestoreError
 from planner.mapping import iteration
-from planner.mapping.mapper import Mapper
+from planner.mapping.mapper import best_templates
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
 from planner.stages.layers import expected_ms
@@ -66,7 +66,7 @@ def policy_of(within: WithinNode, **changes: Any) -> Policy:
 
 
 def best(profile: ModelProfile, policy: Policy, nodes: int) -> Template:
-    template = Mapper(StageCosts(profile, policy), nodes).template(nodes, 16)
+    template = best_templates(StageCosts(profile, policy), {nodes: 16}).get(nodes)
     assert template is not None
     return template
 
@@ -267,7 +267,7 @@ def test_the_search_is_exact_where_shards_decide(objective: str, monkeypatch: py
             continue
         profile = heavy(random, profile)
         microbatches = random.randint(1, 12)
-        template = Mapper(StageCosts(profile, policy), nodes).template(nodes, microbatches)
+        template = best_templates(StageCosts(profile, policy), {nodes: microbatches}).get(nodes)
         expected = best_mapping_ms(profile, policy, nodes, microbatches)
         assert (template is None) == (expected is None)
         if template is None or expected is None:
@@ -311,7 +311,7 @@ def test_no_other_choice_for_any_stage_is_notably_better() -> None:
                 for number, stage in enumerate(mapping)
             ]
             scores += [pipeline_ms(profile, policy, mapping, times, 6) for times in product(*fitting)]
-        template = Mapper(StageCosts(profile, policy), nodes).template(nodes, 6)
+        template = best_templates(StageCosts(profile, policy), {nodes: 6}).get(nodes)
         assert (template is None) == (not scores)
         if template is None:
             continue
