@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from statemachine.messages.base import Message
+from statemachine.messages.common import Message
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 

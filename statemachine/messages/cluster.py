@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 from planner.values import Plan
-from statemachine.messages.base import Message
 from statemachine.messages.common import (
     Finished,
+    Message,
     OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,

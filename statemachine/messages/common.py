@@ -5,11 +5,14 @@ about its device; those of a node summarise what its trainers reported. A node f
 coordinator unchanged.
 """
 
-from msgspec import field
+from msgspec import Struct, field
 
 from planner.values import ModelProfile
-from statemachine.messages.base import Message
 from statemachine.messages.values import Evaluation, QuiesceMode
+
+
+class Message(Struct, frozen=True, kw_only=True, tag=True):
+    """Base class of all messages of a protocol. On the wire, its field ``type`` holds the name of the class."""
 
 
 class Quiesce(Message, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ This module does not import torch.
 
 import msgspec
 
-from statemachine.messages.base import Message
+from statemachine.messages.common import Message
 
 
 class Trace(Message, frozen=True, kw_only=True):

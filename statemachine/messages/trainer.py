@@ -34,9 +34,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from planner.values import ActivationCheckpointing, Recompute, Within, WithinNode
-from statemachine.messages.base import Message
 from statemachine.messages.common import (
     Finished,
+    Message,
     OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
