@@ -4,7 +4,6 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import structlog
 
@@ -16,7 +15,7 @@ from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
-from ftd.coordinator.ports import Feed, Ports, Program
+from ftd.coordinator.ports import Feed, Observer, Ports, Program
 from ftd.driver import Driver, SystemClock
 from ftd.observe.dashboard.dashboard import Dashboard
 from ftd.observe.metrics.cluster import ClusterMetrics
@@ -24,11 +23,8 @@ from ftd.observe.metrics.server import MetricsServer
 from ftd.observe.tracking.writer_process import TrackingWriterProcess
 from ftd.tasks import cancel_all
 from ftd.transport.mqtt.transport import MqttTransport
-from ftd.transport.wire.public import EventMessage
 from statemachine.cluster.durable import durable
-from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Peer
-from statemachine.messages.values import Job
 
 _log = structlog.get_logger("ftd.coordinator")
 
@@ -36,9 +32,6 @@ _log = structlog.get_logger("ftd.coordinator")
 class CoordinatorDaemon:
     """The process of ``ftd coordinator``: ``await CoordinatorDaemon(config).run()`` serves until a signal ends
     it.
-
-    It is the ``Observer`` of its coordinator, and passes what it observes to metrics, dashboard, tracking
-    and systemd.
     """
 
     def __init__(self, config: DaemonConfig, *, reset: bool = False) -> None:
@@ -50,15 +43,34 @@ class CoordinatorDaemon:
         self._cluster = config.cluster
         self._cache = PlanCache(config.state_dir / "plans")
         self._dashboard = Dashboard(config.dashboard, cluster=config.cluster)
+        clock = SystemClock()
+        self._metrics = ClusterMetrics(
+            state=lambda: self._coordinator.machine.public_state(),  # Another leader replaces the machine.
+            clock=clock.monotonic_s,
+            connected=lambda: self._coordinator.leadership.online,
+            leading=lambda: self._coordinator.leadership.connected,
+            internal_errors=lambda: self._coordinator.driver.bugs,
+        )
+        self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.common.registry)
         self._coordinator = Coordinator(
             Ports(
                 program=Program(version=ftd.__version__, schema=durable.SCHEMA),
-                clock=SystemClock(),
+                clock=clock,
                 transport=MqttTransport(config.broker, config.cluster),
                 disk=LocalDisk(),
                 planning=self._new_planning,
                 checkpoints=lambda feed, driver: CheckpointService(feed, driver.now),
-                observer=self,
+                observer=Observer(
+                    on_own_event=self._metrics.on_event,
+                    on_node_event=self._metrics.on_node_event,
+                    on_published=self._dashboard.on_event,
+                    on_broker_alive=self._dashboard.on_broker_message,
+                    on_state=self._dashboard.on_state,
+                    on_acknowledged=self._metrics.common.broker_round_trip.observe,
+                    track_job=lambda job, term, outcome: self._tracking.set_job(job, term, outcome),
+                    on_status=lambda text: systemd.notify(f"STATUS={text}"),
+                    on_stopping=lambda: systemd.notify("STOPPING=1"),
+                ),
             ),
             Peer(name=config.coordinator, incarnation=time.time_ns() // 1000, priority=config.priority),
             cluster=config.cluster,
@@ -74,22 +86,10 @@ class CoordinatorDaemon:
             on_failed=coordinator.report_logging_failure,
             on_missing=coordinator.fetch_missed,
         )
-        self._metrics = ClusterMetrics(
-            state=self._state,
-            clock=coordinator.driver.now,
-            connected=lambda: coordinator.leadership.online,
-            leading=lambda: coordinator.leadership.connected,
-            internal_errors=lambda: coordinator.driver.bugs,
-        )
-        self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.common.registry)
 
     def _new_planning(self, feed: Feed, driver: Driver, on_progress: Callable[[], None]) -> PlanningService:
         self._planning = PlanningService(feed, driver, self._cache, on_progress=on_progress)
         return self._planning
-
-    def _state(self) -> dict[str, Any]:
-        """Return the state of the current machine, which is replaced when the leader changes."""
-        return self._coordinator.machine.public_state()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Trainers continue: they need no coordinator to train.
@@ -119,41 +119,3 @@ class CoordinatorDaemon:
             await self._tracking.close()
             coordinator.journal.close()
             _log.info("stopped")
-
-    # --- as the observer ---------------------------------------------------------------------------
-
-    def on_own_event(self, event: EmitEvent) -> None:
-        """Count an event of this coordinator."""
-        self._metrics.on_event(event)
-
-    def on_node_event(self, message: EventMessage) -> None:
-        """Count an event of a node."""
-        self._metrics.on_node_event(message)
-
-    def on_published(self, message: EventMessage, own: bool) -> None:
-        """Show an event on the dashboard."""
-        self._dashboard.on_event(message, own)
-
-    def on_broker_alive(self) -> None:
-        """Show on the dashboard that the broker delivers messages."""
-        self._dashboard.on_broker_message()
-
-    def on_state(self, state: dict[str, Any]) -> None:
-        """Show the cluster's state on the dashboard."""
-        self._dashboard.on_state(state)
-
-    def on_acknowledged(self, seconds: float) -> None:
-        """Record the time that the broker took for a message."""
-        self._metrics.common.broker_round_trip.observe(seconds)
-
-    def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
-        """Log the job's steps."""
-        self._tracking.set_job(job, term, outcome)
-
-    def on_status(self, text: str) -> None:
-        """Report to systemd what this coordinator does."""
-        systemd.notify(f"STATUS={text}")
-
-    def on_stopping(self) -> None:
-        """Report to systemd that this coordinator is about to leave."""
-        systemd.notify("STOPPING=1")

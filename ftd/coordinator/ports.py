@@ -108,35 +108,34 @@ class CheckpointOperations(Protocol):
         """
 
 
-class Observer(Protocol):
-    """Metrics, dashboard and tracking: they observe a coordinator and decide nothing."""
+def _ignore(*_: object) -> None:
+    return None
 
-    def on_own_event(self, event: EmitEvent) -> None:
-        """Take an event of this coordinator, before the rate limiter may drop it."""
 
-    def on_node_event(self, message: EventMessage) -> None:
-        """Take an event of a node."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """Callbacks for metrics, dashboard and tracking, which observe a coordinator and decide nothing."""
 
-    def on_published(self, message: EventMessage, own: bool) -> None:
-        """Take an event that is published; ``own``: by a coordinator."""
-
-    def on_broker_alive(self) -> None:
-        """Note that the broker delivered something."""
-
-    def on_state(self, state: dict[str, Any]) -> None:
-        """Take the cluster's state, this coordinator's or the present leader's."""
-
-    def on_acknowledged(self, seconds: float) -> None:
-        """Note how long the broker took for a message."""
-
-    def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
-        """Log this job's steps; see ``ftd.observe.tracking.writer_process.TrackingWriterProcess.set_job``."""
-
-    def on_status(self, text: str) -> None:
-        """Take a description of what this coordinator does."""
-
-    def on_stopping(self) -> None:
-        """Note that this coordinator is about to leave."""
+    on_own_event: Callable[[EmitEvent], object] = _ignore
+    """Callback for an event of this coordinator, before the rate limiter may drop it."""
+    on_node_event: Callable[[EventMessage], object] = _ignore
+    """Callback for an event of a node."""
+    on_published: Callable[[EventMessage, bool], object] = _ignore
+    """Callback for an event that is published; ``True``: by a coordinator."""
+    on_broker_alive: Callable[[], object] = _ignore
+    """Callback for anything that the broker delivers."""
+    on_state: Callable[[dict[str, Any]], object] = _ignore
+    """Callback for the cluster's state, this coordinator's or the present leader's."""
+    on_acknowledged: Callable[[float], object] = _ignore
+    """Callback for the seconds that the broker took for a message."""
+    track_job: Callable[[Job | None, int, str | None], object] = _ignore
+    """Function that has this job's steps logged; see
+    ``ftd.observe.tracking.writer_process.TrackingWriterProcess.set_job``.
+    """
+    on_status: Callable[[str], object] = _ignore
+    """Callback for a description of what this coordinator does."""
+    on_stopping: Callable[[], object] = _ignore
+    """Callback for when this coordinator is about to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from ftd.driver import SystemClock
 from ftd.errors import ConfigurationError
 from ftd.logs import log_location
 from ftd.node.node import Node
-from ftd.node.ports import Ports
+from ftd.node.ports import NodeObserver, Ports
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.starvation import StarvationMonitor
 from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
@@ -34,7 +34,6 @@ from ftd.tasks import cancel_all
 from ftd.transport.http_server import listen
 from ftd.transport.mqtt.session import MqttSession
 from runtime.wire.store_protocol import secret_fingerprint
-from statemachine.effects import EmitEvent
 from statemachine.messages.values import NodeFacts
 
 log = structlog.get_logger("ftd.node")
@@ -69,7 +68,11 @@ class NodeDaemon:
                 ),
                 snapshots=LocalSnapshotStorage(config, self._secret, host=config.listening_host),
                 facts=self._facts,
-                observer=self,
+                observer=NodeObserver(
+                    on_event=self._metrics.on_published,
+                    on_acknowledged=self._metrics.common.broker_round_trip.observe,
+                    on_heartbeat=lambda device, at: self._starvation.record_heartbeat(device, at),
+                ),
             ),
             watch=self._metrics.observe,
         )
@@ -170,20 +173,6 @@ class NodeDaemon:
         if self._signals > 2:
             self._node.exit(128 + number)
         self._node.leave(signal.Signals(number).name)
-
-    # --- as the observer ---------------------------------------------------------------------------
-
-    def on_event(self, event: EmitEvent) -> None:
-        """Count an event."""
-        self._metrics.on_published(event)
-
-    def on_acknowledged(self, seconds: float) -> None:
-        """Record the time that the broker took for a message."""
-        self._metrics.common.broker_round_trip.observe(seconds)
-
-    def on_heartbeat(self, device: int, at: float) -> None:
-        """Note for the monitor of starved trainers that a heartbeat arrived."""
-        self._starvation.record_heartbeat(device, at)
 
     def _now(self) -> NodeSample:
         node = self._node

@@ -116,17 +116,20 @@ class TrainerProcesses(Protocol):
         """
 
 
-class NodeObserver(Protocol):
-    """Metrics and the monitor of starved trainers: they observe a node and decide nothing."""
+def _ignore(*_: object) -> None:
+    return None
 
-    def on_event(self, event: EmitEvent) -> None:
-        """Take an event of this node, before the rate limiter may drop it."""
 
-    def on_acknowledged(self, seconds: float) -> None:
-        """Note how long the broker took for a message."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeObserver:
+    """Callbacks for metrics and the monitor of starved trainers, which observe a node and decide nothing."""
 
-    def on_heartbeat(self, device: int, at: float) -> None:
-        """Note that a heartbeat of this device's trainer arrived."""
+    on_event: Callable[[EmitEvent], None] = _ignore
+    """Callback for an event of this node, before the rate limiter may drop it."""
+    on_acknowledged: Callable[[float], None] = _ignore
+    """Callback for the seconds that the broker took for a message."""
+    on_heartbeat: Callable[[int, float], None] = _ignore
+    """Callback for a heartbeat of a device's trainer, and the time at which it arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftd.coordinator.coordinator import Coordinator
-from ftd.coordinator.ports import Ports, Program
+from ftd.coordinator.ports import Observer, Ports, Program
 from ftd.errors import JournalError
 from ftd.faults.sim.checkpoints import SimCheckpoints
 from ftd.faults.sim.disk import SimDisk
@@ -230,6 +230,11 @@ class SimCoordinator(ProcessHost):
         if isinstance(it, RecordSteps):
             self.check(lambda: self.invariants.check_recalled(it))
 
+    def published_state(self, state: dict[str, Any]) -> None:
+        """Observe a state of the cluster that it published."""
+        if self.on_state is not None and self.reaches_broker:
+            self.on_state(state)
+
     def check(self, look: Callable[[], None]) -> None:
         """Check an invariant inside the process, whose code handles exceptions."""
         try:
@@ -252,41 +257,6 @@ class SimCoordinator(ProcessHost):
         return view
 
 
-class _Observer:
-    """An observer that does nothing: there are no metrics, dashboard and tracking here."""
-
-    def __init__(self, of: SimCoordinator) -> None:
-        self._of = of
-
-    def on_own_event(self, event: EmitEvent) -> None:
-        return
-
-    def on_node_event(self, message: EventMessage) -> None:
-        return
-
-    def on_published(self, message: EventMessage, own: bool) -> None:
-        return
-
-    def on_broker_alive(self) -> None:
-        return
-
-    def on_state(self, state: dict[str, Any]) -> None:
-        if self._of.on_state is not None and self._of.reaches_broker:
-            self._of.on_state(state)
-
-    def on_acknowledged(self, seconds: float) -> None:
-        return
-
-    def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
-        return
-
-    def on_status(self, text: str) -> None:
-        return
-
-    def on_stopping(self) -> None:
-        return
-
-
 class _Process(Coordinator):
     """The real coordinator with hooks that observe it and change nothing."""
 
@@ -304,7 +274,7 @@ class _Process(Coordinator):
             checkpoints=lambda feed, driver: SimCheckpoints(
                 of.world, of.invariants.checkpoint_store, loop, feed, driver
             ),
-            observer=_Observer(of),
+            observer=Observer(on_state=of.published_state),
         )
         super().__init__(
             ports,

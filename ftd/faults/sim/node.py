@@ -20,7 +20,7 @@ from ftd.faults.sim.trainer_processes import SimHostProcesses, SimTrainers
 from ftd.faults.sim.trainers import SimGroups, SimTrainer
 from ftd.node.message_faults import LinkFaults
 from ftd.node.node import Node
-from ftd.node.ports import Ports, TrainerProcess
+from ftd.node.ports import NodeObserver, Ports, TrainerProcess
 from ftd.transport.ports import BrokerSession
 from ftd.transport.wire.codec import decode_to_nodes
 from ftd.transport.wire.public import encode_json
@@ -273,7 +273,7 @@ class _Process(Node):
             trainers=self.trainers,
             snapshots=self.storage,
             facts=lambda: facts,
-            observer=_Observer(of),
+            observer=NodeObserver(on_event=lambda event: of.on_event(event)),
         )
         super().__init__(
             _config(of.name, of.devices, of.world.timing),
@@ -293,22 +293,6 @@ class _Process(Node):
     def on_command(self, message: ToNode) -> None:
         self.commands += 1
         super().on_command(message)
-
-
-class _Observer:
-    """The observer of one process: there are no metrics here, and no trainer starves."""
-
-    def __init__(self, of: SimNode) -> None:
-        self._of = of
-
-    def on_event(self, event: EmitEvent) -> None:
-        self._of.on_event(event)
-
-    def on_acknowledged(self, seconds: float) -> None:
-        return
-
-    def on_heartbeat(self, device: int, at: float) -> None:
-        return
 
 
 def _in_letters(number: int) -> str:
