@@ -13,15 +13,16 @@ import structlog
 
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import Driver
+from ftd.errors import WireError
 from ftd.node.chaos import NodeFaultInjector
 from ftd.node.instructions import make_prepare_instruction, make_resume_instruction
-from ftd.node.message_router import NodeMessageRouter
 from ftd.node.ports import Ports
 from ftd.node.publisher import NodePublisher
 from ftd.node.supervisor import TrainerSupervisor
 from ftd.node.traces import TraceService
 from ftd.snapshots.service import SnapshotService
-from ftd.transport.wire.public import Answer, NodeStateMessage
+from ftd.transport.wire.codec import check_not_retained, decode_to_node, decode_to_nodes
+from ftd.transport.wire.public import Answer, NodeStateMessage, decode_json
 from ftd.transport.wire.topics import Topics
 from planner.values import Device
 from statemachine import effects
@@ -85,9 +86,10 @@ class Node:
         """
         self._config, self._ports = config, ports
         self._node = config.node
-        self._topics = Topics(cluster=config.cluster)
+        self._topics = topics = Topics(cluster=config.cluster)
         self._secret = config.require_secret()
-        self._incarnation = 0
+        self.incarnation = 0
+        """The present incarnation of the node."""
         self.machine = AgentMachine(config.node, config.timing)
         self.driver = Driver(self.machine, self._perform, watch, clock=ports.clock, suffix=cause_suffix)
         self.snapshots = SnapshotService(
@@ -121,7 +123,14 @@ class Node:
         self._traces = TraceService(
             node=config.node, devices=config.devices, send=self.send, answer=self.send_answer
         )
-        self._router = NodeMessageRouter(self._topics, self._node, self)
+        self._handlers: dict[str, Callable[[bytes, bool], None]] = {
+            topics.node_command(self._node): self._on_command_to_this_node,
+            topics.command: self._on_command_to_several,
+            topics.chaos(self._node): self._on_fault_request,
+            topics.trace(self._node): self._on_trace_request,
+            topics.node_state(self._node): self._on_own_state,
+        }
+        """Handlers by topic; they take a payload and whether it was retained."""
         self._publisher: NodePublisher | None = None
         self._exit: asyncio.Future[int] | None = None
 
@@ -182,17 +191,17 @@ class Node:
         """Start a new incarnation: a new last will, a new connection with a new client id, and a reset of the
         machine.
         """
-        self._incarnation = max(self._incarnation + 1, int(self._ports.clock.wall_s() * 1e6))
+        self.incarnation = max(self.incarnation + 1, int(self._ports.clock.wall_s() * 1e6))
         facts = self._ports.facts()
-        log.info("incarnation_began", incarnation=self._incarnation, rendezvous_port=facts.rendezvous_port)
-        self.driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))
+        log.info("incarnation_began", incarnation=self.incarnation, rendezvous_port=facts.rendezvous_port)
+        self.driver.feed(AgentStarted(**self._stamp(), incarnation=self.incarnation, facts=facts))
         self._publisher = NodePublisher(
             self._config,
-            self._incarnation,
+            self.incarnation,
             open_session=self._ports.open_session,
             message_faults=self.chaos.message_faults,
             clock=self.driver.now,
-            on_message=self._router.on_message,
+            on_message=self._on_message,
             on_connected=lambda: self.driver.feed(BrokerConnected(**self._stamp())),
             on_lost=lambda: self.driver.feed(BrokerDisconnected(**self._stamp())),
             on_acknowledged=self._ports.observer.on_acknowledged,
@@ -307,23 +316,51 @@ class Node:
 
     # --- received messages ---------------------------------------------------------------------------
 
-    @property
-    def incarnation(self) -> int:
-        return self._incarnation
+    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        """Decode a message and act on it, or report that it was rejected.
+
+        A broken message on the topic that all nodes receive is only logged, since the coordinator reports
+        it; otherwise a thousand nodes would report it at once.
+        """
+        handler = self._handlers.get(topic)
+        if handler is None:
+            return
+        try:
+            handler(payload, retained)
+        except WireError as error:
+            details = {"topic": topic, "why": str(error)}
+            to_all = topic == self._topics.command
+            self.publish_event("MessageRejected", f"{topic}: {error}", details, over_mqtt=not to_all)
+
+    def _on_command_to_this_node(self, payload: bytes, retained: bool) -> None:
+        check_not_retained(retained)
+        self.on_command(decode_to_node(payload, self._node))
+
+    def _on_command_to_several(self, payload: bytes, retained: bool) -> None:
+        check_not_retained(retained)
+        message = decode_to_nodes(payload).addressed(self._node, self.incarnation)
+        if message is not None:
+            self.on_command(message)
 
     def on_command(self, message: ToNode) -> None:
-        if self._publisher is not None and message.incarnation == self._incarnation:
+        """Pass a command of the coordinator to the machine."""
+        if self._publisher is not None and message.incarnation == self.incarnation:
             self._publisher.observe_command(message.command)
         self.driver.feed(CommandArrived(at=self.driver.now(), cause=message.cause, message=message))
 
-    def on_chaos(self, payload: bytes) -> None:
-        self.chaos.on_request(payload)
+    def _on_fault_request(self, payload: bytes, retained: bool) -> None:
+        if not retained:  # A fault that somebody left retained must not be injected at every start.
+            self.chaos.on_request(payload)
 
-    def on_trace(self, payload: bytes) -> None:
-        self._traces.on_request(payload)
+    def _on_trace_request(self, payload: bytes, retained: bool) -> None:
+        if not retained:
+            self._traces.on_request(payload)
 
-    def on_state(self, seen: NodeStateMessage | None) -> None:
-        self._present_publisher().observe_state(seen)
+    def _on_own_state(self, payload: bytes, _: bool) -> None:
+        """Take a state that somebody published on this node's own topic; an empty one deletes the retained
+        state.
+        """
+        self._present_publisher().observe_state(decode_json(payload, NodeStateMessage) if payload else None)
 
     # --- actions of fault injection --------------------------------------------------------------------
 

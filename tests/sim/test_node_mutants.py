@@ -8,7 +8,6 @@ from ftd.faults.sim import faults
 from ftd.faults.sim.simulation import SeedOverrides, Simulation
 from ftd.node import instructions
 from ftd.node.health import HealthChecker
-from ftd.node.message_router import NodeMessageRouter
 from ftd.node.node import Node
 from ftd.node.ports import TrainerProcess
 from ftd.node.publisher import NodePublisher
@@ -116,14 +115,14 @@ def test_the_test_of_a_device_that_hangs_and_is_not_ended_is_found(monkeypatch: 
 
 
 def test_a_command_to_another_incarnation_that_is_obeyed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(self: NodeMessageRouter, payload: bytes, retained: bool) -> None:
-        several, incarnation = decode_to_nodes(payload), self._handler.incarnation
+    def command(self: Node, payload: bytes, retained: bool) -> None:
+        several, incarnation = decode_to_nodes(payload), self.incarnation
         message = ToNode(
             node=self._node, incarnation=incarnation, command=several.command, cause=several.cause
         )
-        self._handler.on_command(message)
+        self.on_command(message)
 
-    monkeypatch.setattr(NodeMessageRouter, "_command_to_several", command)
+    monkeypatch.setattr(Node, "_on_command_to_several", command)
     found("handles a command")
 
 
