@@ -70,12 +70,11 @@ class Machine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ExpiredTimer:
     """Expired timer in the queue. It is void if the timer was cancelled or set again before its turn came."""
 
     name: str
-    ticket: int
 
 
 class Driver:
@@ -115,8 +114,7 @@ class Driver:
         self._queue: deque[Event | _ExpiredTimer] = deque()
         self._idle: asyncio.Future[None] | None = None
         """Future that ``run`` waits for while the queue is empty."""
-        self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
-        self._tickets = itertools.count(1)
+        self._timers: dict[str, tuple[_ExpiredTimer, asyncio.TimerHandle]] = {}
         self._causes = itertools.count(1)
         self._suffix = suffix or secrets.token_hex(2)
 
@@ -128,12 +126,13 @@ class Driver:
         """Return a new cause id: unique in the cluster and short enough to read aloud (``c-00042-a1b2``)."""
         return f"c-{next(self._causes):05d}-{self._suffix}"
 
-    def feed(self, event: Event) -> None:
-        """Queue an event without blocking. Create it with ``at=driver.now(), cause=driver.new_cause()``."""
-        self._put(event)
+    def stamp(self) -> dict[str, Any]:
+        """Return the fields ``at`` and ``cause`` of an event that happens now and that nothing else caused."""
+        return {"at": self.now(), "cause": self.new_cause()}
 
-    def _put(self, item: Event | _ExpiredTimer) -> None:
-        self._queue.append(item)
+    def feed(self, event: Event | _ExpiredTimer) -> None:
+        """Queue an event without blocking. Create it with ``**driver.stamp()``."""
+        self._queue.append(event)
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
@@ -224,9 +223,8 @@ class Driver:
 
     def _set_timer(self, name: str, delay_s: float) -> None:
         self._cancel_timer(name)
-        timer = _ExpiredTimer(name, next(self._tickets))
-        handle = asyncio.get_running_loop().call_later(delay_s, self._put, timer)
-        self._timers[name] = (timer.ticket, handle)
+        timer = _ExpiredTimer(name)
+        self._timers[name] = timer, asyncio.get_running_loop().call_later(delay_s, self.feed, timer)
 
     def _cancel_timer(self, name: str) -> None:
         if (entry := self._timers.pop(name, None)) is not None:
@@ -234,10 +232,10 @@ class Driver:
 
     def _expire(self, timer: _ExpiredTimer) -> TimerFired | None:
         entry = self._timers.get(timer.name)
-        if entry is None or entry[0] != timer.ticket:
+        if entry is None or entry[0] is not timer:
             return None
         del self._timers[timer.name]
-        return TimerFired(at=self.now(), cause=self.new_cause(), name=timer.name)
+        return TimerFired(**self.stamp(), name=timer.name)
 
 
 class EventRateLimiter:

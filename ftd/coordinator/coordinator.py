@@ -130,7 +130,7 @@ class Coordinator:
             self._perform,
             watch,
             step_batch=self._steps,
-            on_effects_done=self._carried_out,
+            on_effects_done=self.journal.flush,  # The events of a step are written after its effects.
             clock=ports.clock,
             suffix=cause_suffix(me),
         )
@@ -241,11 +241,6 @@ class Coordinator:
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
         self._router.on_message(topic, payload, retained)
 
-    # --- what happens ------------------------------------------------------------------------------
-
-    def _stamp(self) -> dict[str, Any]:
-        return {"at": self.driver.now(), "cause": self.driver.new_cause()}
-
     # --- who leads ---------------------------------------------------------------------------------
 
     def status(self) -> str:
@@ -289,11 +284,11 @@ class Coordinator:
     def _on_connected(self) -> None:
         self._commands.on_connected()
         self._observer.on_status(self.status())
-        self.driver.feed(BrokerConnected(**self._stamp()))
+        self.driver.feed(BrokerConnected(**self.driver.stamp()))
 
     def _on_lost(self) -> None:
         self._observer.on_status("waiting for the broker")
-        self.driver.feed(BrokerDisconnected(**self._stamp()))
+        self.driver.feed(BrokerDisconnected(**self.driver.stamp()))
 
     def _report_rejected(self, event: EmitEvent) -> None:
         """Publish that a payload was rejected, and continue."""
@@ -343,10 +338,6 @@ class Coordinator:
             case _:
                 assert_never(effect)
 
-    def _carried_out(self) -> None:
-        """Write the events of a step to the journal, after its effects."""
-        self.journal.flush()
-
     def _emit(self, event: EmitEvent) -> None:
         self._events.emit(self.leadership, event, self.driver.now())
 
@@ -375,7 +366,7 @@ class Coordinator:
         if message.event == "ChaosInjected" and message.node is not None:
             self.feed(
                 FaultAnnounced(
-                    **self._stamp(),
+                    **self.driver.stamp(),
                     node=message.node,
                     fault_at=float(message.details["at"]),
                     announced_at=message.monotonic,
@@ -402,7 +393,7 @@ class Coordinator:
 
     def fetch_missed(self, first: int, last: int) -> None:
         """Ask the nodes for steps whose events this coordinator's journal lacks."""
-        self.feed(StepsMissed(**self._stamp(), first=first, last=last))
+        self.feed(StepsMissed(**self.driver.stamp(), first=first, last=last))
 
     def report_logging_failure(self, sink: str, detail: str) -> None:
         """Report that the job's steps cannot be logged to ``sink``."""

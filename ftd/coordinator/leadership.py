@@ -72,7 +72,6 @@ from statemachine.election.leadership import (
     Suspend,
 )
 from statemachine.election.machine import ElectionMachine
-from statemachine.events import Event
 from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
 from statemachine.messages.values import PROTOCOL
 from statemachine.timing import Timing
@@ -351,8 +350,7 @@ class FollowerSession:
         me: Peer,
         program: Program,
         *,
-        feed: Callable[[Event], None],
-        stamp: Callable[[], dict[str, Any]],
+        driver: Driver,
         leading: Callable[[], bool],
         callbacks: FollowerCallbacks,
         remove_peer: Callable[[str], None],
@@ -363,7 +361,7 @@ class FollowerSession:
             coordinator leads.
         """
         self._topics, self._me = topics, me
-        self._feed, self._stamp, self._leading = feed, stamp, leading
+        self._feed, self._stamp, self._leading = driver.feed, driver.stamp, leading
         self._callbacks, self._remove_peer = callbacks, remove_peer
         self._version = program.version
         self._began = False
@@ -598,8 +596,7 @@ class Leadership:
             topics,
             me,
             program,
-            feed=self._driver.feed,
-            stamp=self._stamp,
+            driver=self._driver,
             leading=lambda: self._leading,
             callbacks=follower,
             remove_peer=lambda topic: self.publish(topic, b"", retain=True),
@@ -738,9 +735,6 @@ class Leadership:
             return f"standby of {machine.leader.name}"
         return "waiting for the broker"
 
-    def _stamp(self) -> dict[str, Any]:
-        return {"at": self._driver.now(), "cause": self._driver.new_cause()}
-
     # --- effects of the election -----------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
@@ -818,7 +812,7 @@ class Leadership:
         problem = self._leader.check(copy)
         self._driver.feed(
             LeaderSessionOpened(
-                **self._stamp(),
+                **self._driver.stamp(),
                 found=session.last_leader,
                 newest=newest,
                 has_journal=copy is not None,
@@ -834,7 +828,7 @@ class Leadership:
     def _lost(self, session: LeaderSession) -> None:
         self._pending.extend(session.session.take_pending())
         self._leader_session = None
-        self._driver.feed(LeaderSessionLost(**self._stamp(), why=session.session.problem))
+        self._driver.feed(LeaderSessionLost(**self._driver.stamp(), why=session.session.problem))
 
     def _release(self) -> None:
         session, self._leader_session = self._leader_session, None

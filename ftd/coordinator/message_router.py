@@ -83,8 +83,7 @@ class CoordinatorMessageRouter:
 
     def _handle_signal(self, node: str, payload: bytes, _: bool) -> None:
         message = decode_from_node(payload, node)
-        driver = self._driver
-        driver.feed(SignalArrived(at=driver.now(), cause=driver.new_cause(), message=message))
+        self._driver.feed(SignalArrived(**self._driver.stamp(), message=message))
 
     def _handle_request(self, payload: bytes, retained: bool) -> None:
         if not retained:  # A retained request would be served again at every connection.
@@ -97,14 +96,9 @@ class CoordinatorMessageRouter:
         if state.node != node:
             raise WireError(f"a message on {node!r}'s topic claims to be {state.node[:64]!r}'s")
         if state.state is NodeState.OFFLINE:
-            driver = self._driver
-            driver.feed(
+            self._driver.feed(
                 NodeVanished(
-                    at=driver.now(),
-                    cause=driver.new_cause(),
-                    node=node,
-                    incarnation=state.incarnation,
-                    graceful=state.graceful,
+                    **self._driver.stamp(), node=node, incarnation=state.incarnation, graceful=state.graceful
                 )
             )
 

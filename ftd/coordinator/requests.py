@@ -132,7 +132,7 @@ class RequestHandler:
         self._send(reply, answer)
 
     def _serve(self, request: AnyRequest) -> None:
-        at, cause = self._driver.now(), self._driver.new_cause()
+        stamp = self._driver.stamp()
         match request:
             case SubmitRequest(request=number, job=data):
                 job = job_from_data(
@@ -144,14 +144,13 @@ class RequestHandler:
                 check_installed(job.logging)
                 self._submit(number, job, profile_from_data(data))
             case StopRequest(request=number, job=job_name):
-                self._driver.feed(StopRequested(at=at, cause=cause, request=number, job=job_name))
+                self._driver.feed(StopRequested(**stamp, request=number, job=job_name))
             case DrainRequest(request=number):
                 if request.when_possible and request.cancel:
                     raise ConfigurationError("a drain cannot be cancelled when possible: ask for one of both")
                 self._driver.feed(
                     DrainRequested(
-                        at=at,
-                        cause=cause,
+                        **stamp,
                         request=number,
                         node=request.node,
                         when_possible=request.when_possible,
@@ -159,14 +158,13 @@ class RequestHandler:
                     )
                 )
             case ReadmitRequest(request=number, node=node):
-                self._driver.feed(ReadmitRequested(at=at, cause=cause, request=number, node=node))
+                self._driver.feed(ReadmitRequested(**stamp, request=number, node=node))
             case SnapshotRequest(request=number):
                 check_interval(request.every_steps, "every")
                 self._check_protection(request.protection)
                 self._driver.feed(
                     SnapshotRequested(
-                        at=at,
-                        cause=cause,
+                        **stamp,
                         request=number,
                         now=request.now,
                         every_steps=request.every_steps,
@@ -189,11 +187,9 @@ class RequestHandler:
             if rejection:
                 self.answer(request, accepted=False, detail=rejection)
                 return
-            at, cause = self._driver.now(), self._driver.new_cause()
+            stamp = self._driver.stamp()
             self._driver.feed(
-                SubmitRequested(
-                    at=at, cause=cause, request=request, job=job, profile=profile, start_checkpoint=begin
-                )
+                SubmitRequested(**stamp, request=request, job=job, profile=profile, start_checkpoint=begin)
             )
 
         def begin(problem: str) -> None:

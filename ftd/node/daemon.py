@@ -76,11 +76,7 @@ class NodeDaemon:
             ),
             watch=self._metrics.observe,
         )
-        self._starvation = StarvationMonitor(
-            node.supervisor.pids,
-            node.driver.feed,
-            lambda: {"at": node.driver.now(), "cause": node.driver.new_cause()},
-        )
+        self._starvation = StarvationMonitor(node.supervisor.pids, node.driver.feed, node.driver.stamp)
         self._signals = 0
 
     async def run(self) -> int:

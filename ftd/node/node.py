@@ -97,7 +97,7 @@ class Node:
             ports.snapshots,
             clock=ports.clock,
             feed=self.driver.feed,
-            stamp=self._stamp,
+            stamp=self.driver.stamp,
             publish_event=self.publish_event,
             trainers=self,
         )
@@ -106,7 +106,7 @@ class Node:
             host=ports.processes,
             processes=ports.trainers,
             feed=self._on_trainer,
-            stamp=self._stamp,
+            stamp=self.driver.stamp,
             on_side_report=self._on_side_report,
             test_limit_s=config.hardware.health.limit_s,
             test_links=self.snapshots.check_links,
@@ -194,7 +194,7 @@ class Node:
         self.incarnation = max(self.incarnation + 1, int(self._ports.clock.wall_s() * 1e6))
         facts = self._ports.facts()
         log.info("incarnation_began", incarnation=self.incarnation, rendezvous_port=facts.rendezvous_port)
-        self.driver.feed(AgentStarted(**self._stamp(), incarnation=self.incarnation, facts=facts))
+        self.driver.feed(AgentStarted(**self.driver.stamp(), incarnation=self.incarnation, facts=facts))
         self._publisher = NodePublisher(
             self._config,
             self.incarnation,
@@ -202,16 +202,13 @@ class Node:
             message_faults=self.chaos.message_faults,
             clock=self.driver.now,
             on_message=self._on_message,
-            on_connected=lambda: self.driver.feed(BrokerConnected(**self._stamp())),
-            on_lost=lambda: self.driver.feed(BrokerDisconnected(**self._stamp())),
+            on_connected=lambda: self.driver.feed(BrokerConnected(**self.driver.stamp())),
+            on_lost=lambda: self.driver.feed(BrokerDisconnected(**self.driver.stamp())),
             on_acknowledged=self._ports.observer.on_acknowledged,
             on_event=self._ports.observer.on_event,
         )
 
     # --- events for the machine --------------------------------------------------------------------
-
-    def _stamp(self) -> dict[str, Any]:
-        return {"at": self.driver.now(), "cause": self.driver.new_cause()}
 
     def _on_trainer(self, event: Event) -> None:
         match event:
@@ -371,7 +368,7 @@ class Node:
         return self.supervisor.zygote_pid
 
     def leave(self, reason: str) -> None:
-        self.driver.feed(TerminationRequested(**self._stamp(), reason=reason))
+        self.driver.feed(TerminationRequested(**self.driver.stamp(), reason=reason))
 
     def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
         self.supervisor.health.plant(how, devices, for_s)

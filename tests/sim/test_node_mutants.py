@@ -52,7 +52,7 @@ def test_a_fenced_node_that_keeps_its_incarnation_is_found(monkeypatch: pytest.M
         if not isinstance(effect, effects.RenewIncarnation):
             await real(self, effect)
             return
-        started = AgentStarted(**self._stamp(), incarnation=self.incarnation, facts=self._ports.facts())
+        started = AgentStarted(**self.driver.stamp(), incarnation=self.incarnation, facts=self._ports.facts())
         self.driver.feed(started)
 
     real = Node._perform
