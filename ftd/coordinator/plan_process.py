@@ -5,10 +5,7 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, Sequence
 
-import msgspec
-
 from ftd.coordinator.plan_worker import (
-    LENGTH_BYTES,
     MAX_FRAME_BYTES,
     PrecomputeAnswer,
     PrecomputeFinished,
@@ -17,6 +14,7 @@ from ftd.coordinator.plan_worker import (
 )
 from ftd.errors import PeerError
 from ftd.processes import module_command
+from runtime.wire.frames import ProtocolError, encode, read_frame
 
 COMMAND = module_command("ftd.coordinator.plan_worker")
 _STDERR_BYTES = 2000
@@ -68,15 +66,19 @@ class PlanProcess:
         assert process.stdin and process.stdout and process.stderr, "all three were asked for"
         stderr = asyncio.ensure_future(_read_stderr(process.stderr))
         try:
-            payload = msgspec.msgpack.encode(work)
-            process.stdin.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+            process.stdin.write(encode(work))
             with contextlib.suppress(ConnectionError):  # The reason of its end is reported below.
                 await process.stdin.drain()
             while True:
-                answer = await _read(process.stdout)
-                if answer is None:
+                try:
+                    answer: PrecomputeAnswer = await read_frame(
+                        process.stdout, PrecomputeAnswer, MAX_FRAME_BYTES
+                    )
+                except ProtocolError as error:
+                    raise PeerError(f"the planning process sent an invalid answer: {error}") from None
+                except asyncio.IncompleteReadError:
                     code = await process.wait()
-                    raise PeerError(f"the planning process ended with {code}: {await stderr}")
+                    raise PeerError(f"the planning process ended with {code}: {await stderr}") from None
                 yield answer
                 if isinstance(answer, PrecomputeFinished | PrecomputeRejected):
                     return
@@ -102,28 +104,9 @@ async def _end(process: asyncio.subprocess.Process, stderr: asyncio.Future[str] 
     await process.communicate()
 
 
-async def _read(stream: asyncio.StreamReader) -> PrecomputeAnswer | None:
-    """Return the next frame; ``None`` at the end.
-
-    :raises PeerError: the frame is not one of ``plan_worker``.
-    """
-    try:
-        length = int.from_bytes(await stream.readexactly(LENGTH_BYTES), "big")
-        if length > MAX_FRAME_BYTES:
-            raise PeerError(f"the planning process announced {length} bytes, more than {MAX_FRAME_BYTES}")
-        return _DECODER.decode(await stream.readexactly(length))
-    except asyncio.IncompleteReadError:
-        return None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"the planning process sent an invalid answer: {error}") from None
-
-
 async def _read_stderr(stream: asyncio.StreamReader) -> str:
     """Return the end of what the process wrote to stderr."""
     end = b""
     while chunk := await stream.read(65536):
         end = (end + chunk)[-_STDERR_BYTES:]
     return end.decode("utf-8", errors="replace").strip() or "it wrote nothing to stderr"
-
-
-_DECODER: msgspec.msgpack.Decoder[PrecomputeAnswer] = msgspec.msgpack.Decoder(PrecomputeAnswer)

@@ -3,8 +3,8 @@ build.
 
 It imports the planner, reads one ``PrecomputeRequest`` from stdin, which may come later or never, and
 answers with frames on stdout (``plan_process`` is the other end): its progress, partial results, and
-finally ``PrecomputeFinished`` or ``PrecomputeRejected``. A frame is four bytes of length, big endian, and
-msgpack. The process runs at low priority, and the kernel ends it with its parent.
+finally ``PrecomputeFinished`` or ``PrecomputeRejected``. The process runs at low priority, and the kernel
+ends it with its parent.
 """
 
 import os
@@ -17,10 +17,10 @@ import msgspec
 from planner.errors import BatchError, PlanningError, SolverError
 from planner.values import ModelProfile, Policy
 from runtime.parent import die_with_parent
+from runtime.wire.frames import Decoder, Frame, encode
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Largest frame. Templates and instantiations for ten thousand nodes take a tenth of this."""
-LENGTH_BYTES = 4
 _NICENESS = 10
 _PROGRESS_EVERY_S = 0.1
 _FIRST_RESULT_INTERVAL_S = 0.5
@@ -29,7 +29,7 @@ all earlier ones, so that any of them can be used.
 """
 
 
-class PrecomputeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PrecomputeRequest(Frame, frozen=True, kw_only=True):
     """A job to precompute templates and instantiations for."""
 
     profile: ModelProfile
@@ -39,25 +39,25 @@ class PrecomputeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that are present: their number is precomputed first."""
 
 
-class PrecomputeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PrecomputeProgress(Frame, frozen=True, kw_only=True):
     """Number of instantiations made, and of all."""
 
     done: int
     total: int
 
 
-class PartialResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PartialResult(Frame, frozen=True, kw_only=True):
     """Everything that was precomputed so far; the first one has what ``PrecomputeRequest.present`` nodes need."""
 
     precomputed: msgspec.Raw
     """An encoded ``planner.precomputed.Precomputed``."""
 
 
-class PrecomputeFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PrecomputeFinished(Frame, frozen=True, kw_only=True):
     """The ``PartialResult`` before this one is complete."""
 
 
-class PrecomputeRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PrecomputeRejected(Frame, frozen=True, kw_only=True):
     """The planner cannot plan for this job; ``reason`` is for the user."""
 
     reason: str
@@ -66,10 +66,9 @@ class PrecomputeRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 PrecomputeAnswer = PrecomputeProgress | PartialResult | PrecomputeFinished | PrecomputeRejected
 
 
-def write_frame(stream: BinaryIO, value: msgspec.Struct) -> None:
+def write_frame(stream: BinaryIO, frame: Frame) -> None:
     """Write one frame and flush."""
-    payload = msgspec.msgpack.encode(value)
-    stream.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+    stream.write(encode(frame))
     stream.flush()
 
 
@@ -143,12 +142,11 @@ def main() -> None:
     os.dup2(2, 1)  # What a library prints must not get between the frames.
     import planner.planner  # noqa: F401  # Most of a second, which nobody waits for while the model is measured.
 
-    header = sys.stdin.buffer.read(LENGTH_BYTES)
-    if not header:
-        return  # The process was started in advance and is not needed.
-    length = int.from_bytes(header, "big")
-    request = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=PrecomputeRequest)
-    precompute(request, out)
+    decoder: Decoder[PrecomputeRequest] = Decoder(PrecomputeRequest)
+    while data := os.read(0, 65536):  # At the end: the process was started in advance and is not needed.
+        for request in decoder.feed(data):
+            precompute(request, out)
+            return
 
 
 if __name__ == "__main__":

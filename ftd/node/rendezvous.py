@@ -22,7 +22,7 @@ import structlog
 
 from ftd.tasks import cancel_all
 from ftd.transport.rate_limited_log import RateLimitedLog
-from runtime.wire.frames import Decoder, ProtocolError, encode
+from runtime.wire.frames import Decoder, ProtocolError, encode, read_frame
 from runtime.wire.store_protocol import (
     MAX_HELLO_BYTES,
     MAX_STORE_FRAME_BYTES,
@@ -167,8 +167,8 @@ class RendezvousServer:
         self._connections.add(task)
         self._unauthenticated[task] = writer
         try:
-            await self._serve_requests(reader, writer)
-        except (ConnectionError, asyncio.CancelledError, TimeoutError):
+            await self._serve_requests(reader, writer, task)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError, TimeoutError):
             pass  # The trainer disconnected or sent nothing, or this daemon stops: all of them are normal.
         except (ProtocolError, RendezvousRejected) as error:
             peer = writer.get_extra_info("peername")
@@ -183,12 +183,14 @@ class RendezvousServer:
             self._unauthenticated.pop(task, None)
             writer.close()
 
-    async def _serve_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_requests(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
+    ) -> None:
         """Serve one connection: a StoreHello, then requests, each answered before the next is decoded."""
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            generation = self._enter(await _hello(reader))
+            generation = self._enter(await read_frame(reader, StoreRequest, MAX_HELLO_BYTES))
         try:
-            self._unauthenticated.pop(_task(), None)
+            self._unauthenticated.pop(task, None)
             writer.write(encode(StoreValues(values=())))
             decoder: Decoder[StoreRequest] = Decoder(StoreRequest, MAX_STORE_FRAME_BYTES)
             while data := await reader.read(65536):
@@ -257,25 +259,3 @@ class RendezvousServer:
                 return StoreValues(values=(b"1" if all(k in generation.values for k in keys) else b"0",))
             case StoreDelete(key=key):
                 return StoreValues(values=(b"1" if generation.drop(key) else b"0",))
-
-
-async def _hello(reader: asyncio.StreamReader) -> StoreRequest:
-    """Read the first frame, and not a byte of what follows it.
-
-    :raises ProtocolError: the frame is malformed, or too large for a hello.
-    :raises ConnectionError: the connection ended before the frame was complete.
-    """
-    try:
-        head = await reader.readexactly(4)
-        decoder: Decoder[StoreRequest] = Decoder(StoreRequest, MAX_HELLO_BYTES)
-        decoder.feed(head)
-        body = await reader.readexactly(int.from_bytes(head, "big"))
-    except asyncio.IncompleteReadError:
-        raise ConnectionResetError("closed before its StoreHello") from None
-    return decoder.feed(body)[0]
-
-
-def _task() -> asyncio.Task[None]:
-    task = asyncio.current_task()
-    assert task is not None, "called by a connection's own task"
-    return task

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 
 from ftd.node.ports import TrainerObserver, TrainerProcess
@@ -22,7 +21,7 @@ from ftd.node.zygote import Zygote
 from ftd.processes import die_with_parent, reap, signal_group
 from ftd.tasks import cancel_all
 from runtime.wire import zygote_protocol
-from runtime.wire.frames import Decoder, ProtocolError, encode
+from runtime.wire.frames import Decoder, ProtocolError, encode, read_frame
 from statemachine.messages import trainer as protocol
 from statemachine.messages.values import PlantedFault
 
@@ -150,12 +149,7 @@ class ZygoteTrainers:
                     await self._listen(trainer, reader, writer)
                 case protocol.Output():
                     await self._collect(trainer, reader)
-        except (
-            ValueError,
-            RecursionError,
-            asyncio.IncompleteReadError,
-            OSError,
-        ) as error:  # Malformed frames and greetings.
+        except (ProtocolError, asyncio.IncompleteReadError, OSError) as error:
             log.warning("trainer_connection_rejected", reason=str(error))
         except asyncio.CancelledError:
             pass  # This daemon ends. asyncio's streams would log a handler that ends as cancelled.
@@ -166,11 +160,7 @@ class ZygoteTrainers:
     async def _greeting(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> protocol.FirstFrame:
-        length = int.from_bytes(await reader.readexactly(4), "big")
-        if length > _MAX_GREETING_BYTES:
-            raise ProtocolError(f"a greeting of {length} bytes")
-        body = await reader.readexactly(length)
-        greeting: protocol.FirstFrame = msgspec.msgpack.decode(body, type=protocol.FirstFrame)
+        greeting: protocol.FirstFrame = await read_frame(reader, protocol.FirstFrame, _MAX_GREETING_BYTES)
         pid = _peer_pid(writer)
         if pid != greeting.pid:
             raise ProtocolError(f"process {pid} claims to be {greeting.pid}")

@@ -2,11 +2,14 @@
 does not import torch.
 """
 
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from statemachine.messages.common import Message
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
@@ -59,3 +62,15 @@ class Decoder(Generic[Decoded]):
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"malformed frame: {error}") from error
         return frames
+
+
+async def read_frame(stream: "StreamReader", union: Any, max_frame_bytes: int) -> Any:
+    """Read one frame, and not a byte of what follows it.
+
+    :raises ProtocolError: see ``Decoder.feed``.
+    :raises asyncio.IncompleteReadError: the stream ended before the frame was complete.
+    """
+    decoder: Decoder[Any] = Decoder(union, max_frame_bytes)
+    head = await stream.readexactly(4)
+    decoder.feed(head)
+    return decoder.feed(await stream.readexactly(int.from_bytes(head, "big")))[0]

@@ -527,7 +527,7 @@ def gone(pid: int) -> None:
             "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
             "ended with -9: it wrote nothing to stderr",
         ),
-        ("print('hello, this is a text of more than four bytes')", "announced 1751477356 bytes"),
+        ("print('hello, this is a text of more than four bytes')", "frame of 1751477356 bytes"),
         ("import sys; sys.stdout.buffer.write(b'\\0\\0\\0\\5hello')", "invalid answer"),
         ("import sys; sys.stdout.buffer.write(b'\\0\\0\\1\\0half of it')", "ended with 0"),
         (
