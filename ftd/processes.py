@@ -5,14 +5,14 @@ import ctypes
 import errno
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from runtime import parent
+
 _PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 DEVICES = Path("/dev")
 
@@ -20,20 +20,10 @@ DEVICES = Path("/dev")
 def die_with_parent() -> Callable[[], None]:
     """Return a ``preexec_fn`` that makes the kernel SIGKILL the child when this process ends, however it ends.
 
-    The parent may die between ``fork`` and ``prctl``; the signal would then never come, so the child checks
-    its parent afterwards. Call it in the thread that lives as long as the process (the main thread): the
-    kernel tracks the parent *thread*.
+    Call it in the thread that lives as long as the process (the main thread): the kernel tracks the parent
+    *thread*.
     """
-    parent = os.getpid()
-    prctl = _LIBC.prctl
-    sigkill = int(signal.SIGKILL)
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, sigkill)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
+    return partial(parent.die_with_parent, os.getpid())
 
 
 def signal_group(pid: int, signal_number: int) -> bool:
@@ -75,16 +65,12 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 def become_subreaper() -> None:
     """Adopt orphaned grandchildren, so that this process can wait for them and count them."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def child_pids() -> set[int]:
     """Return the pids of this process's direct children, including zombies and adopted ones."""
-    pids: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pids.update(int(pid) for pid in (task / "children").read_text().split())
-    return pids
+    return _children_of(os.getpid())
 
 
 def descendant_pids(root: int) -> set[int]:
@@ -92,13 +78,20 @@ def descendant_pids(root: int) -> set[int]:
     found: set[int] = set()
     frontier = [root]
     while frontier:
-        pid = frontier.pop()
-        with contextlib.suppress(OSError, ValueError):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                below = {int(child) for child in (task / "children").read_text().split()} - found
-                found |= below
-                frontier.extend(below)
+        below = _children_of(frontier.pop()) - found
+        found |= below
+        frontier.extend(below)
     return found
+
+
+def _children_of(pid: int) -> set[int]:
+    """Return the children of all threads of a process that exist still; none if the process has ended."""
+    pids: set[int] = set()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                pids.update(int(child) for child in (task / "children").read_text().split())
+    return pids
 
 
 def reap(pids: set[int]) -> None:

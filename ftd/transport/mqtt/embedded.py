@@ -22,19 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from ftd.errors import UnreachableError
+from ftd.processes import module_command
 
 
 def embedded_command(ready_file: Path, port: int = 0) -> list[str]:
     """Return the command that runs the embedded broker; with port 0 the system chooses one."""
-    return [
-        sys.executable,
-        "-m",
-        "ftd.transport.mqtt.embedded",
-        "--port",
-        str(port),
-        "--ready-file",
-        str(ready_file),
-    ]
+    return module_command(
+        "ftd.transport.mqtt.embedded", "--port", str(port), "--ready-file", str(ready_file)
+    )
 
 
 def await_ready(ready_file: Path, timeout_s: float) -> int:
