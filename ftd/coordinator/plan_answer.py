@@ -1,62 +1,82 @@
-"""The answers to ``ComputePlan`` and ``CheckDrain`` as events: the plan with its protection, or the reason why
-there is none.
+"""The answers to the machine's questions to the planner, as events: the plan with its protection, whether nodes may
+leave, what another plan would save, or the reason why there is no plan.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
 
 from ftd.coordinator.plan_worker import explain
 from ftd.coordinator.protection_choice import choose_protection
 from planner.errors import PlanningError, StateLostError, TooFewNodesError
-from planner.values import LayerProfile, Plan, Situation
-from statemachine.effects import CheckDrain, ComputePlan
-from statemachine.events import DrainChecked, PlanImpossible, PlanReady
+from planner.values import Plan, Situation
+from statemachine.effects import CheckDrain, ComparePlan, ComputePlan
+from statemachine.events import DrainChecked, PlanCompared, PlanImpossible, PlanReady
+
+if TYPE_CHECKING:
+    from planner.planner import Planner
+
+_log = structlog.get_logger("ftd.planning")
+
+PlanQuestion = ComputePlan | CheckDrain | ComparePlan
+PlanAnswer = PlanReady | PlanImpossible | DrainChecked | PlanCompared
 
 
-def answer_plan(
-    effect: ComputePlan,
-    make: Callable[[Situation], Plan],
-    layers: tuple[LayerProfile, ...],
+def answer_question(
+    effect: PlanQuestion,
+    planner: "Planner",
+    make: Callable[["Planner", Situation], Plan],
     now: Callable[[], float],
-) -> PlanReady | PlanImpossible:
-    """Return the event that answers ``effect``.
+) -> PlanAnswer:
+    """Return the event that answers ``effect``. For a drain a plan is made as for a generation, and dropped.
 
-    :param make: returns a plan, or raises PlanningError.
+    :param make: returns the planner's plan for a situation, or raises PlanningError.
     :param now: returns the time of the answer, when it is known.
     """
+    cause, generation = effect.cause, effect.generation
     try:
-        plan = make(effect.situation)
+        match effect:
+            case ComputePlan(protection=wish):
+                plan = make(planner, effect.situation)
+                protection = None if wish is None else choose_protection(plan, planner.profile.layers, wish)
+                return PlanReady(
+                    at=now(), cause=cause, generation=generation, plan=plan, protection=protection
+                )
+            case CheckDrain(nodes=nodes):
+                make(planner, effect.situation)
+                return DrainChecked(at=now(), cause=cause, generation=generation, nodes=nodes, problem=None)
+            case ComparePlan():
+                current_s, best_s = planner.compare_iteration_s(effect.situation)
+                return PlanCompared(
+                    at=now(), cause=cause, generation=generation, current_s=current_s, best_s=best_s
+                )
     except PlanningError as error:
-        return PlanImpossible(
-            at=now(),
-            cause=effect.cause,
-            generation=effect.generation,
-            too_few=isinstance(error, TooFewNodesError),
-            needed=error.needed if isinstance(error, TooFewNodesError) else None,
-            reason=explain(error),
-            lost_layers=error.layers if isinstance(error, StateLostError) else (),
-        )
-    wish = effect.protection
-    return PlanReady(
-        at=now(),
-        cause=effect.cause,
-        generation=effect.generation,
-        plan=plan,
-        protection=None if wish is None else choose_protection(plan, layers, wish),
-    )
+        if isinstance(effect, ComparePlan):
+            _log.warning("comparison_failed", generation=generation, cause=cause, error=explain(error))
+        return answer_without_plan(effect, explain(error), now(), error)
 
 
-def answer_drain_check(
-    effect: CheckDrain, make: Callable[[Situation], Plan], now: Callable[[], float]
-) -> DrainChecked:
-    """Return the event that answers ``effect``. The plan is made as for a generation, and dropped.
+def answer_without_plan(
+    effect: PlanQuestion, reason: str, at: float, error: PlanningError | None = None
+) -> PlanAnswer:
+    """Return the event that answers ``effect`` if there is no plan.
 
-    :param make: returns a plan, or raises PlanningError.
+    :param error: the planner's error; ``None``: the planner has a bug, or there is none.
     """
-    problem = None
-    try:
-        make(effect.situation)
-    except PlanningError as error:
-        problem = explain(error)
-    return DrainChecked(
-        at=now(), cause=effect.cause, generation=effect.generation, nodes=effect.nodes, problem=problem
-    )
+    cause, generation = effect.cause, effect.generation
+    match effect:
+        case ComputePlan():
+            return PlanImpossible(
+                at=at,
+                cause=cause,
+                generation=generation,
+                too_few=isinstance(error, TooFewNodesError),
+                needed=error.needed if isinstance(error, TooFewNodesError) else None,
+                reason=reason,
+                lost_layers=error.layers if isinstance(error, StateLostError) else (),
+            )
+        case CheckDrain(nodes=nodes):
+            return DrainChecked(at=at, cause=cause, generation=generation, nodes=nodes, problem=reason)
+        case ComparePlan():  # There is no better plan, for whatever reason.
+            return PlanCompared(at=at, cause=cause, generation=generation, current_s=0.0, best_s=0.0)

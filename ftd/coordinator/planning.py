@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import structlog
 
-from ftd.coordinator.plan_answer import answer_drain_check, answer_plan
+from ftd.coordinator.plan_answer import PlanAnswer, PlanQuestion, answer_question, answer_without_plan
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import (
@@ -35,11 +35,7 @@ from ftd.coordinator.speculative_planning import SpeculativePlan, make_plan, pla
 from ftd.driver import Driver
 from ftd.errors import PeerError
 from ftd.tasks import start_task
-from planner.errors import (
-    PlanningError,
-    RestoreError,
-    SolverError,
-)
+from planner.errors import PlanningError, RestoreError, SolverError
 from planner.values import Plan, Situation
 from statemachine.effects import (
     BuildTemplates,
@@ -49,15 +45,7 @@ from statemachine.effects import (
     ComputePlan,
     PlanAhead,
 )
-from statemachine.events import (
-    DrainChecked,
-    Event,
-    PlanCompared,
-    PlanImpossible,
-    PlanReady,
-    TemplatesFailed,
-    TemplatesReady,
-)
+from statemachine.events import Event, PlanReady, TemplatesFailed, TemplatesReady
 
 if TYPE_CHECKING:
     from planner.planner import Planner
@@ -75,6 +63,12 @@ _OBJECTS_BEFORE_COLLECTION = 20_000
 """Objects that Python allocates before it collects garbage: more than a recovery of a thousand nodes leaves.
 The default is 700.
 """
+_FAILED: dict[type[PlanQuestion], str] = {
+    ComputePlan: "plan_failed",
+    CheckDrain: "drain_check_failed",
+    ComparePlan: "comparison_failed",
+}
+"""Log events for bugs of the planner."""
 SPECULATE_AFTER_S = 0.001
 """Delay of a speculative plan, which comes after the command to stop, and after other losses of the same
 moment.
@@ -162,22 +156,18 @@ class PlanningService:
         if effect.job_id == self._planned_job:
             self._stop_building()
 
-    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan | CheckDrain) -> None:
-        if isinstance(effect, ComparePlan | CheckDrain):
-            # The group trains, so what is planned for losses stays useful.
-            self._start(
-                self._compare(effect) if isinstance(effect, ComparePlan) else self._check_drain(effect)
-            )
-            return
-        if self._loss_planning is not None:
+    def compute(self, effect: PlanAhead | PlanQuestion) -> None:
+        # While the group trains (ComparePlan, CheckDrain), what is planned for losses stays useful.
+        if isinstance(effect, PlanAhead | ComputePlan) and self._loss_planning is not None:
             self._loss_planning.cancel()
-        if isinstance(effect, ComputePlan):
-            self._next_loss = None
-            self._start(self._plan(effect))
-        else:
+        if isinstance(effect, PlanAhead):
             waiting, self._next_loss = self._next_loss is not None, effect
             if not waiting:
                 self._start(self._plan_ahead())
+            return
+        if isinstance(effect, ComputePlan):
+            self._next_loss = None
+        self._start(self._answer_question(effect))
 
     def check_solver(self, answer: Callable[[str], None]) -> None:
         """Call ``answer`` with the reason why jobs cannot use the Pyomo models here, or with ``""``."""
@@ -335,7 +325,7 @@ class PlanningService:
 
     # --- planning ----------------------------------------------------------------------------------
 
-    async def _plan(self, effect: ComputePlan) -> None:
+    async def _answer_question(self, effect: PlanQuestion) -> None:
         answer = await self._in_thread(lambda: self._answer(effect))
         self._feed(answer)
         if isinstance(answer, PlanReady):
@@ -361,77 +351,20 @@ class PlanningService:
         if planner is not None:
             await self._in_thread(lambda: plan_likely_losses(planner, situation, plan))
 
-    def _answer(self, effect: ComputePlan) -> Event:
-        """Return the plan, or the reason why there is none. It runs in the worker thread."""
+    def _answer(self, effect: PlanQuestion) -> PlanAnswer:
+        """Return the event that answers ``effect``. It runs in the worker thread."""
         reason = "no templates were built for this job; this is a bug"
-        planner = self._planner
-        try:
-            if planner is not None:
-                return answer_plan(
-                    effect, partial(self._plan_for, planner), planner.profile.layers, self._driver.now
-                )
-        except Exception as error:
-            _log.exception("plan_failed", generation=effect.generation, cause=effect.cause)
-            reason = f"the planner has a bug: {error!r}"
-        return PlanImpossible(
-            at=self._driver.now(),
-            cause=effect.cause,
-            generation=effect.generation,
-            too_few=False,
-            reason=reason,
-        )
-
-    def _plan_for(self, planner: "Planner", situation: Situation) -> Plan:
-        return self._speculative_plan.take(situation) or make_plan(planner, situation)
-
-    async def _check_drain(self, effect: CheckDrain) -> None:
-        self._feed(await self._in_thread(lambda: self._drain_answer(effect)))
-
-    def _drain_answer(self, effect: CheckDrain) -> Event:
-        """Return whether there is a plan without the nodes. It runs in the worker thread."""
-        problem = "no templates were built for this job; this is a bug"
-        planner = self._planner
-        try:
-            if planner is not None:
-                return answer_drain_check(effect, partial(make_plan, planner), self._driver.now)
-        except Exception as error:
-            _log.exception("drain_check_failed", generation=effect.generation, cause=effect.cause)
-            problem = f"the planner has a bug: {error!r}"
-        return DrainChecked(
-            at=self._driver.now(),
-            cause=effect.cause,
-            generation=effect.generation,
-            nodes=effect.nodes,
-            problem=problem,
-        )
-
-    async def _compare(self, effect: ComparePlan) -> None:
-        """Feed the step times of the current plan and of the best one. If there is no better plan, for
-        whatever reason, both are 0.
-        """
-        present_s, possible_s = await self._in_thread(lambda: self._compared_step_times(effect))
-        self._feed(
-            PlanCompared(
-                at=self._driver.now(),
-                cause=effect.cause,
-                generation=effect.generation,
-                current_s=present_s,
-                best_s=possible_s,
-            )
-        )
-
-    def _compared_step_times(self, effect: ComparePlan) -> tuple[float, float]:
-        """Return both step times. It runs in the worker thread."""
+        make = self._take_or_make_plan if isinstance(effect, ComputePlan) else make_plan
         try:
             if self._planner is not None:
-                return self._planner.compare_iteration_s(effect.situation)
-        except PlanningError as error:
-            _log.warning(
-                "comparison_failed", generation=effect.generation, cause=effect.cause, error=explain(error)
-            )
-        except Exception:
-            _log.exception("comparison_failed", generation=effect.generation, cause=effect.cause)
-        return 0.0, 0.0
+                return answer_question(effect, self._planner, make, self._driver.now)
+        except Exception as error:
+            _log.exception(_FAILED[type(effect)], generation=effect.generation, cause=effect.cause)
+            reason = f"the planner has a bug: {error!r}"
+        return answer_without_plan(effect, reason, self._driver.now())
+
+    def _take_or_make_plan(self, planner: "Planner", situation: Situation) -> Plan:
+        return self._speculative_plan.take(situation) or make_plan(planner, situation)
 
 
 def _take_part(planner: "Planner", part: bytes) -> None:

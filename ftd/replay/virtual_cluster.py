@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ftd.coordinator.plan_answer import answer_drain_check, answer_plan
+from ftd.coordinator.plan_answer import answer_question
 from ftd.coordinator.restore_check import check_restore
 from ftd.coordinator.speculative_planning import make_plan
 from ftd.replay.job import ReplayJob
@@ -441,10 +441,8 @@ class VirtualCluster:
                 self._receive(receivers, command)
             case BuildTemplates(profiled=profiled):
                 self._later(0.0, partial(self._templates_ready, profiled.job.job_id))
-            case ComputePlan() as request:
-                self._later(self._parameters.plan_s, partial(self._plan_now, request))
-            case CheckDrain() as request:
-                self._later(self._parameters.plan_s, partial(self._check_drain, request))
+            case ComputePlan() | CheckDrain() as question:
+                self._later(self._parameters.plan_s, partial(self._answer_question, question))
             case CheckRestore() as request:
                 self._later(0.0, partial(self._check_restore, request))
             case FindCheckpoint(generation=generation):
@@ -462,22 +460,8 @@ class VirtualCluster:
     def _check_restore(self, request: CheckRestore) -> None:
         self._feed(check_restore(request, self.now))
 
-    def _plan_now(self, effect: ComputePlan) -> None:
-        planner = self._job.planner
-        self._feed(
-            answer_plan(
-                effect,
-                lambda situation: make_plan(planner, situation),
-                self._job.profile.layers,
-                lambda: self.now,
-            )
-        )
-
-    def _check_drain(self, effect: CheckDrain) -> None:
-        planner = self._job.planner
-        self._feed(
-            answer_drain_check(effect, lambda situation: make_plan(planner, situation), lambda: self.now)
-        )
+    def _answer_question(self, question: ComputePlan | CheckDrain) -> None:
+        self._feed(answer_question(question, self._job.planner, make_plan, lambda: self.now))
 
     def _find_checkpoint(self, generation: int) -> None:
         step = 0

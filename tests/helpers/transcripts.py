@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ftd.coordinator.plan_answer import answer_drain_check
+from ftd.coordinator.plan_answer import answer_question
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy
 from statemachine.agent.events import TrainerReported
@@ -378,7 +378,7 @@ class Coordination(Script):
     def check_drain(self) -> list[Effect]:
         """Answer the machine's question about a drain as the real planner does."""
         asked: CheckDrain = self.one(CheckDrain)
-        answer = answer_drain_check(asked, self.planner.plan, lambda: self.now)
+        answer = answer_question(asked, self.planner, Planner.plan, lambda: self.now)
         return self.feed(
             DrainChecked, generation=answer.generation, nodes=answer.nodes, problem=answer.problem
         )

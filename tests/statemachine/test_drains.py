@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from ftd.coordinator.plan_answer import answer_plan
+from ftd.coordinator.plan_answer import answer_question
+from planner.planner import Planner
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, CheckDrain, ComputePlan, EmitEvent
 from statemachine.events import (
@@ -19,7 +20,7 @@ from statemachine.messages.cluster import Fence, Heartbeat, Leaving, Release
 from statemachine.messages.common import Finished, Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, DeviceReport
 from tests.helpers.cluster_machine import events, restarted, sent
-from tests.helpers.transcripts import PROFILE, Coordination, committed, report
+from tests.helpers.transcripts import Coordination, committed, report
 
 
 class Drains(Coordination):
@@ -78,7 +79,7 @@ class Drains(Coordination):
         self.reports()
         while self.all(ComputePlan):
             asked = self.one(ComputePlan)
-            found = answer_plan(asked, self.planner.plan, PROFILE.layers, lambda: self.now)
+            found = answer_question(asked, self.planner, Planner.plan, lambda: self.now)
             fields = {name: getattr(found, name) for name in found.__slots__}
             self.feed(type(found), **fields)
         if self.machine.phase is ClusterPhase.PAUSED:

@@ -1,25 +1,16 @@
 """The planner of a simulated coordinator: the real one, whose answers take some virtual time."""
 
 from collections.abc import Callable
-from functools import partial
 
-from ftd.coordinator.plan_answer import answer_drain_check, answer_plan
+from ftd.coordinator.plan_answer import PlanQuestion, answer_question
 from ftd.coordinator.ports import Feed
 from ftd.driver import Driver
 from ftd.faults.sim.plans import plan_for, planner_for
 from ftd.faults.sim.process import ProcessLoop
 from ftd.faults.sim.world import World
-from planner.errors import PlanningError
 from planner.planner import Planner
-from statemachine.effects import (
-    BuildTemplates,
-    CancelTemplates,
-    CheckDrain,
-    ComparePlan,
-    ComputePlan,
-    PlanAhead,
-)
-from statemachine.events import PlanCompared, TemplatesReady
+from statemachine.effects import BuildTemplates, CancelTemplates, PlanAhead
+from statemachine.events import TemplatesReady
 
 
 class SimPlanning:
@@ -55,7 +46,7 @@ class SimPlanning:
     def build(self, effect: BuildTemplates) -> None:
         self._later(self._world.between(0.01, 0.5), lambda: self._built(effect))
 
-    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan | CheckDrain) -> None:
+    def compute(self, effect: PlanAhead | PlanQuestion) -> None:
         world = self._world
         if isinstance(effect, PlanAhead):
             return
@@ -72,33 +63,6 @@ class SimPlanning:
         self._planner = planner_for(effect.profiled.profile, job.policy)
         self._feed(TemplatesReady(at=self._now(), cause=effect.cause, job_id=job.job_id))
 
-    def _answer(self, effect: ComputePlan | ComparePlan | CheckDrain) -> None:
-        match effect:
-            case ComputePlan():
-                self._plan(effect)
-            case ComparePlan():
-                self._compare(effect)
-            case CheckDrain():
-                assert self._planner is not None, "drains are checked while a group trains"
-                self._feed(answer_drain_check(effect, partial(plan_for, self._planner), self._now))
-
-    def _compare(self, effect: ComparePlan) -> None:
-        assert self._planner is not None, "there is a plan to compare with"
-        try:
-            present_s, possible_s = self._planner.compare_iteration_s(effect.situation)
-        except PlanningError:
-            present_s = possible_s = 0.0
-        self._feed(
-            PlanCompared(
-                at=self._now(),
-                cause=effect.cause,
-                generation=effect.generation,
-                current_s=present_s,
-                best_s=possible_s,
-            )
-        )
-
-    def _plan(self, effect: ComputePlan) -> None:
-        assert self._planner is not None, "a plan is asked for after TemplatesReady"
-        planner = self._planner
-        self._feed(answer_plan(effect, partial(plan_for, planner), planner.profile.layers, self._now))
+    def _answer(self, effect: PlanQuestion) -> None:
+        assert self._planner is not None, "the planner is asked after TemplatesReady"
+        self._feed(answer_question(effect, self._planner, plan_for, self._now))
