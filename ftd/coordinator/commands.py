@@ -4,10 +4,10 @@ module also removes what the broker retains for a node.
 
 import asyncio
 from collections import deque
-from typing import Protocol
 
 import structlog
 
+from ftd.coordinator.leadership import Leadership
 from ftd.transport.mqtt.session import ECHO_S
 from ftd.transport.wire.codec import check_not_retained, decode_to_nodes, encode_to_node, encode_to_nodes
 from ftd.transport.wire.topics import Topics
@@ -19,22 +19,13 @@ MAX_UNCONFIRMED_BROADCASTS = 64
 """Broadcasts that are remembered until the broker delivers them back to this coordinator."""
 
 
-class CommandSession(Protocol):
-    """The part of the leader session that is needed here."""
-
-    @property
-    def connected(self) -> bool: ...
-
-    def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> None: ...
-
-
 class CommandSender:
     """The publisher of commands.
 
     It also receives the topic of all nodes, and rejects on behalf of all of them what they cannot read.
     """
 
-    def __init__(self, topics: Topics, session: CommandSession) -> None:
+    def __init__(self, topics: Topics, session: Leadership) -> None:
         self._topics, self._session = topics, session
         self._unconfirmed: deque[bytes] = deque(maxlen=MAX_UNCONFIRMED_BROADCASTS)
 

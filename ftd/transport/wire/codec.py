@@ -194,7 +194,7 @@ def decode_from_node(payload: bytes, node: str | None = None) -> FromNode:
     :raises WireError: it is oversized or malformed, has an unknown type or impossible numbers, or names
         another node than its topic.
     """
-    envelope: _FromNode = _decoded(_FROM_NODE, payload, "signal", MAX_PAYLOAD_BYTES)
+    envelope: _FromNode = decode_msgpack(_FROM_NODE, payload, "signal", MAX_PAYLOAD_BYTES)
     _check_node(envelope.node, node)
     repeated = _REPEATED.get(envelope.type)
     signal = repeated.get(body := bytes(envelope.body)) if repeated is not None else None
@@ -222,7 +222,7 @@ def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
 
     :raises WireError: see ``decode_from_node``.
     """
-    envelope: _ToNode = _decoded(_TO_NODE, payload, "command", MAX_COMMAND_BYTES)
+    envelope: _ToNode = decode_msgpack(_TO_NODE, payload, "command", MAX_COMMAND_BYTES)
     _check_node(envelope.node, node)
     command = _command(envelope.type, envelope.body)
     return ToNode(node=envelope.node, incarnation=envelope.incarnation, command=command, cause=envelope.cause)
@@ -233,13 +233,13 @@ def decode_to_nodes(payload: bytes) -> ToNodes:
 
     :raises WireError: see ``decode_from_node``.
     """
-    envelope: _Compressed = _decoded(_COMPRESSED, payload, "command", MAX_COMMAND_BYTES)
+    envelope: _Compressed = decode_msgpack(_COMPRESSED, payload, "command", MAX_COMMAND_BYTES)
     content = (
         decompress(envelope.content, MAX_COMMAND_BYTES, "a command")
         if envelope.compressed
         else envelope.content
     )
-    inner: _ToNodes = _decoded(_TO_NODES, content, "command", MAX_COMMAND_BYTES)
+    inner: _ToNodes = decode_msgpack(_TO_NODES, content, "command", MAX_COMMAND_BYTES)
     if not 1 <= len(inner.receivers) <= MAX_RECEIVERS:
         raise WireError(f"a command to {len(inner.receivers)} nodes; 1 to {MAX_RECEIVERS} are allowed")
     for name, incarnation in inner.receivers.items():
@@ -282,7 +282,12 @@ def _sized(envelope: msgspec.Struct, max_bytes: int) -> bytes:
     return payload
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, what: str, max_bytes: int) -> Any:
+def decode_msgpack(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, what: str, max_bytes: int) -> Any:
+    """Decode a payload of at most ``max_bytes``.
+
+    :param what: names the message in an error.
+    :raises WireError: it is oversized or malformed.
+    """
     check_size(payload, max_bytes)
     try:
         return decoder.decode(payload)

@@ -6,10 +6,11 @@ The journal is msgpack, since only coordinators read it; the others are JSON, wh
 import msgspec
 
 from ftd.errors import WireError
-from ftd.transport.wire.codec import MAX_COMMAND_BYTES, check_size
+from ftd.transport.wire.codec import MAX_COMMAND_BYTES, check_size, decode_msgpack
 from ftd.transport.wire.compression import decompress
 from ftd.transport.wire.incremental_compression import IncrementalCompressor
 from ftd.transport.wire.public import SCHEMA, decode_json, encode_json
+from ftd.transport.wire.states import ClusterUnreachable
 from statemachine.election.leadership import Leader, Peer
 
 MAX_COPY_BYTES = MAX_COMMAND_BYTES
@@ -86,6 +87,9 @@ class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
         return (self.term, self.serial)
 
 
+_JOURNAL_COPY = msgspec.msgpack.Decoder(JournalCopy)
+
+
 def encode_leader(leader: Leader, version: str) -> bytes:
     return encode_json(
         LeaderMessage(term=leader.term, name=leader.name, incarnation=leader.incarnation, version=version)
@@ -120,14 +124,14 @@ def encode_peer(peer: Peer, version: str, *, departed: bool = False) -> bytes:
 def encode_unreachable(reason: str, *, incarnation: int, graceful: bool) -> bytes:
     """Encode the cluster's state for when nobody leads. ``incarnation`` is the last leader's."""
     return encode_json(
-        {
-            "schema": SCHEMA,
-            "phase": "UNREACHABLE",
-            "reason": reason,
-            "nodes": {},
-            "coordinator": incarnation,
-            "graceful": graceful,
-        }
+        ClusterUnreachable(
+            schema=SCHEMA,
+            phase="UNREACHABLE",
+            reason=reason,
+            nodes={},
+            coordinator=incarnation,
+            graceful=graceful,
+        )
     )
 
 
@@ -146,11 +150,7 @@ def decode_copy(payload: bytes) -> JournalCopy:
 
     :raises WireError: the payload is not a journal.
     """
-    check_size(payload, MAX_COPY_BYTES)
-    try:
-        copy = msgspec.msgpack.decode(payload, type=JournalCopy)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"malformed journal: {error}") from None
+    copy: JournalCopy = decode_msgpack(_JOURNAL_COPY, payload, "journal", MAX_COPY_BYTES)
     if copy.term < 0 or copy.serial < 0:
         raise WireError(f"malformed journal: its position is {copy.position}")
     return copy

@@ -1,6 +1,6 @@
 """The progress of a start, as the cluster's state contains it."""
 
-from ftd.coordinator.startup import startup_state
+from ftd.coordinator.public_state import startup_state
 from statemachine.cluster.startup import Startup
 from statemachine.messages.values import BuildStage, StartupStage
 
