@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import aiomqtt
 import structlog
+from aiomqtt.exceptions import MqttConnectError
 
 from ftd.errors import ConfigurationError, UnreachableError
 from ftd.transport.address import BrokerAddress
-from ftd.transport.mqtt.connection_hints import connection_hint
 from ftd.transport.mqtt.fast_path import FastPathSocket
 from ftd.transport.tls import describe_tls_error, tls_context
 
@@ -126,7 +126,8 @@ class MqttSession:
         self._fast_path: FastPathSocket | None = None
         """The socket of the present connection; ``None`` without one."""
         self._up = asyncio.Event()
-        self._problem = "no answer yet"
+        self.problem = "no answer yet"
+        """Description of the last error."""
         self._queued: deque[_Outgoing] = deque(maxlen=MAX_PENDING)
         self._waiting: deque[_Outgoing] = deque()
         self._sending: dict[int, tuple[_Outgoing, float]] = {}
@@ -143,11 +144,6 @@ class MqttSession:
     @property
     def connected(self) -> bool:
         return self._fast_path is not None
-
-    @property
-    def problem(self) -> str:
-        """Description of the last error."""
-        return self._problem
 
     async def run(self) -> None:
         """Stay connected until cancelled; then disconnect cleanly, so that the last will is not sent."""
@@ -189,7 +185,7 @@ class MqttSession:
             await asyncio.wait_for(self._up.wait(), timeout_s)
         except TimeoutError:
             remedy = "(is it running, and are the address, mqtt:// or mqtts://, and the credentials right?)"
-            problem = self._problem if self._problem.endswith(")") else f"{self._problem} {remedy}"
+            problem = self.problem if self.problem.endswith(")") else f"{self.problem} {remedy}"
             raise UnreachableError(
                 f"the MQTT broker at {self.broker.url} does not answer: {problem}"
             ) from None
@@ -346,7 +342,7 @@ class MqttSession:
 
     def _on_up(self) -> None:
         _log.info("connected", broker=self.broker.url)
-        self._problem = "lost"
+        self.problem = "lost"
         self._up.set()
         self._on_connected()
         queued = list(self._queued)
@@ -371,10 +367,10 @@ class MqttSession:
 
     def _note_problem(self, error: BaseException) -> None:
         problem = describe_tls_error(error)
-        if problem != self._problem:
-            remedy = f"retrying{connection_hint(error, self.broker)}"
+        if problem != self.problem:
+            remedy = f"retrying{_connection_hint(error, self.broker)}"
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy=remedy)
-        self._problem = problem
+        self.problem = problem
 
     def _send(self, fast_path: FastPathSocket, message: _Outgoing) -> None:
         number = 0
@@ -404,6 +400,19 @@ class MqttSession:
             self._on_acknowledged(time.monotonic() - sent[1])
         except Exception:
             _log.exception("acknowledgement_failed", topic=sent[0].topic)
+
+
+def _connection_hint(error: BaseException, broker: BrokerAddress) -> str:
+    """Return a hint to append to the error; empty if the error explains itself."""
+    origin = error.__cause__ or error.__context__ or error
+    if isinstance(error, MqttConnectError):
+        known = f"the user {broker.username} with this password" if broker.username else "anonymous clients"
+        return f"; does the broker accept {known}?"
+    if isinstance(origin, ConnectionRefusedError):
+        return "; is the broker running there, and is broker.url right?"
+    if isinstance(origin, socket.gaierror):
+        return "; is the name in broker.url right, and does this host's DNS know it?"
+    return ""
 
 
 def _retrieve(ended: "asyncio.Future[None]") -> None:
