@@ -10,6 +10,7 @@ a thread of its own) or is limited (the public state is published at most ten ti
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never, cast
 
@@ -20,16 +21,17 @@ from ftd.coordinator.commands import CommandSender
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover, cause_suffix
-from ftd.coordinator.message_router import CoordinatorMessageRouter
 from ftd.coordinator.ports import Ports
 from ftd.coordinator.public_state import public_state
 from ftd.coordinator.requests import RequestHandler
 from ftd.coordinator.restore_check import check_restore
 from ftd.driver import Driver
+from ftd.errors import WireError
 from ftd.tasks import cancel_all
 from ftd.transport.wire.checking import encode_state
+from ftd.transport.wire.codec import decode_from_node
 from ftd.transport.wire.coordinator_messages import JournalCopy, state_compressor
-from ftd.transport.wire.public import EventMessage
+from ftd.transport.wire.public import ClusterStateHeader, EventMessage, NodeStateMessage, decode_json
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable.durable import durability_key
 from statemachine.cluster.durable.outbox import OUTBOX
@@ -57,10 +59,18 @@ from statemachine.effects import (
     SendCommand,
 )
 from statemachine.election.leadership import Leader, Peer
-from statemachine.events import BrokerConnected, BrokerDisconnected, Event, FaultAnnounced, StepsMissed
+from statemachine.events import (
+    BrokerConnected,
+    BrokerDisconnected,
+    Event,
+    FaultAnnounced,
+    NodeVanished,
+    SignalArrived,
+    StepsMissed,
+)
 from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
 from statemachine.messages.cluster import Prepare
-from statemachine.messages.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase, NodeState
 from statemachine.timing import Timing
 
 STATE_PERIOD_S = 0.1
@@ -73,6 +83,12 @@ STATE_WAIT_FACTOR = 25
 among a thousand nodes come first.
 """
 LEAVE_TIMEOUT_S = 1.0
+_MAX_HANDLERS = 10_000
+"""Topics whose handlers are remembered. The number is limited because clients may make up names of nodes."""
+_Handler = Callable[[bytes, bool], None]
+"""A handler: takes a payload and whether it was retained; raises WireError for what is no message of its
+topic.
+"""
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
     | CancelTemplates | PlanAhead | ComputePlan | ComparePlan | CheckDrain | CheckRestore | CommitCheckpoint
@@ -136,14 +152,15 @@ class Coordinator:
         )
         self.planning = ports.planning(self.feed, self.driver, self._publish_state_soon)
         self._checkpoints = ports.checkpoints(self.feed, self.driver)
+        self.leadership = self._new_leadership(ports, replace(me, ineligible=self._takeover.ineligible))
         self._events = EventStream(
             self.topics,
             self.journal,
-            on_own_event=self._observer.on_own_event,
+            self.leadership,
+            now=self.driver.now,
+            observer=ports.observer,
             on_node_event=self._on_node_event,
-            on_published=self._observer.on_published,
         )
-        self.leadership = self._new_leadership(ports, replace(me, ineligible=self._takeover.ineligible))
         self._commands = CommandSender(self.topics, self.leadership)
         self._requests = RequestHandler(
             topics=self.topics,
@@ -155,15 +172,7 @@ class Coordinator:
             public_state=self.public_state,
             job=lambda: self.machine.job,
         )
-        self._router = CoordinatorMessageRouter(
-            self.topics,
-            self.driver,
-            requests=self._requests,
-            events=self._events,
-            commands=self._commands,
-            on_unreachable=self._publish_state_soon,  # Another process reports this, while this one leads.
-            on_rejected=self._report_rejected,
-        )
+        self._handlers: dict[str, _Handler] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set. Trainers continue: they need no coordinator to train.
@@ -219,7 +228,7 @@ class Coordinator:
                 check=self._takeover.check,
                 state=lambda: self._encode(self._durable()),
                 end=self._end_lead,
-                emit=self._emit,
+                emit=lambda event: self._events.emit(event),
                 publish_state=self._publish_state_soon,
             ),
             follower=FollowerCallbacks(
@@ -227,7 +236,7 @@ class Coordinator:
                 on_peer=self.journal.note_peer,
                 on_broker_alive=self._observer.on_broker_alive,
                 save_journal=self._takeover.save_copy,
-                on_event=self._events.receive_as_follower,
+                on_event=lambda payload: self._events.receive_as_follower(payload),
                 on_state=self._on_leader_state,
             ),
             shared=self.journal.shared,
@@ -238,8 +247,78 @@ class Coordinator:
             on_acknowledged=self._observer.on_acknowledged,
         )
 
+    # --- received messages -------------------------------------------------------------------------
+
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
-        self._router.on_message(topic, payload, retained)
+        """Handle a message that arrives while this coordinator leads, and report what is wrong with it.
+
+        A thousand nodes send a heartbeat each second, and all of them answer at once when one is lost. So a
+        topic is parsed once, and its handler is remembered.
+        """
+        handler = self._handlers.get(topic)
+        if handler is None:
+            if len(self._handlers) >= _MAX_HANDLERS:
+                self._handlers.clear()
+            handler = self._handlers[topic] = self._handler_for(topic)
+        try:
+            handler(payload, retained)
+        except WireError as error:
+            self._reject(topic, str(error))
+
+    def _handler_for(self, topic: str) -> _Handler:
+        topics = self.topics
+        if topic == topics.request:
+            return self._handle_request
+        if topic == topics.events:
+            return lambda payload, _: self._events.receive_as_leader(payload)
+        if topic == topics.cluster_state:
+            return lambda payload, _: self._handle_cluster_state(payload)
+        if topic == topics.command:
+            return self._commands.receive_broadcast
+        node = topics.node_of(topic)
+        if node is not None and topic == topics.node_signal(node):
+            return partial(self._handle_signal, node)
+        if node is not None and topic == topics.node_state(node):
+            return partial(self._handle_node_state, node)
+        return lambda payload, retained: None
+
+    def _handle_signal(self, node: str, payload: bytes, _: bool) -> None:
+        message = decode_from_node(payload, node)
+        self.driver.feed(SignalArrived(**self.driver.stamp(), message=message))
+
+    def _handle_request(self, payload: bytes, retained: bool) -> None:
+        if not retained:  # A retained request would be served again at every connection.
+            self._requests.handle(payload)
+
+    def _handle_node_state(self, node: str, payload: bytes, _: bool) -> None:
+        if not payload:  # An empty payload deletes the retained message.
+            return
+        state = decode_json(payload, NodeStateMessage)
+        if state.node != node:
+            raise WireError(f"a message on {node!r}'s topic claims to be {state.node[:64]!r}'s")
+        if state.state is NodeState.OFFLINE:
+            self.driver.feed(
+                NodeVanished(
+                    **self.driver.stamp(), node=node, incarnation=state.incarnation, graceful=state.graceful
+                )
+            )
+
+    def _handle_cluster_state(self, payload: bytes) -> None:
+        """Publish our own state over the predecessor's last will, which may arrive after our first state."""
+        if decode_json(payload, ClusterStateHeader).phase == "UNREACHABLE":
+            self._publish_state_soon()
+
+    def _reject(self, topic: str, why: str) -> None:
+        self._events.emit(
+            EmitEvent(
+                cause=self.driver.new_cause(),
+                name="MessageRejected",
+                reason=f"{topic}: {why}",
+                node=self.topics.node_of(topic),
+                details={"topic": topic, "why": why},
+            )
+        )
+        self.journal.flush()
 
     # --- who leads ---------------------------------------------------------------------------------
 
@@ -256,7 +335,7 @@ class Coordinator:
         self.driver.replace_machine(self.machine)
         self._leading = True
         self._forced_key = ()
-        self._events.publish_unacknowledged(self.leadership, initial.outbox, self.machine.plan_details)
+        self._events.publish_unacknowledged(initial.outbox, self.machine.plan_details)
         for effect in initial.effects:
             self._perform(effect)
 
@@ -290,11 +369,6 @@ class Coordinator:
         self._observer.on_status("waiting for the broker")
         self.driver.feed(BrokerDisconnected(**self.driver.stamp()))
 
-    def _report_rejected(self, event: EmitEvent) -> None:
-        """Publish that a payload was rejected, and continue."""
-        self._emit(event)
-        self.journal.flush()
-
     # --- effects of the machine ---------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
@@ -302,9 +376,9 @@ class Coordinator:
         effect = cast(ClusterEffect, effect)
         match effect:
             case EmitEvent():
-                self._emit(effect)
+                self._events.emit(effect)
             case RecordSteps():
-                self._events.record_steps(effect.steps, self.driver.now())
+                self._events.record_steps(effect.steps)
             case SendCommand(command=Prepare(profile=True)):
                 self.planning.prepare()
                 self._commands.send(effect)
@@ -338,9 +412,6 @@ class Coordinator:
             case _:
                 assert_never(effect)
 
-    def _emit(self, event: EmitEvent) -> None:
-        self._events.emit(self.leadership, event, self.driver.now())
-
     def _durable(self) -> dict[str, Any]:
         """Return the durable state of the machine with the events that are not acknowledged yet."""
         return {**self.machine.durable_parts(), OUTBOX: self._events.outbox.entries}
@@ -357,7 +428,7 @@ class Coordinator:
 
     def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:
         effects = self.machine.steps(cast(Any, events), bug)
-        self._events.add_to_outbox(effects, self.driver.now())
+        self._events.add_to_outbox(effects)
         return effects
 
     def _on_node_event(self, message: EventMessage) -> None:
@@ -400,7 +471,7 @@ class Coordinator:
         if self._leading:
             details = {"sink": sink, "detail": detail}
             reason = f"{sink}: {detail}"
-            self._emit(
+            self._events.emit(
                 EmitEvent(cause=self.driver.new_cause(), name="LoggingFailed", reason=reason, details=details)
             )
             self.journal.flush()

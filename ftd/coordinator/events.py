@@ -17,6 +17,7 @@ import structlog
 
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Leadership
+from ftd.coordinator.ports import Observer
 from ftd.driver import EventRateLimiter
 from ftd.errors import WireError
 from ftd.transport.wire.catalogue import EVENTS_OF_OTHERS
@@ -45,43 +46,36 @@ class EventStream:
         self,
         topics: Topics,
         journal: Journal,
+        session: Leadership,
         *,
-        on_own_event: Callable[[EmitEvent], None],
+        now: Callable[[], float],
+        observer: Observer,
         on_node_event: Callable[[EventMessage], None],
-        on_published: Callable[[EventMessage, bool], None],
     ) -> None:
         """Begin with an empty outbox.
 
-        :param on_own_event: receives each of this coordinator's own events, before the rate limiter may drop it.
+        :param now: returns the time on the machine's clock.
         :param on_node_event: receives each event of a node.
-        :param on_published: receives all events that are published; ``True``: by a coordinator.
         """
         self._topic = topics.events
-        self._journal = journal
+        self._journal, self._session, self._now = journal, session, now
         self._gate = EventRateLimiter()
-        self._on_own_event, self._on_node_event, self._on_published = (
-            on_own_event,
-            on_node_event,
-            on_published,
-        )
+        self._observer, self._on_node_event = observer, on_node_event
         self.outbox: EventOutbox[str] = EventOutbox()
         self._pending: dict[int, tuple[EmitEvent, EventMessage]] = {}
         """Events of the step in progress, by the identity of their effects."""
 
-    def add_to_outbox(self, effects: Iterable[Effect], now: float) -> None:
+    def add_to_outbox(self, effects: Iterable[Effect]) -> None:
         """Add the events of a step to the outbox, before any of its effects is carried out."""
         self._pending = {}
         for effect in effects:
             if isinstance(effect, EmitEvent) and is_journaled(effect.name):
-                message = event_message(effect, monotonic=now, source=SOURCE)
+                message = event_message(effect, monotonic=self._now(), source=SOURCE)
                 self._pending[id(effect)] = effect, message
                 self.outbox.add(message.id, encode_json(_without_plan(message)).decode())
 
     def publish_unacknowledged(
-        self,
-        session: Leadership,
-        unacknowledged: Iterable[Any],
-        plan_details: Callable[[int], dict[str, Any]],
+        self, unacknowledged: Iterable[Any], plan_details: Callable[[int], dict[str, Any]]
     ) -> None:
         """Publish the events that the last leader decided and that the broker has not acknowledged, unchanged.
 
@@ -99,14 +93,15 @@ class EventStream:
                 details = message.details | plan_details(message.generation or 0)
                 message = msgspec.structs.replace(message, details=details)
             is_new = self._journal.record(message)
-            self._publish(session, message)
+            self._publish(message)
             _log.info("event_republished", event_name=message.event, id=number)
             if is_new:
-                self._on_published(message, True)
+                self._observer.on_published(message, True)
 
-    def emit(self, session: Leadership, event: EmitEvent, now: float) -> None:
+    def emit(self, event: EmitEvent) -> None:
         """Log, journal and publish an event. An outage of the broker delays it; the rate limiter may drop it."""
-        self._on_own_event(event)
+        self._observer.on_own_event(event)
+        now = self._now()
         suppressed = self._gate.admit(event, now)
         if suppressed is None:
             return
@@ -115,7 +110,7 @@ class EventStream:
         else:
             message = event_message(event, monotonic=now, suppressed=suppressed, source=SOURCE)
         self._journal.record(message)
-        self._publish(session, message)
+        self._publish(message)
         log = _log.debug if event.name == "StepCommitted" else _log.info
         log(
             event.name,
@@ -126,16 +121,16 @@ class EventStream:
             cause=event.cause,
             **({"details": event.details} if event.details else {}),
         )
-        self._on_published(message, True)
+        self._observer.on_published(message, True)
 
-    def record_steps(self, steps: Iterable[EmitEvent], now: float) -> None:
+    def record_steps(self, steps: Iterable[EmitEvent]) -> None:
         """Journal steps that another coordinator committed while this one was away."""
         for event in steps:
-            self._journal.record(event_message(event, monotonic=now, source=SOURCE))
+            self._journal.record(event_message(event, monotonic=self._now(), source=SOURCE))
 
-    def _publish(self, session: Leadership, message: EventMessage) -> None:
+    def _publish(self, message: EventMessage) -> None:
         on_done = partial(self.outbox.acknowledge, message.id)
-        session.publish(self._topic, encode_event(message), queue_offline=True, on_done=on_done)
+        self._session.publish(self._topic, encode_event(message), queue_offline=True, on_done=on_done)
 
     def receive_as_follower(self, payload: bytes) -> None:
         """Journal an event that the leader published. Nothing is decided by it, so a client that may write the
@@ -145,7 +140,7 @@ class EventStream:
         """
         message = _checked(decode_json(payload, EventMessage))
         if self._journal.record(message):
-            self._on_published(message, message.source == SOURCE)
+            self._observer.on_published(message, message.source == SOURCE)
 
     def receive_as_leader(self, payload: bytes) -> None:
         """Journal a node's event. This coordinator's own were journaled when they were emitted.
@@ -167,7 +162,7 @@ class EventStream:
         check_size(payload, MAX_EVENT_BYTES)
         if self._journal.record(_checked(message)):
             self._on_node_event(message)
-            self._on_published(message, False)
+            self._observer.on_published(message, False)
 
 
 def _without_plan(message: EventMessage) -> EventMessage:

@@ -153,12 +153,12 @@ def test_a_node_failure_that_counts_as_wrong_code_is_found(
     found("counts as the job's", overrides=SeedOverrides(triggered_faults=triggered))
 
 
-def published_under_new_ids(stream: EventStream, session: Any, outbox: Any, plan_in_words: Any) -> None:
+def published_under_new_ids(stream: EventStream, outbox: Any, plan_in_words: Any) -> None:
     again = []
     for number, text in outbox:
         event = msgspec.json.decode(text)
         again.append((f"{number}-again", msgspec.json.encode({**event, "id": f"{number}-again"}).decode()))
-    real_go_on(stream, session, again, plan_in_words)
+    real_go_on(stream, again, plan_in_words)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_events_that_leave_the_outbox_before_the_broker_has_them_are_found(
 ) -> None:
     """A leader that is cut off, or whose broker dies, then forgets events that nobody has received."""
 
-    def publish(stream: EventStream, session: Any, message: Any) -> None:
+    def publish(stream: EventStream, message: Any) -> None:
         stream.outbox.acknowledge(message.id)
-        session.publish(stream._topic, encode_event(message))
+        stream._session.publish(stream._topic, encode_event(message))
 
     monkeypatch.setattr(EventStream, "_publish", publish)
     found("but never published", overrides=SeedOverrides(coordinators=2))
@@ -190,7 +190,7 @@ def test_events_that_are_decided_after_the_journal_is_written_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A leader that is killed between writing the journal and publishing the events takes them with it."""
-    monkeypatch.setattr(EventStream, "add_to_outbox", lambda stream, effects, now: None)
+    monkeypatch.setattr(EventStream, "add_to_outbox", lambda stream, effects: None)
     crashes = tuple(
         (name, faults.kill_between_effects, passed)
         for name in ("GenerationStarted", "Quiesced")

@@ -39,12 +39,12 @@ moment, name = sys.argv.pop(1), sys.argv.pop(1)
 real_publish, real_acknowledge, ids = EventStream._publish, EventOutbox.acknowledge, set()
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
-def publish(stream, session, message):
+def publish(stream, message):
     if message.event == name and moment == "journaled":
         kill()
     if message.event == name:
         ids.add(message.id)
-    real_publish(stream, session, message)
+    real_publish(stream, message)
 def acknowledged(outbox, number):
     if number in ids:
         kill()
