@@ -166,18 +166,16 @@ class Driver:
         """Process the events and carry out their effects."""
         for event in events:
             self._notify_observer(event)
-        await self.perform_effects(self._steps(events))
-
-    def _steps(self, events: Sequence[Event]) -> list[Effect]:
-        if self._step_batch is not None:
-            return self._step_batch(events, self._note_bug)
         effects: list[Effect] = []
-        for event in events:
-            try:
-                effects += self.machine.step(event)
-            except Exception:
-                self._note_bug(event)
-        return effects
+        if self._step_batch is not None:
+            effects = self._step_batch(events, self._note_bug)
+        else:
+            for event in events:
+                try:
+                    effects += self.machine.step(event)
+                except Exception:
+                    self._note_bug(event)
+        await self.perform_effects(effects)
 
     def _note_bug(self, event: Event) -> None:
         """Log the exception that is being handled."""

@@ -172,7 +172,8 @@ class Coordinator:
             public_state=self.public_state,
             job=lambda: self.machine.job,
         )
-        self._handlers: dict[str, _Handler] = {}
+        self._handlers = self._handlers_of_cluster()
+        """Handlers by topic, with those of nodes that have sent something."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set. Trainers continue: they need no coordinator to train.
@@ -253,32 +254,31 @@ class Coordinator:
         """Handle a message that arrives while this coordinator leads, and report what is wrong with it.
 
         A thousand nodes send a heartbeat each second, and all of them answer at once when one is lost. So a
-        topic is parsed once, and its handler is remembered.
+        node's topic is parsed once, and its handler is remembered.
         """
         handler = self._handlers.get(topic)
         if handler is None:
             if len(self._handlers) >= _MAX_HANDLERS:
-                self._handlers.clear()
-            handler = self._handlers[topic] = self._handler_for(topic)
+                self._handlers = self._handlers_of_cluster()
+            handler = self._handlers[topic] = self._handler_of_node(topic)
         try:
             handler(payload, retained)
         except WireError as error:
             self._reject(topic, str(error))
 
-    def _handler_for(self, topic: str) -> _Handler:
-        topics = self.topics
-        if topic == topics.request:
-            return self._handle_request
-        if topic == topics.events:
-            return lambda payload, _: self._events.receive_as_leader(payload)
-        if topic == topics.cluster_state:
-            return lambda payload, _: self._handle_cluster_state(payload)
-        if topic == topics.command:
-            return self._commands.receive_broadcast
-        node = topics.node_of(topic)
-        if node is not None and topic == topics.node_signal(node):
+    def _handlers_of_cluster(self) -> dict[str, _Handler]:
+        return {
+            self.topics.request: self._handle_request,
+            self.topics.events: lambda payload, _: self._events.receive_as_leader(payload),
+            self.topics.cluster_state: self._handle_cluster_state,
+            self.topics.command: self._commands.receive_broadcast,
+        }
+
+    def _handler_of_node(self, topic: str) -> _Handler:
+        node = self.topics.node_of(topic)
+        if node is not None and topic == self.topics.node_signal(node):
             return partial(self._handle_signal, node)
-        if node is not None and topic == topics.node_state(node):
+        if node is not None and topic == self.topics.node_state(node):
             return partial(self._handle_node_state, node)
         return lambda payload, retained: None
 
@@ -303,7 +303,7 @@ class Coordinator:
                 )
             )
 
-    def _handle_cluster_state(self, payload: bytes) -> None:
+    def _handle_cluster_state(self, payload: bytes, _: bool) -> None:
         """Publish our own state over the predecessor's last will, which may arrive after our first state."""
         if decode_json(payload, ClusterStateHeader).phase == "UNREACHABLE":
             self._publish_state_soon()

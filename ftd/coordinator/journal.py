@@ -375,9 +375,10 @@ class Journal:
             if message.event == "JobSubmitted":
                 self.set_job(str(message.details.get("job", "")))
             if (table := _TABLE_OF.get(message.event)) is not None:
+                details = encode_json(message.details).decode()
                 self._db.execute(
                     f"INSERT INTO {table} (job, step, generation, at, details) VALUES (?, ?, ?, ?, ?)",
-                    (self._job, message.step, message.generation, message.at, _text(message.details)),
+                    (self._job, message.step, message.generation, message.at, details),
                 )
             if message.event != "StepCommitted":
                 if message.event == "RolledBack":
@@ -386,7 +387,8 @@ class Journal:
                             f"DELETE FROM {table} WHERE job = ? AND step > ?", (self._job, message.step)
                         )
                 if is_new:
-                    self._db.execute("INSERT INTO events (message) VALUES (?)", (_text(message),))
+                    text = encode_json(message).decode()
+                    self._db.execute("INSERT INTO events (message) VALUES (?)", (text,))
         self._writes += len(self._buffer)
         if self._writes >= _PRUNE_EVERY:
             self._writes = 0
@@ -413,10 +415,6 @@ class Journal:
 def _foreign(text: str) -> tuple[Position, ForeignJournal]:
     term, serial, schema, protocol, version = text.split(" ", 4)
     return (int(term), int(serial)), (int(schema), int(protocol), version)
-
-
-def _text(value: Any) -> str:
-    return encode_json(value).decode()
 
 
 class LocalDisk:
