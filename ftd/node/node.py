@@ -137,7 +137,7 @@ class Node:
     @property
     def connected(self) -> bool:
         """Whether the node has a connection to the broker."""
-        return self._publisher is not None and self._publisher.connected
+        return self._publisher is not None and self._publisher.session.connected
 
     async def start(self) -> None:
         """Start to serve snapshots and to accept trainers.
@@ -374,7 +374,7 @@ class Node:
         self.supervisor.health.plant(how, devices, for_s)
 
     def disconnect(self, for_s: float) -> None:
-        self._present_publisher().interrupt(for_s)
+        self._present_publisher().session.interrupt(for_s)
 
     def publish_event(
         self, event: str, reason: str, details: dict[str, Any], *, over_mqtt: bool = True
@@ -392,4 +392,4 @@ class Node:
         self._present_publisher().send_answer(client, answer)
 
     async def flush(self, timeout_s: float) -> None:
-        await self._present_publisher().flush(timeout_s)
+        await self._present_publisher().session.flush(timeout_s)

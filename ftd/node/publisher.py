@@ -68,7 +68,7 @@ class NodePublisher:
         self._rejected = False
         self._topic = self._topics.node_state(self._node)
         will = self._state_message(NodeState.OFFLINE, 0, 0, "the connection to the broker broke")
-        self._session = open_session(
+        self.session = open_session(
             client_id=f"ftd-{config.cluster}-{self._node}-{incarnation}",
             subscriptions=(
                 self._topics.node_command(self._node),
@@ -85,26 +85,15 @@ class NodePublisher:
             on_lost=on_lost,
             on_acknowledged=on_acknowledged,
         )
-        self._task = asyncio.get_running_loop().create_task(self._session.run())
-
-    @property
-    def connected(self) -> bool:
-        return self._session.connected
+        self._task = asyncio.get_running_loop().create_task(self.session.run())
 
     async def close(self, flush_s: float) -> None:
         """Wait for the acknowledgement of what was published, then disconnect."""
         if self._state_timer is not None:
             self.publish_state_now()
-        await self._session.flush(flush_s)
+        await self.session.flush(flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-
-    async def flush(self, timeout_s: float) -> None:
-        await self._session.flush(timeout_s)
-
-    def interrupt(self, for_s: float) -> None:
-        """Cut the connection without a disconnect message, and reconnect after ``for_s``."""
-        self._session.interrupt(for_s)
 
     def send_signal(self, signal: messages.Signal) -> None:
         message = FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
@@ -112,7 +101,7 @@ class NodePublisher:
         # QoS 0 is enough: a signal that is lost with the connection is not sent again, since the next
         # connection begins with a Hello in any case. A thousand nodes' answers at once would otherwise wait
         # for acknowledgements.
-        self._disturbance.outgoing.deliver(lambda: self._session.publish(topic, payload, qos=0))
+        self._disturbance.outgoing.deliver(lambda: self.session.publish(topic, payload, qos=0))
 
     def _note_connected(self) -> None:
         self._state_published = False
@@ -125,7 +114,7 @@ class NodePublisher:
             self._on_message(topic, payload, retained)
 
     def send_answer(self, client: str, answer: Answer) -> None:
-        self._session.publish(self._topics.reply(client), encode_json(answer))
+        self.session.publish(self._topics.reply(client), encode_json(answer))
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -151,7 +140,7 @@ class NodePublisher:
         if not over_mqtt:
             return
         message = event_message(effect, monotonic=now, suppressed=suppressed, source=f"node/{self._node}")
-        self._session.publish(self._topics.events, encode_event(message), queue_offline=True)
+        self.session.publish(self._topics.events, encode_event(message), queue_offline=True)
 
     # --- the retained state ------------------------------------------------------------------------
 
@@ -171,9 +160,9 @@ class NodePublisher:
         if self._state_timer is not None:
             self._state_timer.cancel()
             self._state_timer = None
-        self._state_published = self._session.connected
+        self._state_published = self.session.connected
         if self._state is not None and not self._rejected:
-            self._session.publish(self._topic, encode_json(self._state), retain=True)
+            self.session.publish(self._topic, encode_json(self._state), retain=True)
 
     def observe_command(self, command: messages.Command) -> None:
         """Learn from the coordinator's commands whether this node owns its name."""

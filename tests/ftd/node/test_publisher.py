@@ -73,7 +73,7 @@ async def scene(broker: RunningBroker, directory: Path) -> AsyncIterator[Scene]:
     made = Scene(broker, directory)
     listening = asyncio.ensure_future(made.listener.run())
     await made.listener.wait_connected(PATIENCE_S)
-    await made.until(lambda: made.publisher.connected)
+    await made.until(lambda: made.publisher.session.connected)
     try:
         yield made
     finally:
@@ -99,7 +99,7 @@ def test_a_state_is_published_at_once_and_its_reason_later(
             assert await the.reasons(3) == ["started", "a snapshot", "abandoned"]
             the.publisher.publish_state_now()  # Another process published in our place.
             assert await the.reasons(1) == ["idle"]
-            the.publisher.interrupt(0.0)
+            the.publisher.session.interrupt(0.0)
             assert await the.reasons(1) == ["the connection to the broker broke"]
             await the.until(lambda: the.ups == 2)
             the.publisher.publish_state(effect(NodeState.HEALTHY, "back"))
@@ -121,7 +121,7 @@ def test_a_node_that_is_admitted_after_a_rejection_publishes_its_state_again(
             the.publisher.observe_command(Reject(reason="the name is taken"))
             the.publisher.publish_state(effect(NodeState.HEALTHY, "rejected"))
             the.publisher.observe_command(RequestHello())
-            await the.publisher.flush(PATIENCE_S)
+            await the.publisher.session.flush(PATIENCE_S)
             assert the.heard.empty()
             the.publisher.observe_command(Stop(job_id="job", reason="test"))
             assert await the.reasons(1) == ["rejected"]
