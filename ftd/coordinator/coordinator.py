@@ -146,7 +146,7 @@ class Coordinator:
             self._perform,
             watch,
             step_batch=self._steps,
-            on_effects_done=self.journal.flush,  # The events of a step are written after its effects.
+            on_effects_done=self._carried_out,
             clock=ports.clock,
             suffix=cause_suffix(me),
         )
@@ -229,7 +229,7 @@ class Coordinator:
                 check=self._takeover.check,
                 state=lambda: self._encode(self._durable()),
                 end=self._end_lead,
-                emit=lambda event: self._events.emit(event),
+                emit=lambda event: self._events.emit(event),  # noqa: PLW0108  # the stream is made later
                 publish_state=self._publish_state_soon,
             ),
             follower=FollowerCallbacks(
@@ -237,7 +237,7 @@ class Coordinator:
                 on_peer=self.journal.note_peer,
                 on_broker_alive=self._observer.on_broker_alive,
                 save_journal=self._takeover.save_copy,
-                on_event=lambda payload: self._events.receive_as_follower(payload),
+                on_event=lambda payload: self._events.receive_as_follower(payload),  # noqa: PLW0108  # as above
                 on_state=self._on_leader_state,
             ),
             shared=self.journal.shared,
@@ -411,6 +411,10 @@ class Coordinator:
                 )
             case _:
                 assert_never(effect)
+
+    def _carried_out(self) -> None:
+        """Write the events of a step to the journal, after its effects."""
+        self.journal.flush()
 
     def _durable(self) -> dict[str, Any]:
         """Return the durable state of the machine with the events that are not acknowledged yet."""

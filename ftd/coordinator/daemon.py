@@ -45,7 +45,7 @@ class CoordinatorDaemon:
         self._dashboard = Dashboard(config.dashboard, cluster=config.cluster)
         clock = SystemClock()
         self._metrics = ClusterMetrics(
-            state=lambda: self._coordinator.machine.public_state(),  # Another leader replaces the machine.
+            state=lambda: self._coordinator.machine.public_state(),  # noqa: PLW0108  # machines are replaced
             clock=clock.monotonic_s,
             connected=lambda: self._coordinator.leadership.online,
             leading=lambda: self._coordinator.leadership.connected,
@@ -67,7 +67,7 @@ class CoordinatorDaemon:
                     on_broker_alive=self._dashboard.on_broker_message,
                     on_state=self._dashboard.on_state,
                     on_acknowledged=self._metrics.common.broker_round_trip.observe,
-                    track_job=lambda job, term, outcome: self._tracking.set_job(job, term, outcome),
+                    track_job=lambda *job: self._tracking.set_job(*job),  # noqa: PLW0108  # made later
                     on_status=lambda text: systemd.notify(f"STATUS={text}"),
                     on_stopping=lambda: systemd.notify("STOPPING=1"),
                 ),

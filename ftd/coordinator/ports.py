@@ -116,19 +116,19 @@ def _ignore(*_: object) -> None:
 class Observer:
     """Callbacks for metrics, dashboard and tracking, which observe a coordinator and decide nothing."""
 
-    on_own_event: Callable[[EmitEvent], object] = _ignore
+    on_own_event: Callable[[EmitEvent], None] = _ignore
     """Callback for an event of this coordinator, before the rate limiter may drop it."""
-    on_node_event: Callable[[EventMessage], object] = _ignore
+    on_node_event: Callable[[EventMessage], None] = _ignore
     """Callback for an event of a node."""
-    on_published: Callable[[EventMessage, bool], object] = _ignore
+    on_published: Callable[[EventMessage, bool], None] = _ignore
     """Callback for an event that is published; ``True``: by a coordinator."""
-    on_broker_alive: Callable[[], object] = _ignore
+    on_broker_alive: Callable[[], None] = _ignore
     """Callback for anything that the broker delivers."""
-    on_state: Callable[[dict[str, Any]], object] = _ignore
+    on_state: Callable[[dict[str, Any]], None] = _ignore
     """Callback for the cluster's state, this coordinator's or the present leader's."""
-    on_acknowledged: Callable[[float], object] = _ignore
+    on_acknowledged: Callable[[float], None] = _ignore
     """Callback for the seconds that the broker took for a message."""
-    track_job: Callable[[Job | None, int, str | None], object] = _ignore
+    track_job: Callable[[Job | None, int, str | None], None] = _ignore
     """Function that has this job's steps logged; see
     ``ftd.observe.tracking.writer_process.TrackingWriterProcess.set_job``.
     """

@@ -71,7 +71,7 @@ class NodeDaemon:
                 observer=NodeObserver(
                     on_event=self._metrics.on_published,
                     on_acknowledged=self._metrics.common.broker_round_trip.observe,
-                    on_heartbeat=lambda device, at: self._starvation.record_heartbeat(device, at),
+                    on_heartbeat=lambda *beat: self._starvation.record_heartbeat(*beat),  # noqa: PLW0108  # made later
                 ),
             ),
             watch=self._metrics.observe,

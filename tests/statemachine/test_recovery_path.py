@@ -226,7 +226,7 @@ class Cluster:
                 disk=LocalDisk(),
                 planning=lambda feed, driver, changed: ImmediatePlanning(feed, self.path),
                 checkpoints=lambda feed, driver: Mock(spec=CheckpointOperations),
-                observer=Observer(),
+                observer=Mock(spec=Observer),
             ),
             Peer(name="a", incarnation=1),
             cluster=TOPICS.cluster,

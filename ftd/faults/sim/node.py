@@ -273,7 +273,7 @@ class _Process(Node):
             trainers=self.trainers,
             snapshots=self.storage,
             facts=lambda: facts,
-            observer=NodeObserver(on_event=lambda event: of.on_event(event)),
+            observer=NodeObserver(on_event=lambda event: of.on_event(event)),  # noqa: PLW0108  # it is set later
         )
         super().__init__(
             _config(of.name, of.devices, of.world.timing),

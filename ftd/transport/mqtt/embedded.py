@@ -27,9 +27,7 @@ from ftd.processes import module_command
 
 def embedded_command(ready_file: Path, port: int = 0) -> list[str]:
     """Return the command that runs the embedded broker; with port 0 the system chooses one."""
-    return module_command(
-        "ftd.transport.mqtt.embedded", "--port", str(port), "--ready-file", str(ready_file)
-    )
+    return module_command("ftd.transport.mqtt.embedded", "--port", str(port), "--ready-file", str(ready_file))
 
 
 def await_ready(ready_file: Path, timeout_s: float) -> int:
