@@ -10,67 +10,8 @@ these find what thousands of other seeds do not, because each fault hits the rea
 from collections.abc import Callable
 from random import Random
 
-from ftd.faults.sim import host_faults, upgrade_faults
-from ftd.faults.sim.faults import (
-    add_node,
-    break_connection,
-    change_interval,
-    close_checkpoint_store,
-    corrupt_checkpoint,
-    corrupt_parameter,
-    corrupt_shard,
-    corrupt_shards,
-    crash_coordinator,
-    crash_node,
-    crash_two,
-    crash_two_hosts,
-    cut_coordinator,
-    cut_node,
-    cut_several,
-    depose_leader_and_clear_broker,
-    drain_node,
-    exit_trainer,
-    fail_all_trainers,
-    fail_builds,
-    fail_repeatedly,
-    fill_disk,
-    freeze_coordinator,
-    freeze_daemon,
-    freeze_everything,
-    hang_checkpoint_store,
-    hang_trainer,
-    kill_between_effects,
-    kill_node_between_effects,
-    lose_all_memory,
-    lose_messages,
-    make_device_bad,
-    partition_two,
-    power_cut,
-    raise_in_trainer,
-    repeat_request,
-    request_fault,
-    request_snapshot_now,
-    reset_coordinator,
-    reset_session,
-    restart_broker,
-    restart_node,
-    restore_broker,
-    restore_saved_broker,
-    stop_job,
-    switch_protection,
-    terminate_node,
-)
+from ftd.faults.sim import faults, host_faults, slow_faults, upgrade_faults
 from ftd.faults.sim.simulation import Fault, SeedOverrides, Simulation, TriggeredFault
-from ftd.faults.sim.slow_faults import (
-    pause_host,
-    pause_trainer,
-    restart_slowly,
-    slow_node,
-    slow_planning,
-    slow_transfers,
-    stutter_daemon,
-    stutter_leader,
-)
 from statemachine.effects import EmitEvent
 
 PHASES = (
@@ -80,42 +21,43 @@ PHASES = (
 """Events that mark the phases of a recovery; a fault shortly after one of them hits the next phase."""
 
 FAULTS: tuple[tuple[int, Fault], ...] = (
-    (6, crash_node),
-    (3, crash_two),
-    (4, exit_trainer),
-    (2, raise_in_trainer),
-    (2, fail_all_trainers),
-    (3, hang_trainer),
-    (4, cut_node),
-    (2, cut_several),
-    (2, break_connection),
-    (2, reset_session),
-    (1, reset_coordinator),
-    (1, cut_coordinator),
-    (4, crash_coordinator),
-    (1, freeze_coordinator),
-    (2, freeze_daemon),
-    (3, restart_broker),
-    (2, drain_node),
-    (2, terminate_node),
-    (1, fail_builds),
-    (5, slow_node),
-    (3, add_node),
-    (2, restart_node),
-    (1, stop_job),
-    (4, switch_protection),
-    (2, change_interval),
+    (6, faults.crash_node),
+    (3, faults.crash_two),
+    (4, faults.exit_trainer),
+    (2, faults.raise_in_trainer),
+    (2, faults.fail_all_trainers),
+    (3, faults.hang_trainer),
+    (4, faults.cut_node),
+    (2, faults.cut_several),
+    (2, faults.break_connection),
+    (2, faults.reset_session),
+    (1, faults.reset_coordinator),
+    (1, faults.cut_coordinator),
+    (4, faults.crash_coordinator),
+    (1, faults.freeze_coordinator),
+    (2, faults.freeze_daemon),
+    (3, faults.restart_broker),
+    (2, faults.drain_node),
+    (2, faults.terminate_node),
+    (1, faults.fail_builds),
+    (5, slow_faults.slow_node),
+    (3, faults.add_node),
+    (2, faults.restart_node),
+    (1, faults.stop_job),
+    (4, faults.switch_protection),
+    (2, faults.change_interval),
 )
 """Faults with their weights."""
 
 RARE_FAULTS: tuple[Fault, ...] = (
-    lose_messages, partition_two, restore_broker, repeat_request, fill_disk, pause_host, pause_trainer,
-    restart_slowly, slow_transfers, slow_planning, stutter_daemon, stutter_leader,
+    faults.lose_messages, faults.partition_two, faults.restore_broker, faults.repeat_request, faults.fill_disk,
+    slow_faults.pause_host, slow_faults.pause_trainer, slow_faults.restart_slowly, slow_faults.slow_transfers,
+    slow_faults.slow_planning, slow_faults.stutter_daemon, slow_faults.stutter_leader,
 )  # fmt: skip
 
 _DURING_A_ROLLBACK: tuple[Fault, ...] = (
-    exit_trainer, crash_node, restart_node, crash_coordinator, cut_node, break_connection, freeze_daemon,
-    fail_all_trainers, switch_protection,
+    faults.exit_trainer, faults.crash_node, faults.restart_node, faults.crash_coordinator, faults.cut_node,
+    faults.break_connection, faults.freeze_daemon, faults.fail_all_trainers, faults.switch_protection,
 )  # fmt: skip
 
 EVENTS = (
@@ -127,10 +69,11 @@ EVENTS = (
 """Events that ``triggered_overrides`` lets faults follow."""
 
 _TRIGGERED_FAULTS: tuple[Fault, ...] = (
-    *(fault for _, fault in FAULTS), *RARE_FAULTS, lose_all_memory, corrupt_checkpoint, close_checkpoint_store,
-    hang_checkpoint_store, corrupt_shard, corrupt_shards, power_cut, kill_between_effects, crash_two_hosts,
-    depose_leader_and_clear_broker, freeze_everything, request_snapshot_now, restore_saved_broker,
-    kill_node_between_effects,
+    *(fault for _, fault in FAULTS), *RARE_FAULTS, faults.lose_all_memory, faults.corrupt_checkpoint,
+    faults.close_checkpoint_store, faults.hang_checkpoint_store, faults.corrupt_shard, faults.corrupt_shards,
+    faults.power_cut, faults.kill_between_effects, faults.crash_two_hosts,
+    faults.depose_leader_and_clear_broker, faults.freeze_everything, faults.request_snapshot_now,
+    faults.restore_saved_broker, faults.kill_node_between_effects,
 )  # fmt: skip
 
 
@@ -165,7 +108,7 @@ def _draw_rollback(sim: Simulation) -> list[TriggeredFault]:
     rng = sim.world.rng
     if sim.snapshot.every_steps < 1 or not sim.world.chance(0.4):
         return []
-    losses = [fail_all_trainers, fail_all_trainers, crash_two]
+    losses = [faults.fail_all_trainers, faults.fail_all_trainers, faults.crash_two]
     drawn: list[TriggeredFault] = [("SnapshotCompleted", rng.choice(losses), rng.randrange(3))]
     for _ in range(rng.randrange(3)):
         drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
@@ -177,11 +120,11 @@ def _draw_checkpoint_rollback(sim: Simulation) -> list[TriggeredFault]:
     rng = sim.world.rng
     if not sim.checkpoint.url or not sim.world.chance(0.7):
         return []
-    drawn: list[TriggeredFault] = [("CheckpointCompleted", lose_all_memory, rng.randrange(3))]
+    drawn: list[TriggeredFault] = [("CheckpointCompleted", faults.lose_all_memory, rng.randrange(3))]
     if sim.world.chance(0.5):
         drawn.append(("CheckpointStarted", rng.choice(_DURING_A_ROLLBACK), rng.randrange(3)))
     if sim.world.chance(0.3):
-        drawn.append(("CheckpointCompleted", corrupt_checkpoint, rng.randrange(3)))
+        drawn.append(("CheckpointCompleted", faults.corrupt_checkpoint, rng.randrange(3)))
     for _ in range(rng.randrange(3)):
         drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
     return drawn
@@ -193,11 +136,8 @@ def _draw_store_failures(sim: Simulation) -> list[TriggeredFault]:
     if not sim.checkpoint.url or rng.random() < 0.4:
         return []
     moments = ("CheckpointStarted", "CheckpointCompleted", "RolledBack", "NodeLost", "JobSubmitted")
-    count = rng.randrange(1, 4)
-    return [
-        (rng.choice(moments), rng.choice((close_checkpoint_store, hang_checkpoint_store)), rng.randrange(3))
-        for _ in range(count)
-    ]
+    kinds = (faults.close_checkpoint_store, faults.hang_checkpoint_store)
+    return [(rng.choice(moments), rng.choice(kinds), rng.randrange(3)) for _ in range(rng.randrange(1, 4))]
 
 
 def _draw_corruption(sim: Simulation) -> list[TriggeredFault]:
@@ -206,8 +146,8 @@ def _draw_corruption(sim: Simulation) -> list[TriggeredFault]:
     if sim.snapshot.every_steps < 1 or rng.random() < 0.5:
         return []
     moments = ("SnapshotCompleted", "SnapshotCompleted", "GenerationStarted", "Quiesced", "RolledBack")
-    faults = (corrupt_shard, corrupt_shard, corrupt_shards)
-    return [(rng.choice(moments), rng.choice(faults), rng.randrange(3)) for _ in range(rng.randrange(1, 4))]
+    kinds = (faults.corrupt_shard, faults.corrupt_shard, faults.corrupt_shards)
+    return [(rng.choice(moments), rng.choice(kinds), rng.randrange(3)) for _ in range(rng.randrange(1, 4))]
 
 
 def separate_rng(sim: Simulation, what: str, likely: float, overrides: bool | None) -> Random | None:
@@ -242,7 +182,7 @@ def _draw_flipped_bits(sim: Simulation, until_s: float) -> None:
         return
     sim.compare_replicas_every = rng.choice((1, 3, 5, 100))
     for _ in range(rng.randint(1, 4)):
-        sim.world.call_later(rng.uniform(1.5, until_s), sim.inject, corrupt_parameter)
+        sim.world.call_later(rng.uniform(1.5, until_s), sim.inject, faults.corrupt_parameter)
 
 
 def _choose_faults(rng: Random, least: int, most: int) -> list[Fault]:
@@ -259,7 +199,8 @@ def draw(sim: Simulation, until_s: float) -> None:
     pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
     pending += _draw_rollback(sim) + _draw_checkpoint_rollback(sim)
     if sim.world.chance(0.3):
-        pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
+        moment = rng.choice(("GenerationStarted", "Quiesced"))
+        pending.append((moment, faults.switch_protection, rng.randrange(3)))
     commits = [(rng.randrange(1, 80), fault) for fault in _choose_faults(rng, 0, 4)]
     pending += _draw_store_failures(sim) + _draw_corruption(sim)
     more, instants = _draw_rare(sim, until_s)
@@ -272,13 +213,13 @@ def draw(sim: Simulation, until_s: float) -> None:
     _draw_flipped_bits(sim, until_s)
     if (requests := separate_rng(sim, "requests", 0.3, None)) is not None:
         for _ in range(requests.randint(1, 3)):
-            sim.world.call_later(requests.uniform(0.5, until_s), request_fault, sim, requests)
+            sim.world.call_later(requests.uniform(0.5, until_s), faults.request_fault, sim, requests)
     if (bad := separate_rng(sim, "bad node", 0.3, overrides.bad_node)) is not None:
-        sim.world.call_later(bad.uniform(0.5, until_s), fail_repeatedly, sim, bad)
+        sim.world.call_later(bad.uniform(0.5, until_s), faults.fail_repeatedly, sim, bad)
     if sim.world.checks_health:
         bad_devices = Random(f"{sim.world.seed} bad devices")
         for _ in range(bad_devices.randint(0, 3)):
-            sim.world.call_later(bad_devices.uniform(0.5, until_s), make_device_bad, sim, bad_devices)
+            sim.world.call_later(bad_devices.uniform(0.5, until_s), faults.make_device_bad, sim, bad_devices)
     _draw_hosts(
         sim, separate_rng(sim, "power", 0.2, overrides.power_losses), 3, until_s, host_faults.lose_power, 8.0
     )
