@@ -13,6 +13,7 @@ have gathered them.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
 
@@ -62,92 +63,58 @@ EVALUATION_BATCHES = 2
 STEPPING = frozenset({"evaluate", "sum", "compute", "vote", "commit", "gather"})
 
 
+@dataclass(slots=True, eq=False)
 class SimTrainer:
     """One trainer process."""
 
-    __slots__ = (
-        "_backlog",
-        "alive",
-        "asleep",
-        "built",
-        "committed",
-        "compare",
-        "compare_every",
-        "copy",
-        "device",
-        "evaluate_every",
-        "evaluated",
-        "evaluation",
-        "flag",
-        "frozen",
-        "generation",
-        "gradients",
-        "group",
-        "groups",
-        "has_arena",
-        "layers",
-        "lineage",
-        "node",
-        "parts",
-        "phase",
-        "pid",
-        "process",
-        "progress",
-        "rank",
-        "ready",
-        "snap_flag",
-        "steps",
-        "token",
-        "version",
-    )  # fmt: skip
-
-    def __init__(self, node: SimHost, groups: "SimGroups", device: int, pid: int) -> None:
-        self.node, self.groups, self.device, self.pid = node, groups, device, pid
-        self.process: TrainerProcess | None = None
-        """The process as the daemon knows it, once it has attached."""
-        self.alive = True
-        self.frozen = False
-        """Whether the process is stopped (SIGSTOP): no heartbeat, no progress."""
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """Actions to run when the process continues."""
-        self.asleep = False
-        """Whether the main thread sleeps while the control thread sends heartbeats."""
-        self.built = False
-        self.has_arena = False
-        """Whether it was given memory for snapshots."""
-        self.steps = 0
-        self.evaluate_every = 0
-        """The interval of evaluations, which also follow the last step; 0 means never."""
-        self.compare_every = 0
-        """The interval of comparisons of replicas; 0 means never."""
-        self.compare = False
-        """Whether the committed state is to be compared with that of other owners."""
-        self.evaluated = 0
-        """The newest step whose evaluation is known."""
-        self.evaluation: Evaluation | None = None
-        """The evaluation of the state after ``committed``, if the current group computed it."""
-        self.phase: Phase = "idle"
-        self.generation = 0
-        self.committed = 0
-        self.version = 0
-        self.ready: int | None = None
-        self.gradients: tuple[int, frozenset[int], frozenset[StatePart]] = (0, frozenset(), frozenset())
-        """Generation, layers and kept parts of the complete gradients, while ``ready`` is set."""
-        self.layers: dict[int, int] = {}
-        """The version of each layer that is held completely."""
-        self.parts: dict[StatePart, int] = {}
-        """The version of each part under ZeRO-1."""
-        self.group: SimGroup | None = None
-        self.rank = -1
-        self.flag: int | None = None
-        """The generation of a Quiesce(boundary) that waits for the end of a step."""
-        self.token = 0
-        """Number of changes of the trainer's course. Actions that were scheduled before a change are ignored."""
-        self.progress = 0
-        self.lineage = 0
-        self.snap_flag = False
-        self.copy: SimShard | None = None
-        """The shard that is being copied into host memory."""
+    node: SimHost
+    groups: "SimGroups"
+    device: int
+    pid: int
+    process: TrainerProcess | None = None
+    """The process as the daemon knows it, once it has attached."""
+    alive: bool = True
+    frozen: bool = False
+    """Whether the process is stopped (SIGSTOP): no heartbeat, no progress."""
+    asleep: bool = False
+    """Whether the main thread sleeps while the control thread sends heartbeats."""
+    has_arena: bool = False
+    """Whether it was given memory for snapshots."""
+    steps: int = 0
+    evaluate_every: int = 0
+    """The interval of evaluations, which also follow the last step; 0 means never."""
+    compare_every: int = 0
+    """The interval of comparisons of replicas; 0 means never."""
+    compare: bool = False
+    """Whether the committed state is to be compared with that of other owners."""
+    evaluated: int = 0
+    """The newest step whose evaluation is known."""
+    evaluation: Evaluation | None = None
+    """The evaluation of the state after ``committed``, if the current group computed it."""
+    phase: Phase = "idle"
+    generation: int = 0
+    committed: int = 0
+    version: int = 0
+    ready: int | None = None
+    gradients: tuple[int, frozenset[int], frozenset[StatePart]] = (0, frozenset(), frozenset())
+    """Generation, layers and kept parts of the complete gradients, while ``ready`` is set."""
+    layers: dict[int, int] = field(default_factory=dict)
+    """The version of each layer that is held completely."""
+    parts: dict[StatePart, int] = field(default_factory=dict)
+    """The version of each part under ZeRO-1."""
+    group: "SimGroup | None" = None
+    rank: int = -1
+    flag: int | None = None
+    """The generation of a Quiesce(boundary) that waits for the end of a step."""
+    token: int = 0
+    """Number of changes of the trainer's course. Actions that were scheduled before a change are ignored."""
+    progress: int = 0
+    lineage: int = 0
+    snap_flag: bool = False
+    copy: SimShard | None = None
+    """The shard that is being copied into host memory."""
+    _backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    """Actions to run when the process continues."""
 
     @property
     def responsive(self) -> bool:
@@ -162,7 +129,7 @@ class SimTrainer:
             node.failing_builds -= 1
             self.report(Raised(where="prepare", detail=f"simulated in {self.pid}"))
             return
-        self.built, self.steps, self.evaluate_every = True, training.steps, training.evaluation_every_steps
+        self.steps, self.evaluate_every = training.steps, training.evaluation_every_steps
         self.compare_every, self.has_arena = training.compare_replicas_every, bool(prepare.arena)
         self.layers = dict.fromkeys(range(len(profile.layers)), 0)
         self.parts = all_of(self.layers) if training.zero1 else {}
@@ -170,7 +137,7 @@ class SimTrainer:
             self.report(ModelDescribed(job_id=prepare.job_id, description=DESCRIPTION))
         self.report(Prepared(job_id=prepare.job_id, profile=profile if prepare.profile else None))
 
-    # --- a process that is stopped ----------------------------------------------------------------
+    # --- when it acts -----------------------------------------------------------------------------
 
     def do(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run an action now or, if the process is stopped, when it continues."""
@@ -179,8 +146,13 @@ class SimTrainer:
         else:
             action(*arguments)
 
-    def _later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        self.node.world.call_later(delay_s, self.do, action, *arguments)
+    def later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Schedule an action, unless the trainer's course changes before, or it sleeps or is dead then."""
+        self.node.world.call_later(delay_s, self.do, self._go_on_with, self.token, action, *arguments)
+
+    def _go_on_with(self, token: int, action: Callable[..., None], *arguments: Any) -> None:
+        if token == self.token and self.responsive:
+            action(*arguments)
 
     def wake(self) -> None:
         if not self.alive or not self.frozen:
@@ -202,7 +174,7 @@ class SimTrainer:
         self._leave()
         self.generation = generation
         self.phase = "quiesced"
-        self._later(self.node.world.between(0.0005, 0.03), self._report, self.token)
+        self.later(self.node.world.between(0.0005, 0.03), self._report)
 
     def _leave(self) -> None:
         """Leave the group. An APPLY that has begun is finished, or aborted in time."""
@@ -222,9 +194,7 @@ class SimTrainer:
         self.layers = {layer: sound.get(version, version) for layer, version in self.layers.items()}
         group.left(self)
 
-    def _report(self, token: int) -> None:
-        if not self.responsive or token != self.token:
-            return
+    def _report(self) -> None:
         step_of = self.node.versions.step
         held = tuple(layer for layer, v in self.layers.items() if step_of[v] == self.committed)
         vote = self.node.versions.vote(self.version) if self.committed else None
@@ -313,7 +283,7 @@ class SimTrainer:
             self.evaluate(1)
         elif self.committed >= self.steps:
             self.phase = "done"
-            self._later(0.01, self._done, self.token, self.group.generation)
+            self.later(0.01, self._done, self.group.generation)
         else:
             self.start_step()
 
@@ -329,17 +299,16 @@ class SimTrainer:
         self.progress += 1
         world, step_timing = self.node.world, self.node.step_timing
         computing_s = step_timing.step_s * world.between(0.2, 0.5) * self.node.slowness
-        self._later(computing_s, self._computed_batch, self.token, batch)
+        self.later(computing_s, self._computed_batch, batch)
 
-    def _computed_batch(self, token: int, batch: int) -> None:
-        if token == self.token and self.responsive and self.group is not None:
-            self.phase = "sum"
-            self.group.summed(self, batch, self.flag is not None)
+    def _computed_batch(self, batch: int) -> None:
+        assert self.group is not None
+        self.phase = "sum"
+        self.group.summed(self, batch, self.flag is not None)
 
-    def pass_sum(self, token: int, batch: int, stop: bool) -> None:
+    def pass_sum(self, batch: int, stop: bool) -> None:
         """Go on after every rank has computed the batch."""
-        if token != self.token or not self.responsive or self.group is None:
-            return
+        assert self.group is not None
         last = batch == EVALUATION_BATCHES
         if last:
             self.evaluated = self.committed
@@ -366,13 +335,10 @@ class SimTrainer:
         computing_s = (
             step_timing.step_s * (1 + step_timing.imbalance * world.rng.random()) * self.node.slowness
         )
-        self._later(computing_s, self._computed, self.token)
+        self.later(computing_s, self._computed)
 
-    def _computed(self, token: int) -> None:
-        if token != self.token or self.group is None:
-            return
-        if not self.responsive:
-            return
+    def _computed(self) -> None:
+        assert self.group is not None
         self.phase = "vote"
         self.ready = self.committed + 1
         self.gradients = (
@@ -383,31 +349,27 @@ class SimTrainer:
         snap, self.snap_flag = self.snap_flag, False
         self.group.arrived(self, self.flag is not None, snap)
 
-    def commit(self, token: int, stop: bool, snap: bool) -> None:
-        if token != self.token or not self.responsive or self.group is None:
-            return
-        group = self.group
+    def commit(self, stop: bool, snap: bool) -> None:
+        group, token = self.group, self.token
+        assert group is not None
         if self.copy is not None:
             self._copied(self.copy, True)  # The copy must end before the next APPLY: a stall.
         self._say_digests(group)
         self._apply(group)
-        self.do(self._applied, token, group, stop, snap)
+        # Nobody knows of the update yet, and the trainer may have died meanwhile.
+        self.do(self._go_on_with, token, self._applied, group, stop, snap)
 
-    def _applied(self, token: int, group: "SimGroup", stop: bool, snap: bool) -> None:
-        """Go on after the update, of which nobody knows yet. The trainer may have died meanwhile."""
-        if token != self.token or not self.responsive:
-            return
+    def _applied(self, group: "SimGroup", stop: bool, snap: bool) -> None:
         if group.sharded and len(group.resume.plan.pipelines) > 1:
             self.phase = "gather"
             group.applied(self, stop, snap)
         else:
-            self.committed_whole(token, stop, snap)
+            self.committed_whole(stop, snap)
 
-    def committed_whole(self, token: int, stop: bool, snap: bool) -> None:
+    def committed_whole(self, stop: bool, snap: bool) -> None:
         """Report the step after the update is complete and, under ZeRO-1, gathered."""
-        if token != self.token or not self.responsive or self.group is None:
-            return
         group = self.group
+        assert group is not None
         if self.phase == "gather":
             self.layers = dict.fromkeys(group.owned[self.rank], self.version)
         self._say_stepped(group)
@@ -506,7 +468,8 @@ class SimTrainer:
         node.arena.begin(self.device, key)
         layers = {layer: version for layer, version in self.layers.items() if layer in share}
         self.copy = SimShard(key=key, layers=layers, devices=mine)
-        self._later(node.world.between(0.005, 1.5 * node.step_timing.step_s), self._copied, self.copy, True)
+        took_s = node.world.between(0.005, 1.5 * node.step_timing.step_s)
+        node.world.call_later(took_s, self.do, self._copied, self.copy, True)
 
     def _copied(self, copy: SimShard, whole: bool) -> None:
         """End the copying, successfully or not."""
@@ -529,9 +492,7 @@ class SimTrainer:
             )
         )
 
-    def _done(self, token: int, generation: int) -> None:
-        if not self.responsive or token != self.token:
-            return
+    def _done(self, generation: int) -> None:
         if self.flag is not None:
             requested, self.flag = self.flag, None
             self.quiesce(requested, "boundary")
@@ -661,7 +622,7 @@ class SimGroup:
         for rank, member in self.members.items():
             member.phase = "moving"
             if self.owes[rank] == 0:
-                world.call_later(when[rank], member.do, self._rank_resumed, member, member.token)
+                member.later(when[rank], self._rank_resumed, member)
 
     def _drop(self) -> None:
         """Drop old layers where there is no room, before state moves. Parked layers count as held."""
@@ -689,16 +650,16 @@ class SimGroup:
             member.progress += 1
             self.owes[member.rank] -= 1
             if self.owes[member.rank] == 0:
-                self._rank_resumed(member, member.token)
+                self._rank_resumed(member)
 
-    def _rank_resumed(self, member: SimTrainer, token: int) -> None:
-        if member.token != token or not member.responsive:
+    def _rank_resumed(self, member: SimTrainer) -> None:
+        if not member.responsive:
             return
         self.groups.starts(self, member)
+        token = member.token
         member.report(Resumed(generation=self.generation, bytes_moved=0, rendezvous_s=0.01, state_s=0.01))
-        if member.token != token:
-            return
-        member.go_on()
+        if member.token == token:
+            member.go_on()
 
     def summed(self, trainer: SimTrainer, batch: int, stop: bool) -> None:
         """Note that a rank has computed a held-out batch of its current state."""
@@ -716,7 +677,7 @@ class SimGroup:
         for member in list(self.members.values()):
             if member.phase == "sum" and member.committed == step:
                 delay = self.world.between(0.001, member.node.step_timing.commit_spread_s)
-                self.world.call_later(delay, member.do, member.pass_sum, member.token, batch, stop)
+                member.later(delay, member.pass_sum, batch, stop)
 
     def arrived(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
         self.votes[trainer.rank] = stop
@@ -741,7 +702,7 @@ class SimGroup:
                 if snap:
                     self.world.call_later(0.0, member.do, self._snapping, member, step + 1)
                 delay = self.world.between(0.001, member.node.step_timing.commit_spread_s)
-                self.world.call_later(delay, member.do, member.commit, member.token, stop, snap)
+                member.later(delay, member.commit, stop, snap)
 
     def applied(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
         """Note that a rank has updated its parts. Ranks with the same layers gather when all of them have."""
@@ -760,8 +721,7 @@ class SimGroup:
             if all(peer is not None and peer.committed >= step for peer in members):
                 del self.updated[rank]
                 member = self.members[rank]
-                gathering_s = self.world.between(0.001, 0.05)
-                self.world.call_later(gathering_s, member.do, member.committed_whole, member.token, *flags)
+                member.later(self.world.between(0.001, 0.05), member.committed_whole, *flags)
 
     def _snapping(self, member: SimTrainer, step: int) -> None:
         member.report(SnapshotStarted(generation=self.generation, step=step))
