@@ -1,7 +1,7 @@
 """A simulated coordinator: a host on which processes of the real ``Coordinator`` run, one after the other."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +297,7 @@ class _Process(Coordinator):
             of.invariants.led_last = of.name  # Also if it is deposed already: nobody has written since.
         if holds_session:
             of.check(lambda: of.on_lead(position, JournalView(self.machine)))
-            of.check(lambda: of.invariants.check_start(self.machine))
+            of.check(lambda: of.invariants.check_progress(self.machine))
 
     def _carried_out(self) -> None:
         super()._carried_out()
@@ -305,10 +305,3 @@ class _Process(Coordinator):
         if self._loop.alive and of.reaches_broker:
             # If a coordinator dies before it journals an event, or is deposed, nobody learns of the event.
             of.check(lambda: of.invariants.check_progress(self.machine))
-
-
-def leader_of(network: SimNetwork, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:
-    """Return the coordinator that leads; if none does, the one that most likely led last."""
-    if (connection := network.leader) is not None:
-        return next(one for one in coordinators if one.name == connection.host)
-    return max(coordinators, key=lambda one: (one.leading, one.up, one.position))

@@ -139,7 +139,7 @@ def _cut(sim: Simulation, node: SimNode, for_s: float) -> None:
         for trainer in list(node.trainers.values()):
             if trainer.group is not None and sim.world.chance(0.6):
                 trainer.group.break_connection()
-        sim.world.call_later(for_s, sim.reconnect_data, node)
+        sim.world.call_later(for_s, node.reconnect)
 
 
 def break_connection(sim: Simulation) -> None:

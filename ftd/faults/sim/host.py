@@ -87,6 +87,14 @@ class SimHost(ProcessHost, ABC):
     def deliver(self, trainer: TrainerProcess, report: Report) -> None:
         """Deliver a frame of a trainer to the daemon."""
 
+    def reconnect(self) -> None:
+        """End the cut from the other hosts."""
+        self.data_cut = False
+
+    def restore_speed(self) -> None:
+        """Let its trainers compute at normal speed again."""
+        self.slowness = 1.0
+
     def reaches(self, other: "SimHost") -> bool:
         """Return whether trainers and shards can connect to the other host."""
         if self.data_cut or other.data_cut:

@@ -22,7 +22,7 @@ from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
 from statemachine.messages.cluster import Command, Resume, RetainSnapshot
 from statemachine.messages.common import Quiesce
-from statemachine.messages.values import RECOVERY_PHASES, CheckpointRecord, Divergence, Job
+from statemachine.messages.values import RECOVERY_PHASES, Divergence
 
 WRONG_CODE = "ValueError: the code is wrong"
 """The output of a trainer whose job code raises."""
@@ -66,23 +66,27 @@ class Invariants(Oracle):
         self.led_last = ""
         """The coordinator that began to lead last, or whose journal reached the broker since."""
 
-    def new_job(self, begin: CheckpointRecord | None, job: Job | None) -> None:
-        """:param begin: the checkpoint that the job starts from."""
-        self.evaluations.new_job(begin.step if begin is not None else 0, job.steps if job is not None else 0)
-        self.published = {begin.step: int(begin.vote.loss)} if begin is not None else {}
+    @property
+    def trainers(self) -> list[SimTrainer]:
+        """The trainers of all nodes."""
+        return [trainer for node in self.nodes.values() for trainer in node.trainers.values()]
+
+    def _notice_job(self, machine: ClusterMachine | JournalView) -> None:
+        """Forget what was published of the last job, if there is another one now."""
+        if machine.job_id == self.job_id:
+            return
+        self.job_id, begin, job = machine.job_id, machine.checkpoint, machine.job
+        first = begin.step if begin is not None else 0
+        self.evaluations.new_job(first, job.steps if job is not None else 0)
+        self.published = {first: int(begin.vote.loss)} if begin is not None else {}
         self.published_after.clear()
-        self.first_step = begin.step if begin is not None else 0
-        self.newest_published = self.known_step = begin.step if begin is not None else 0
-        self.next_to_publish = self.known_step + 1
-        self.finished_job, self.failed_job = False, None
-        self.resumed_job = False
+        self.first_step = self.newest_published = self.known_step = first
+        self.next_to_publish = first + 1
+        self.finished_job, self.failed_job, self.resumed_job = False, None, False
         self.lineage, self.newest, self.groups.trained = 0, None, None
         self.diverged = None
 
     # --- the coordinator -----------------------------------------------------------------------
-
-    def check_start(self, machine: ClusterMachine) -> None:
-        self.check_progress(machine)
 
     def check_retained(self, machine: JournalView) -> None:
         before = self.newest
@@ -108,9 +112,7 @@ class Invariants(Oracle):
             self.violated(f"{leader.name} leads in term {leader.term}, in which another coordinator led")
 
     def check_progress(self, machine: ClusterMachine) -> None:
-        if machine.job_id != self.job_id:
-            self.job_id = machine.job_id
-            self.new_job(machine.checkpoint, machine.job)
+        self._notice_job(machine)
         step = machine.committed_step
         if step < self.known_step:
             self.violated(f"the committed step went back from {self.known_step} to {step}")
@@ -118,9 +120,7 @@ class Invariants(Oracle):
 
     def on_journal(self, machine: JournalView) -> None:
         """Take a published journal. A rollback that is not in it has never happened."""
-        if machine.job_id != self.job_id:
-            self.job_id = machine.job_id
-            self.new_job(machine.checkpoint, machine.job)
+        self._notice_job(machine)
         self.check_retained(machine)
         self.writing, self.skipped_updates = machine.writing, machine.skipped_updates
         spiked = machine.skipped_batches != self.skipped_batches
@@ -268,10 +268,8 @@ class Invariants(Oracle):
                 if event.node in self.leaving:
                     self.violated(f"a drain of {event.node} was refused after it was promised")
             case "PlanChosen":
-                stages = [stage for pipeline in event.details["pipelines"] for stage in pipeline["stages"]]
-                used = {device.split("/")[0] for stage in stages for device in stage["devices"]}
-                if self.leaving & used:
-                    self.violated(f"{sorted(self.leaving & used)} were to leave, and the plan uses them")
+                if used := self.leaving & _nodes_of(event.details["pipelines"]):
+                    self.violated(f"{sorted(used)} were to leave, and the plan uses them")
             case "NodeReadmitted" | "QuarantineSkipped" | "NodeRemoved":
                 # A quarantine ends with the removal of a node that was absent for long.
                 self.wrong_devices.pop(event.node or "", None)
@@ -289,12 +287,10 @@ class Invariants(Oracle):
 
     def _check_drained(self, event: EmitEvent) -> None:
         """Check that the plan does without the nodes that are said to be drained."""
-        pipelines = event.details["recovery"]["pipelines_after"]
         said = (
             event.reason.partition("without ")[2].partition(", which")[0].replace(" and ", ", ").split(", ")
         )
-        stages = [stage for pipeline in pipelines for stage in pipeline["stages"]]
-        used = {device.split("/")[0] for stage in stages for device in stage["devices"]}
+        used = _nodes_of(event.details["recovery"]["pipelines_after"])
         if "drained" in event.reason and used.intersection(said):
             self.violated(f"{event.reason}, and the plan uses them")
 
@@ -420,8 +416,7 @@ class Invariants(Oracle):
 
     def _is_known_by_a_trainer(self) -> bool:
         """Return whether a running trainer has committed the newest published step."""
-        trainers = [trainer for node in self.nodes.values() for trainer in node.trainers.values()]
-        return any(trainer.alive and trainer.committed >= self.newest_published for trainer in trainers)
+        return any(trainer.alive and trainer.committed >= self.newest_published for trainer in self.trainers)
 
     def _knows_last_resume(self, trainer: SimTrainer) -> bool:
         """Return whether a trainer took the last Resume, or was stopped for a later generation, with the same past."""
@@ -475,14 +470,15 @@ class Invariants(Oracle):
             self.violated(f"{name} is removed, but the job's journal names it")
         if not self.known_step:
             return  # The state is that of step 0, which every new trainer builds.
-        counting = [
-            trainer
-            for node in self.nodes.values()
-            for trainer in node.trainers.values()
-            if trainer.responsive and self._knows_last_resume(trainer)
-        ]
+        counting = [t for t in self.trainers if t.responsive and self._knows_last_resume(t)]
         others = [trainer for trainer in counting if trainer.node.name != name]
         if self.groups.missing_layers(others, self.known_step) and not self.groups.missing_layers(
             counting, self.known_step
         ):
             self.violated(f"{name} is removed, but holds what nobody else does")
+
+
+def _nodes_of(pipelines: list[dict[str, Any]]) -> set[str]:
+    """Return the nodes of pipelines as events describe them."""
+    stages = [stage for pipeline in pipelines for stage in pipeline["stages"]]
+    return {device.split("/")[0] for stage in stages for device in stage["devices"]}

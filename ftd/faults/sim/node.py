@@ -141,9 +141,9 @@ class SimNode(SimHost):
 
     def clear_faults(self) -> None:
         """Clear every fault of this host."""
-        self.data_cut = False
+        self.reconnect()
+        self.restore_speed()
         self.failing_builds = 0
-        self.slowness = 1.0
         self.device_fault = ""
         self.crash_after = None
         self.max_scan_s = self.max_read_s = self.max_send_s = 0.0

@@ -21,7 +21,6 @@ from ftd.faults.chaos.values import AfterTime, CentralService, Fault, Scenario
 from ftd.faults.chaos.verdicts import judge
 from ftd.faults.sim.cluster import SimCluster
 from ftd.faults.sim.host import StepTiming
-from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.scenario_faults import inject_into_node, inject_into_service
 from ftd.faults.sim.scenario_setup import STEP_S, ScenarioSetup
 from ftd.faults.sim.world import InvariantViolation, World
@@ -51,7 +50,12 @@ class ScenarioSimulation(SimCluster):
         world = World(seed, tracing=tracing, timing=setting.timing)
         world.checks_health = True
         super().__init__(
-            world, setting.job.policy, setting.profile, setting.coordinators, state_period_s=STATE_PERIOD_S
+            world,
+            setting.job.policy,
+            setting.profile,
+            setting.coordinators,
+            step_timing=StepTiming(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
+            state_period_s=STATE_PERIOD_S,
         )
         # A step's loss is the number of updates in its state; in an undisturbed run it equals the step.
         self.record = ScenarioRecord(baseline={step: float(step) for step in range(1, setting.job.steps + 1)})
@@ -94,10 +98,7 @@ class ScenarioSimulation(SimCluster):
         try:
             world.run(SUBMIT_S + START_S + self.scenario.limit_s)
         finally:
-            for coordinator in self.coordinators:
-                coordinator.loop.kill()
-            for node in self.nodes.values():
-                node.loop.kill()
+            self.end()
 
     def _submit(self, job: Job) -> None:
         self.coordinator.submit(job, None)
@@ -109,25 +110,11 @@ class ScenarioSimulation(SimCluster):
         """
         node = self.nodes.get(name)
         if node is None:
-            node = SimNode(
-                self.invariants.groups,
-                self.network,
-                self.checkpoint_store,
-                self.nodes,
-                name,
-                self.setting.devices,
-                StepTiming(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
-            )
+            node = self.make_node(name)
             node.on_effect, node.on_event = partial(self._on_effect, name), self._on_node_event
-            self.nodes[name] = node
         elif node.up:
             raise PeerError(f"{name} is running already")
-        self.world.call_later(self.world.between(0.0, 0.3), self._revive, node)
-
-    @staticmethod
-    def _revive(node: SimNode) -> None:
-        if not node.up:
-            node.start()
+        self.world.call_later(self.world.between(0.0, 0.3), self.start_if_down, node)
 
     # --- events and states --------------------------------------------------------------------------
 

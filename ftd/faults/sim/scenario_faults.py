@@ -57,7 +57,7 @@ def inject_into_node(cluster: SimCluster, fault: Fault, name: str) -> None:
         case "slow":
             node.slowness = fault.factor or DEFAULT_FACTOR
             if fault.for_s is not None:
-                clock.call_later(fault.for_s, _restore_speed, node)
+                clock.call_later(fault.for_s, node.restore_speed)
         case "bad_device":
             devices = range(node.devices) if fault.device is None else (fault.device,)
             node.plant_bad_device(fault.how, devices, for_s)
@@ -111,15 +111,7 @@ def _cut(cluster: SimCluster, node: SimNode, for_s: float) -> None:
     for trainer in list(node.trainers.values()):
         if trainer.group is not None:
             trainer.group.break_connection()
-    cluster.world.call_later(for_s, _reconnect, node)
-
-
-def _reconnect(node: SimNode) -> None:
-    node.data_cut = False
-
-
-def _restore_speed(node: SimNode) -> None:
-    node.slowness = 1.0
+    cluster.world.call_later(for_s, node.reconnect)
 
 
 def _free_disk(cluster: SimCluster) -> None:

@@ -32,7 +32,6 @@ class ScenarioSetup:
     nodes: tuple[str, ...]
     coordinators: tuple[str, ...]
     """The first one to start most likely leads; the others are standbys."""
-    devices: int
     timing: Timing
 
 
@@ -73,7 +72,6 @@ def make_scenario_setup(
         coordinators=tuple(
             f"coordinator-{number}" for number in range(cluster.coordinators if cluster is not None else 1)
         ),
-        devices=devices,
         timing=Timing(**cast(Any, dict(cluster.timing))) if cluster is not None else Timing(),
     )
 
@@ -102,9 +100,10 @@ def _stand_in(scenario: Scenario, job: Job) -> ModelProfile:
     )
 
 
-def _why_unsupported(fault: Fault, timing: Timing, step_s: float, devices: int) -> str:
+def _why_unsupported(fault: Fault, setting: ScenarioSetup) -> str:
     """Return why the simulator cannot inject this fault; empty if it can."""
-    hung_s = 2 * max(timing.hang_floor_s, timing.hang_steps * step_s)
+    timing, devices = setting.timing, setting.job.policy.devices_per_node
+    hung_s = 2 * max(timing.hang_floor_s, timing.hang_steps * STEP_S)
     short = fault.for_s is not None and fault.for_s < max(hung_s, timing.silence_s + 1.0)
     match fault.do:
         case "hang" if short and not isinstance(fault.target, CentralService):
@@ -117,7 +116,7 @@ def _why_unsupported(fault: Fault, timing: Timing, step_s: float, devices: int) 
 
 def unsupported_faults(scenario: Scenario, setting: ScenarioSetup) -> dict[Fault, str]:
     """Return the faults that the simulator does not support, with the reason."""
-    found = {f: _why_unsupported(f, setting.timing, STEP_S, setting.devices) for f in scenario.faults}
+    found = {fault: _why_unsupported(fault, setting) for fault in scenario.faults}
     return {fault: why for fault, why in found.items() if why}
 
 

@@ -6,7 +6,6 @@ from random import Random
 
 from ftd.faults.sim.cluster import SimCluster
 from ftd.faults.sim.host import StepTiming
-from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.plans import MOST_NODES
 from ftd.faults.sim.world import World
 from planner.values import LayerProfile, ModelProfile, Policy
@@ -125,7 +124,7 @@ class Simulation(SimCluster):
             minimum="oobleck" if shape.oobleck else "one_replica",
             zero1=seed % 3 == 1 if overrides.zero1 is None else overrides.zero1,
         )
-        self.step_timing = StepTiming(
+        step_timing = StepTiming(
             step_s=world.between(0.1, 0.6),
             imbalance=world.between(0.1, 1.0),
             commit_spread_s=world.rng.choice((0.01, 0.1, 0.3)),
@@ -169,7 +168,13 @@ class Simulation(SimCluster):
         """The newest submitted job."""
         self.jobs = 0
         count = (seed % 3 + 1) if overrides.coordinators is None else overrides.coordinators
-        super().__init__(world, policy, PROFILES[shape], [f"coordinator-{number}" for number in range(count)])
+        super().__init__(
+            world,
+            policy,
+            PROFILES[shape],
+            [f"coordinator-{number}" for number in range(count)],
+            step_timing=step_timing,
+        )
         own = Random(f"{seed} evaluations")  # The other seeds stay as they are without evaluations.
         every, some = own.choice((1, 2, 3, 7)), own.random() < 0.4
         if some if overrides.evaluations is None else overrides.evaluations:
@@ -190,27 +195,8 @@ class Simulation(SimCluster):
     def add_node(self) -> None:
         if sum(node.removed_at is None for node in self.nodes.values()) >= MOST_NODES:
             return
-        node = SimNode(
-            self.invariants.groups,
-            self.network,
-            self.checkpoint_store,
-            self.nodes,
-            f"node-{len(self.nodes)}",
-            self.shape.devices,
-            self.step_timing,
-        )
-        self.nodes[node.name] = node
+        node = self.make_node(f"node-{len(self.nodes)}")
         self.world.call_later(self.world.between(0.0, 0.3), self.start_if_down, node)
-
-    def start_if_down(self, node: SimNode) -> None:
-        if not node.up and node.removed_at is None:
-            node.start()
-
-    def reconnect_data(self, node: SimNode) -> None:
-        node.data_cut = False
-
-    def restore_speed(self, node: SimNode) -> None:
-        node.slowness = 1.0
 
     def inject(self, fault: Fault) -> None:
         if not self.healed:

@@ -201,10 +201,7 @@ class SimulationRun(Simulation):
                     self.broker_checks.check_state(node)
         finally:
             leader = self.coordinator
-            for coordinator in self.coordinators:
-                coordinator.loop.kill()
-            for node in self.nodes.values():
-                node.loop.kill()
+            self.end()
         if not self.world.done:
             state = leader.machine.public_state()
             raise InvariantViolation(

@@ -12,7 +12,7 @@ def slow_node(sim: Simulation) -> None:
         node.slowness = sim.world.between(1.2, 6.0)
         sim.log(f"slow {node.name} by {node.slowness:.1f}")
         if sim.world.chance(0.6):
-            sim.world.call_later(sim.world.between(3.0, 15.0), sim.restore_speed, node)
+            sim.world.call_later(sim.world.between(3.0, 15.0), node.restore_speed)
 
 
 def pause_trainer(sim: Simulation) -> None:
