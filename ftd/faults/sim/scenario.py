@@ -26,7 +26,7 @@ from ftd.faults.sim.scenario_setup import STEP_S, ScenarioSetup
 from ftd.faults.sim.world import InvariantViolation, World
 from ftd.transport.wire.catalogue import severity_of
 from statemachine.effects import Effect, EmitEvent, PublishNode
-from statemachine.messages.values import CheckpointPolicy, Job
+from statemachine.messages.values import CheckpointPolicy
 
 SUBMIT_S = 2.0
 """Time at which the job is submitted; the nodes and their trainers are up by then."""
@@ -93,15 +93,12 @@ class ScenarioSimulation(SimCluster):
             job = replace(job, checkpoint=replace(job.checkpoint, url="/simulated"))
         else:
             job = replace(job, checkpoint=CheckpointPolicy())
-        world.call_later(SUBMIT_S, self._submit, job)
+        world.call_later(SUBMIT_S, lambda: self.coordinator.submit(job, None))
         world.call_later(SUBMIT_S, self._check)
         try:
             world.run(SUBMIT_S + START_S + self.scenario.limit_s)
         finally:
             self.end()
-
-    def _submit(self, job: Job) -> None:
-        self.coordinator.submit(job, None)
 
     def start(self, name: str) -> None:
         """Start the daemon of a node, known or new.
@@ -111,7 +108,7 @@ class ScenarioSimulation(SimCluster):
         node = self.nodes.get(name)
         if node is None:
             node = self.make_node(name)
-            node.on_effect, node.on_event = partial(self._on_effect, name), self._on_node_event
+            node.on_effect, node.on_event = partial(self._on_effect, name), self.on_event
         elif node.up:
             raise PeerError(f"{name} is running already")
         self.world.call_later(self.world.between(0.0, 0.3), self.start_if_down, node)
@@ -161,9 +158,6 @@ class ScenarioSimulation(SimCluster):
         if isinstance(effect, PublishNode):
             self._due(self._cues.on_node(node, str(effect.state)))
 
-    def _on_node_event(self, event: EmitEvent) -> None:
-        self.on_event(event)
-
     def on_state(self, state: Mapping[str, Any]) -> None:
         """Take the cluster's state, which determines the nodes of roles."""
         self.layout = read_layout(state)
@@ -171,15 +165,11 @@ class ScenarioSimulation(SimCluster):
 
     def _check(self) -> None:
         """Check every ``_CHECK_PERIOD_S`` whether the scenario is over."""
-        self.ended_by = self._end_reason()
+        if self.begun_s is not None:
+            injecting, waiting = self._pending > 0, bool(self._cues.waiting)
+            self.ended_by = self._ending.end_reason(self.now_s, injecting=injecting, waiting=waiting)
         self.world.done = bool(self.ended_by)
         self.world.call_later(_CHECK_PERIOD_S, self._check)
-
-    def _end_reason(self) -> str:
-        if self.begun_s is None:
-            return ""
-        waiting = self._cues.waiting
-        return self._ending.end_reason(self.now_s, injecting=self._pending > 0, waiting=bool(waiting))
 
     # --- faults ------------------------------------------------------------------------------------
 
