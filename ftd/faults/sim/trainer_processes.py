@@ -8,7 +8,7 @@ from ftd.faults.sim.host import SimHost
 from ftd.faults.sim.process import ProcessLoop
 from ftd.faults.sim.trainers import SimGroups, SimTrainer
 from ftd.node.ports import TrainerObserver
-from runtime.wire.zygote_protocol import Exited, Spawned
+from runtime.wire.zygote_protocol import Exited, Spawned, ZygoteNotice
 from statemachine.messages.common import Quiesce
 from statemachine.messages.trainer import (
     Attached,
@@ -49,8 +49,9 @@ class SimTrainers:
         self._host, self._groups, self._loop = host, groups, loop
         self._trainers = trainers
         self._by_pid: dict[int, SimTrainer] = {}
-        self._device_tests = SimDeviceTests(host, loop)
-        self.observer: TrainerObserver | None = None
+        self._device_tests = SimDeviceTests(host, loop, self._notify)
+        self.observer: TrainerObserver
+        """The observer of the daemon, from the start on."""
 
     async def start(self, observer: TrainerObserver) -> None:
         self.observer = observer
@@ -68,8 +69,7 @@ class SimTrainers:
         world.call_later(world.between(*_FORK_S), self._forked, device)
 
     def test_device(self, number: int, device: int, planted: PlantedFault) -> None:
-        assert self.observer is not None, "devices are tested after the start"
-        self._device_tests.begin(self.observer, number, device, planted)
+        self._device_tests.begin(number, device, planted)
 
     def kill_all(self) -> None:
         """Kill all trainers and tests of devices, as the kernel does when their parent is dead."""
@@ -79,11 +79,12 @@ class SimTrainers:
         self._by_pid.clear()
         self._trainers.clear()
 
-    def signal(self, pid: int, number: int) -> bool:
-        """Send a signal to a trainer or the test of a device, and return whether there is such a process."""
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a trainer or the test of a device, if there is such a process."""
         trainer = self._by_pid.get(pid)
         if trainer is None:
-            return self.observer is not None and self._device_tests.kill(self.observer, pid)
+            self._device_tests.kill(pid)
+            return
         match number:
             case signal.SIGSTOP:
                 trainer.frozen = True
@@ -93,7 +94,6 @@ class SimTrainers:
                 trainer.die()
                 self._forget(trainer)
                 self._exit(trainer, -number)
-        return True
 
     def fail(self, trainer: SimTrainer, cause: FailureCause, words: str) -> None:
         """End a trainer process; the daemon notices a little later."""
@@ -109,6 +109,9 @@ class SimTrainers:
     def _raised(self, trainer: SimTrainer, report: Raised) -> None:
         trainer.report(report)
         self._exit(trainer, _FAILED)
+
+    def _notify(self, notice: ZygoteNotice) -> None:
+        self._loop.enter(self.observer.on_notice, notice)
 
     def _notice_s(self) -> float:
         return self._host.world.between(*_NOTICE_S)
@@ -127,14 +130,13 @@ class SimTrainers:
         self._loop.enter(self._attach, trainer)
 
     def _attach(self, trainer: SimTrainer) -> None:
-        assert self.observer is not None, "trainers are forked after the start"
         self.observer.on_notice(Spawned(device=trainer.device, pid=trainer.pid))
-        self._loop.create_task(self._connect(trainer, self.observer))
+        self._loop.create_task(self._connect(trainer))
 
-    async def _connect(self, trainer: SimTrainer, observer: TrainerObserver) -> None:
+    async def _connect(self, trainer: SimTrainer) -> None:
         if trainer.alive:
-            trainer.process = await observer.identify(Attached(device=trainer.device, pid=trainer.pid))
-            observer.on_attached(trainer.process, _Connection(self._host, self, trainer))
+            trainer.process = await self.observer.identify(Attached(device=trainer.device, pid=trainer.pid))
+            self.observer.on_attached(trainer.process, _Connection(self._host, self, trainer))
             self._check_alone(trainer)
 
     def _check_alone(self, trainer: SimTrainer) -> None:
@@ -147,7 +149,6 @@ class SimTrainers:
         self._host.world.call_later(self._notice_s(), self._loop.enter, self._exited, trainer, status, words)
 
     def _exited(self, trainer: SimTrainer, status: int, words: str) -> None:
-        assert self.observer is not None, "a trainer ran"
         if (process := trainer.process) is not None:
             self.observer.on_output(process, words.encode())
             process.output_ended.set()
@@ -170,7 +171,6 @@ class SimTrainers:
         self._host.world.call_later(self._host.world.timing.hang_check_s, self._send_heartbeats)
 
     def _heartbeats(self) -> None:
-        assert self.observer is not None, "a trainer runs"
         for trainer in self._trainers.values():
             if trainer.alive and not trainer.frozen and trainer.process is not None:
                 if not trainer.asleep:
