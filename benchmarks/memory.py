@@ -174,13 +174,13 @@ class Run:
     async def _disturb(self) -> None:
         """Cause the reconfigurations one after the other."""
         driver = self._driver
-        await driver.start_node("node-4")
+        await driver.cluster.start_node("node-4")
         await self._reconfigured("a node has joined", 5)
         for node in ("node-1", "node-3"):
             os.kill(self.trainers.pid_of(node), signal.SIGKILL)
             await self._reconfigured("a trainer was lost and is back", 5)
         await driver.cluster.kill("node-2")
-        await driver.start_node("node-2")
+        await driver.cluster.start_node("node-2")
         await self._reconfigured("a node was lost and is back", 5)
 
     async def _reconfigured(self, what: str, nodes: int) -> None:

@@ -77,6 +77,8 @@ class LocalCluster:
         self._secret = secrets.token_hex(16)
         self._address: BrokerAddress | None = None
         self._node_names: list[str] = []
+        self.on_node_started: Callable[[str, int], None] = lambda name, pid: None
+        """Callback for each start of a node's daemon, with its name and process id."""
         self._pages = {name: f"{HOST}:{free_port()}" for name in self.coordinators if options.dashboard}
 
     @property
@@ -208,6 +210,7 @@ class LocalCluster:
         child = await self.processes.start(name, self.node_command(name, devices))
         if name not in self._node_names:
             self._node_names.append(name)
+        self.on_node_started(name, child.pid)
         return child
 
     async def _start_zygote_server(self) -> None:

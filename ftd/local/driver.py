@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from ftd.errors import ConfigurationError, PeerError
+from ftd.faults.chaos.targets import read_layout
 from ftd.local.child_processes import private_directory, shared_memory
 from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
+from ftd.local.inject import LocalInjector
 from ftd.local.mounts import mount_tmpfs
 from ftd.local.namespaces import NamespaceNetwork
 from ftd.observe.run_model import Fact, RunModel
@@ -122,6 +124,7 @@ class LocalDriver:
                 options, network=undo.enter_context(NamespaceNetwork([HUB, *self.nodes]))
             )
         self.cluster = LocalCluster(directory, options)
+        self.cluster.on_node_started = self.run.on_daemon  # Its trainers are not up yet.
         self.cluster.processes.kept_logs = self.logs
         undo.push_async_callback(self._end)
         await self.cluster.start_broker()
@@ -168,7 +171,7 @@ class LocalDriver:
             self.following = asyncio.ensure_future(follow())
             try:
                 for name in self.nodes:
-                    await self.start_node(name)
+                    await self.cluster.start_node(name)
                 yield
             finally:
                 self.following.cancel()
@@ -212,16 +215,9 @@ class LocalDriver:
         request = ReadmitRequest(**self.client.envelope(), node=node)
         await self.client.request(request, timeout_s=REQUEST_S)
 
-    async def start_node(self, name: str) -> None:
-        """Start the daemon of a node, known or new.
-
-        :raises PeerError: it is running already.
-        """
-        self.on_start(name, (await self.cluster.start_node(name)).pid)
-
-    def on_start(self, name: str, pid: int) -> None:
-        """Note that a daemon was started, so its trainers are not up yet."""
-        self.run.on_daemon(name, pid)
+    def injector(self, seed: int) -> LocalInjector:
+        """Return an injector of faults into this cluster; see ``RemoteInjector`` for the seed."""
+        return LocalInjector(self.client, self.cluster, layout=lambda: read_layout(self.state), seed=seed)
 
     # --- state of the processes -----------------------------------------------------------------------
 

@@ -7,40 +7,30 @@ from collections.abc import Callable
 from ftd.errors import FtdError, PeerError
 from ftd.faults.chaos.inject import RemoteInjector
 from ftd.faults.chaos.targets import ClusterLayout
-from ftd.faults.chaos.values import CentralService, Fault, Scenario, Service
+from ftd.faults.chaos.values import CentralService, Fault, Service
 from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
 from ftd.transport.client import ClusterClient
 from ftd.transport.wire.catalogue import severity_of
 from ftd.transport.wire.public import EventMessage, new_event_id, timestamp
 
 
-class LocalInjector:
+class LocalInjector(RemoteInjector):
     """An injector of faults into a local cluster. Faults of the broker, the coordinators, the network and
     nodes to start are done directly; all others go over MQTT.
-
-    :param on_start: called with the name and process id of each node daemon that is started.
     """
 
     def __init__(
         self,
         client: ClusterClient,
         cluster: LocalCluster,
-        on_start: Callable[[str, int], None],
         *,
         layout: Callable[[], ClusterLayout],
         seed: int = 0,
     ) -> None:
-        self._client = client
+        super().__init__(client, layout=layout, seed=seed)
         self._cluster = cluster
-        self._on_start = on_start
-        self._layout = layout
-        self._remote = RemoteInjector(client, layout=layout, seed=seed)
         self.absent: set[str] = set()
         """Processes that are away on purpose."""
-
-    async def check(self, scenario: Scenario) -> None:
-        """See ``RemoteInjector.check``."""
-        await self._remote.check(scenario)
 
     async def inject(self, fault: Fault) -> tuple[str, ...]:
         """Inject a fault and return the nodes that it targeted.
@@ -56,12 +46,11 @@ class LocalInjector:
             case _, "cut":
                 return await self._cut(fault)
             case _, "start":
-                for name in self._remote.resolve_targets(fault):
-                    child = await self._cluster.start_node(name)
-                    self._on_start(name, child.pid)
+                for name in self.resolve_targets(fault):
+                    await self._cluster.start_node(name)
             case _:
-                return await self._remote.inject(fault)
-        return self._remote.resolve_targets(fault)
+                return await super().inject(fault)
+        return self.resolve_targets(fault)
 
     async def _outage(self, fault: Fault, part: Service) -> None:
         name = self._process(part)
@@ -88,7 +77,7 @@ class LocalInjector:
         network = self._cluster.options.network
         if network is None:
             raise PeerError("cut needs nodes with networks of their own (network = true under [cluster])")
-        nodes = self._remote.resolve_targets(fault)
+        nodes = self.resolve_targets(fault)
         await self._announce(fault, "node", nodes)
         for node in nodes:
             network.cut(node)
@@ -101,23 +90,20 @@ class LocalInjector:
 
     async def _announce(self, fault: Fault, target: str, nodes: tuple[str, ...] = ()) -> None:
         for node in nodes or (None,):
-            await self._announce_one(fault, target, node)
-
-    async def _announce_one(self, fault: Fault, target: str, node: str | None) -> None:
-        details = {"fault": fault.do, "at": time.monotonic(), "target": target, "for_s": fault.for_s}
-        await self._client.publish_event(
-            EventMessage(
-                event="ChaosInjected",
-                node=node,
-                generation=None,
-                step=None,
-                reason=str(fault.trigger),
-                at=timestamp(),
-                monotonic=time.monotonic(),
-                cause=f"scenario-{fault.do}",
-                details=details,
-                source="local",
-                id=new_event_id(),
-                severity=severity_of("ChaosInjected"),
+            details = {"fault": fault.do, "at": time.monotonic(), "target": target, "for_s": fault.for_s}
+            await self._client.publish_event(
+                EventMessage(
+                    event="ChaosInjected",
+                    node=node,
+                    generation=None,
+                    step=None,
+                    reason=str(fault.trigger),
+                    at=timestamp(),
+                    monotonic=time.monotonic(),
+                    cause=f"scenario-{fault.do}",
+                    details=details,
+                    source="local",
+                    id=new_event_id(),
+                    severity=severity_of("ChaosInjected"),
+                )
             )
-        )

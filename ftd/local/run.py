@@ -19,7 +19,6 @@ from ftd.errors import ConfigurationError, FtdError, PeerError, UnreachableError
 from ftd.faults.chaos.inject import require_known_nodes
 from ftd.faults.chaos.scenario import load_scenario
 from ftd.faults.chaos.scheduler import FaultScheduler
-from ftd.faults.chaos.targets import read_layout
 from ftd.faults.chaos.values import AfterTime, CentralService, Fault, Scenario
 from ftd.local.cluster import COORDINATOR, ClusterOptions
 from ftd.local.driver import LocalDriver
@@ -163,13 +162,7 @@ class LocalRun:
         the job is over.
         """
         driver = self._driver
-        injector = LocalInjector(
-            driver.client,
-            self._cluster,
-            driver.on_start,
-            layout=lambda: read_layout(driver.state),
-            seed=self._scenario.seed,
-        )
+        injector = driver.injector(self._scenario.seed)
         scheduler = FaultScheduler(self._scenario, inject=injector.inject, on_failure=self._on_failure)
         self._scheduler = scheduler
         monitoring = asyncio.ensure_future(self._monitor(injector, scheduler))

@@ -13,11 +13,9 @@ from ftd.config.job import load_job_data
 from ftd.errors import ConfigurationError, FtdError, PeerError
 from ftd.faults.chaos.inject import require_known_nodes
 from ftd.faults.chaos.player import ScenarioPlayer, ScenarioResult
-from ftd.faults.chaos.targets import read_layout
 from ftd.faults.chaos.values import CentralService, ClusterSetup, SameLosses, Scenario
 from ftd.local.cluster import ClusterOptions
 from ftd.local.driver import NODES_START_S, ClusterResources, LocalDriver
-from ftd.local.inject import LocalInjector
 from ftd.local.mounts import mount_tmpfs
 from ftd.local.namespaces import unavailable_reason
 from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
@@ -145,13 +143,7 @@ class ScenarioCluster:
         job = load_job_data(setup.job, steps=setup.steps, override=override)
         baseline = await self._baseline(scenario, job)
         await self._clean_up()
-        injector = LocalInjector(
-            driver.client,
-            driver.cluster,
-            driver.on_start,
-            layout=lambda: read_layout(driver.state),
-            seed=scenario.seed,
-        )
+        injector = driver.injector(scenario.seed)
         await injector.check(scenario)
         player = ScenarioPlayer(scenario, inject=injector.inject, report=self._report, baseline=baseline)
         player.on_state(dict(driver.state))
@@ -239,7 +231,7 @@ class ScenarioCluster:
         driver.cluster.processes.reap_adopted()
         for name in driver.nodes:
             if not driver.cluster.processes.running(name):
-                await driver.start_node(name)
+                await driver.cluster.start_node(name)
         await driver.ready()
         aside = {name: node for name, node in driver.state["nodes"].items() if node["quarantine"] is not None}
         for name in aside:

@@ -109,9 +109,7 @@ class Playground:
         address = ClusterAddress(broker=self.cluster.broker, cluster=self.cluster.options.cluster)
         self.client = ClusterClient(address, listen=True, on_state=self._on_state, on_node=self._on_node)
         await self.client.__aenter__()
-        self._injector = LocalInjector(
-            self.client, self.cluster, lambda _name, _pid: None, layout=lambda: read_layout(self.state)
-        )
+        self._injector = LocalInjector(self.client, self.cluster, layout=lambda: read_layout(self.state))
         self._failures: list[str] = []
         self._conductor: FaultScheduler | None = None
         self._following = asyncio.ensure_future(self._follow())
