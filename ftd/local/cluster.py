@@ -41,7 +41,7 @@ hosts of their own.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """The kind of cluster to start."""
+    """The kind of cluster to start. Networks, memory and disks of its own are what ``LocalDriver`` provides."""
 
     devices_per_node: int = 1
     broker: str = "embedded"
@@ -61,17 +61,27 @@ class ClusterOptions:
     """Overrides of ``statemachine.timing.Timing``."""
     quarantine: bool = True
     """Whether nodes that fail repeatedly are set aside."""
-    network: NamespaceNetwork | None = None
-    """The network to place the processes in: broker and coordinators on its host ``hub``, each node on a host
-    of its own. This requires mosquitto.
-    """
+    network: bool = False
+    """Whether broker and coordinators share a network of their own, and each node has one. This requires mosquitto."""
+    memory_mib: int | None = None
+    """The memory for the snapshots of all nodes together; ``None`` means all that this machine has."""
+    memory_field: str = "cluster.memory_mib"
+    """The name of ``memory_mib`` in error messages."""
+    disk_mib: int | None = None
+    """The size of the file system ``LocalDriver.disk``; ``None`` means all that this machine has."""
 
 
 class LocalCluster:
-    """The processes of a cluster, which it starts and restarts. All of its files are under ``directory``."""
+    """The processes of a cluster, which it starts and restarts. All of its files are under ``directory``.
 
-    def __init__(self, directory: Path, options: ClusterOptions) -> None:
-        self.options = options
+    :param network: the network to place the processes in: broker and coordinators on its host ``hub``, each
+        node on a host of its own.
+    """
+
+    def __init__(
+        self, directory: Path, options: ClusterOptions, network: NamespaceNetwork | None = None
+    ) -> None:
+        self.options, self.network = options, network
         self.directory = directory
         self.processes = ChildProcesses(logs=directory / "logs", environment=shared_environment())
         self._secret = secrets.token_hex(16)
@@ -98,10 +108,9 @@ class LocalCluster:
     @property
     def _broker_url(self) -> str:
         """The address at which the cluster's processes reach the broker."""
-        network = self.options.network
-        if network is None:
+        if self.network is None:
             return self.broker.url
-        return f"mqtt://{network.address(HUB)}:{self.broker.port}"
+        return f"mqtt://{self.network.address(HUB)}:{self.broker.port}"
 
     @property
     def owns_broker(self) -> bool:
@@ -138,7 +147,7 @@ class LocalCluster:
         ready = self.directory / "broker.port"
         ready.unlink(missing_ok=True)
         embedded = self.options.broker == "embedded"
-        if self.options.network is not None:
+        if self.network is not None:
             command = mosquitto_command(self.directory, port, "0.0.0.0")
         else:
             command = embedded_command(ready, port) if embedded else mosquitto_command(self.directory, port)
@@ -165,7 +174,7 @@ class LocalCluster:
         """Make the broker of the other network reachable on the same port of this machine's loopback
         interface.
         """
-        if self.options.network is None or self.processes.running(RELAY):
+        if self.network is None or self.processes.running(RELAY):
             return
         listening = socket.create_server((HOST, port))
         try:
@@ -175,11 +184,10 @@ class LocalCluster:
             listening.close()
 
     def _placed(self, host: str, command: list[str]) -> list[str]:
-        network = self.options.network
-        if network is None:
+        if self.network is None:
             return command
-        network.add(host)
-        return network.command(host, *command)
+        self.network.add(host)
+        return self.network.command(host, *command)
 
     async def start_coordinators(self) -> None:
         """Start all coordinators."""
@@ -228,10 +236,10 @@ class LocalCluster:
     def node_command(self, name: str, devices: int | None = None) -> list[str]:
         """Return the command that runs the daemon of ``name``."""
         runtime = self.directory / "run" / name
-        network = self.options.network
-        if network is not None:
-            network.add(name)
-        host = HOST if network is None else network.address(name)
+        host = HOST
+        if self.network is not None:
+            self.network.add(name)
+            host = self.network.address(name)
         table = (
             f'[node]\nname = "{name}"\nhost = "{host}"\n'
             f"devices = {devices or self.options.devices_per_node}\n"

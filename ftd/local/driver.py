@@ -4,7 +4,6 @@ theirs.
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import shutil
 import tempfile
@@ -32,20 +31,6 @@ _PROCESS_PERIOD_S = 0.1
 """Period in which the daemons that are waited for are checked."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterResources:
-    """Resources that a cluster has for itself on this machine."""
-
-    memory_mib: int | None = None
-    """The memory for the snapshots of all nodes together; ``None`` means all that this machine has."""
-    disk_mib: int | None = None
-    """The size of the file system ``LocalDriver.disk``; ``None`` means all that this machine has."""
-    network: bool = False
-    """Whether broker and coordinators share a network of their own, and each node has one."""
-    memory_field: str = "cluster.memory_mib"
-    """The name of ``memory_mib`` in error messages."""
-
-
 class LocalDriver:
     """The driver that starts, follows and ends a local cluster: ``async with LocalDriver(options, names) as
     driver, driver.connected(...)``.
@@ -61,7 +46,6 @@ class LocalDriver:
         options: ClusterOptions,
         nodes: Sequence[str],
         *,
-        resources: ClusterResources | None = None,
         logs: Path | None = None,
     ) -> None:
         self.nodes = tuple(nodes)
@@ -79,8 +63,6 @@ class LocalDriver:
         self.disk: Path
         """A directory for checkpoints."""
         self._options = options
-        self._resources = resources or ClusterResources()
-        self._devices = options.devices_per_node
         self._changed = asyncio.Event()
         self._undo = contextlib.AsyncExitStack()
 
@@ -107,23 +89,20 @@ class LocalDriver:
         await self._undo.aclose()
 
     async def _start(self) -> None:
-        undo, resources, options = self._undo, self._resources, self._options
+        undo, options = self._undo, self._options
         if self.logs is not None:
             _require_directory(self.logs)
         directory = undo.enter_context(private_directory())
         self.disk = directory / "disk"
         self.disk.mkdir()
         for place, size_mib, name in (
-            (shared_memory(directory), resources.memory_mib, resources.memory_field),
-            (self.disk, resources.disk_mib, "cluster.disk_mib"),
+            (shared_memory(directory), options.memory_mib, options.memory_field),
+            (self.disk, options.disk_mib, "cluster.disk_mib"),
         ):
             if size_mib is not None:
                 undo.enter_context(mount_tmpfs(place, size_mib, name))
-        if resources.network:
-            options = dataclasses.replace(
-                options, network=undo.enter_context(NamespaceNetwork([HUB, *self.nodes]))
-            )
-        self.cluster = LocalCluster(directory, options)
+        network = undo.enter_context(NamespaceNetwork([HUB, *self.nodes])) if options.network else None
+        self.cluster = LocalCluster(directory, options, network)
         self.cluster.on_node_started = self.run.on_daemon  # Its trainers are not up yet.
         self.cluster.processes.kept_logs = self.logs
         undo.push_async_callback(self._end)
@@ -242,7 +221,7 @@ class LocalDriver:
         processes = self.cluster.processes
         deadline = asyncio.get_running_loop().time() + limit_s
         while True:
-            late = self.run.list_unready_nodes(self.nodes, self._devices)
+            late = self.run.list_unready_nodes(self.nodes, self._options.devices_per_node)
             ended = {
                 name: f"{name} has ended before it was ready"
                 for name in late
@@ -261,7 +240,7 @@ class LocalDriver:
     def healthy(self) -> bool:
         """Whether all nodes whose daemons run can take a job."""
         running = [name for name in self.cluster.nodes if self.cluster.processes.running(name)]
-        return not self.run.list_unready_nodes(running, self._devices)
+        return not self.run.list_unready_nodes(running, self._options.devices_per_node)
 
     def ended_services(self, absent: set[str]) -> list[str]:
         """Return which of the broker and the coordinators have ended, except those in ``absent``, which are

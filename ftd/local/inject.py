@@ -74,7 +74,7 @@ class LocalInjector(RemoteInjector):
 
     async def _cut(self, fault: Fault) -> tuple[str, ...]:
         """Unplug the nodes' network cables, and plug them in again."""
-        network = self._cluster.options.network
+        network = self._cluster.network
         if network is None:
             raise PeerError("cut needs nodes with networks of their own (network = true under [cluster])")
         nodes = self.resolve_targets(fault)

@@ -15,7 +15,7 @@ from ftd.faults.chaos.inject import require_known_nodes
 from ftd.faults.chaos.player import ScenarioPlayer, ScenarioResult
 from ftd.faults.chaos.values import CentralService, ClusterSetup, SameLosses, Scenario
 from ftd.local.cluster import ClusterOptions
-from ftd.local.driver import NODES_START_S, ClusterResources, LocalDriver
+from ftd.local.driver import NODES_START_S, LocalDriver
 from ftd.local.mounts import mount_tmpfs
 from ftd.local.namespaces import unavailable_reason
 from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
@@ -94,12 +94,12 @@ class ScenarioCluster:
             broker=setup.broker,
             timing=dict(setup.timing),
             coordinators=setup.coordinators,
-        )
-        resources = ClusterResources(
-            memory_mib=setup.memory_mib, disk_mib=setup.disk_mib, network=setup.network
+            network=setup.network,
+            memory_mib=setup.memory_mib,
+            disk_mib=setup.disk_mib,
         )
         nodes = [f"node-{index}" for index in range(setup.nodes)]
-        self._driver = LocalDriver(options, nodes, resources=resources, logs=logs)
+        self._driver = LocalDriver(options, nodes, logs=logs)
         self._player: ScenarioPlayer | None = None
         self._started = asyncio.Event()
         self._ended = asyncio.Event()

@@ -21,7 +21,7 @@ import msgspec
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError, PeerError, RequestRejected, UnreachableError
 from ftd.local.cluster import ClusterOptions
-from ftd.local.driver import ClusterResources, LocalDriver
+from ftd.local.driver import LocalDriver
 from ftd.local.soak.draw import DrawnFault, draw_faults
 from ftd.local.soak.injector import SoakInjector
 from ftd.local.soak.monitor import SoakMonitor
@@ -60,10 +60,11 @@ async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakR
         cluster="soak",
         coordinators=options.coordinators,
         quarantine=False,  # The faults are on purpose, and the rules want all nodes to return.
+        memory_mib=options.memory_mib,
+        memory_field="--memory-mib",
     )
     nodes = [f"node-{number}" for number in range(options.nodes)]
-    resources = ClusterResources(memory_mib=options.memory_mib, memory_field="--memory-mib")
-    driver = LocalDriver(cluster_options, nodes, resources=resources, logs=options.logs)
+    driver = LocalDriver(cluster_options, nodes, logs=options.logs)
     soak = Soak(options, job, driver, report)
     try:
         async with driver:
