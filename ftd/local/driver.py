@@ -64,7 +64,6 @@ class LocalDriver:
         """A directory for checkpoints."""
         self._options = options
         self._changed = asyncio.Event()
-        self._undo = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Start broker and coordinators.
@@ -73,23 +72,21 @@ class LocalDriver:
         :raises PeerError: the cluster did not start.
         """
         try:
-            await self._start()
+            async with contextlib.AsyncExitStack() as undo:
+                await self._start(undo)
+                self._undo = undo.pop_all()
         except OSError as error:  # The disk is full, or its limits are reached.
-            await self._undo.aclose()
             raise PeerError(
                 f"the cluster cannot start: {error.strerror or error}: {error.filename or tempfile.gettempdir()} "
                 "(make room there, or set TMPDIR to another directory)"
             ) from None
-        except BaseException:
-            await self._undo.aclose()
-            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._undo.aclose()
 
-    async def _start(self) -> None:
-        undo, options = self._undo, self._options
+    async def _start(self, undo: contextlib.AsyncExitStack) -> None:
+        options = self._options
         if self.logs is not None:
             _require_directory(self.logs)
         directory = undo.enter_context(private_directory())

@@ -88,7 +88,6 @@ class ScenarioCluster:
         """
         self._setup = setup
         self._report = report
-        self._undo = contextlib.AsyncExitStack()
         options = ClusterOptions(
             devices_per_node=setup.devices_per_node,
             broker=setup.broker,
@@ -113,16 +112,14 @@ class ScenarioCluster:
         """
         if reason := missing_requirement(self._setup):
             raise ConfigurationError(reason, field="cluster")
-        try:
-            await self._undo.enter_async_context(self._driver)
-            await self._undo.enter_async_context(
+        async with contextlib.AsyncExitStack() as undo:
+            await undo.enter_async_context(self._driver)
+            await undo.enter_async_context(
                 self._driver.connected(
                     on_event=self._on_event, on_state=self._on_state, on_node=self._on_node
                 )
             )
-        except BaseException:
-            await self._undo.aclose()
-            raise
+            self._undo = undo.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
