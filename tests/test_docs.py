@@ -19,8 +19,8 @@ from ftd.config.profile_document import LayerTimesFile, ProfileDocument
 from ftd.config.profile_file import load_profile
 from ftd.config.validation import convert
 from ftd.faults.chaos.expectations import TIERS, ExpectTable
-from ftd.faults.chaos.scenario import ClusterTable, FaultTable, ScenarioTable, parse_scenario
-from ftd.faults.chaos.values import FAULTS, PHASES, SERVICES
+from ftd.faults.chaos.scenario import FaultTable, ScenarioTable, parse_scenario
+from ftd.faults.chaos.values import FAULTS, PHASES, SERVICES, ClusterSetup
 from runtime.training import StepInfo, load_training
 from statemachine.messages.trainer import TrainingData
 from statemachine.timing import Timing
@@ -142,7 +142,7 @@ def test_every_field_of_the_files_is_documented() -> None:
     assert [f for f in fields if not re.search(rf"\b{f}\b", page)] == []
 
 
-@pytest.mark.parametrize("kind", [ScenarioTable, FaultTable, ExpectTable, ClusterTable])
+@pytest.mark.parametrize("kind", [ScenarioTable, FaultTable, ExpectTable, ClusterSetup])
 def test_every_key_of_a_scenario_is_documented(kind: type[Any]) -> None:
     documented = table_rows("chaos.md")
     assert [f.encode_name for f in msgspec.structs.fields(kind) if f.encode_name not in documented] == []

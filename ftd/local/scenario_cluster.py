@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
 
 from ftd.config.job import load_job_data
 from ftd.errors import ConfigurationError, FtdError, PeerError
@@ -33,7 +34,7 @@ Report = Callable[[str], None]
 
 def cluster_key(setup: ClusterSetup) -> ClusterSetup:
     """Return a key that is equal for scenarios that can share a cluster; their jobs may differ."""
-    return dataclasses.replace(setup, job=Path(), steps=None, override={})
+    return msgspec.structs.replace(setup, job="", steps=None, override={})
 
 
 def require_setup(scenario: Scenario) -> ClusterSetup:
@@ -91,7 +92,7 @@ class ScenarioCluster:
         options = ClusterOptions(
             devices_per_node=setup.devices_per_node,
             broker=setup.broker,
-            timing=dict(setup.timing),
+            timing=setup.timing,
             coordinators=setup.coordinators,
             network=setup.network,
             memory_mib=setup.memory_mib,
@@ -137,7 +138,7 @@ class ScenarioCluster:
         driver = self._driver
         require_known_nodes(scenario, driver.nodes, scenario.name)
         override = _replace_disk(setup.override, str(driver.disk))
-        job = load_job_data(setup.job, steps=setup.steps, override=override)
+        job = load_job_data(Path(setup.job), steps=setup.steps, override=override)
         baseline = await self._baseline(scenario, job)
         await self._clean_up()
         injector = driver.injector(scenario.seed)

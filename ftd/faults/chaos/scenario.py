@@ -36,6 +36,10 @@ _FIELD_OWNERS: dict[str, tuple[str, ...]] = {
     "late_s": ("lossy",),
     "how": ("bad_device",),
 }
+_OWN_FIELDS = (
+    "delay_s", "device", "for_s", "factor", "size_mib", "drop", "duplicate", "late_s", "how", "restart_after_s",
+)  # fmt: skip
+"""Fields that a table and its fault have in common; the fault's default counts where the table has none."""
 _ROLES = re.compile(
     r"(?P<part>coordinator|broker)|(?P<plain>rank 0|spare)|pipeline (?P<whole>\d+)"
     r"|(?P<end>first stage|last stage)(?: of pipeline (?P<of>\d+))?"
@@ -74,20 +78,6 @@ class FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     expect: ExpectTable = ExpectTable()
 
 
-class ClusterTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    job: str
-    nodes: int
-    devices_per_node: int = 1
-    steps: int | None = None
-    broker: Literal["embedded", "mosquitto"] = "mosquitto"
-    coordinators: int = 1
-    network: bool = False
-    memory_mib: int | None = None
-    disk_mib: int | None = None
-    timing: dict[str, float] = {}
-    override: dict[str, Any] = {}
-
-
 class ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     fault: list[dict[str, Any]]
     name: str | None = None
@@ -96,7 +86,7 @@ class ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     steps_after: int = 3
     limit_s: float = 300.0
     expect: ExpectTable = ExpectTable()
-    cluster: ClusterTable | None = None
+    cluster: v.ClusterSetup | None = None
 
 
 def load_scenario(path: Path) -> v.Scenario:
@@ -155,23 +145,15 @@ def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
     target = _target(table, where)
     _reject_idle_fields(table, target, where)
     _check_numbers(table, where)
+    own: dict[str, Any] = {name: value for name in _OWN_FIELDS if (value := getattr(table, name)) is not None}
     return v.Fault(
         id=table.id or number,
         trigger=trigger,
         do=cast(NodeFault | v.LocalFault, table.do),
         target=target,
-        delay_s=table.delay_s or 0.0,
         process="node" if isinstance(target, v.CentralService) else _process(table),
-        device=table.device,
-        for_s=table.for_s,
-        factor=table.factor,
-        size_mib=table.size_mib,
-        drop=table.drop or 0.0,
-        duplicate=table.duplicate or 0.0,
-        late_s=table.late_s or 0.0,
-        how=table.how or "wrong",
-        restart_after_s=table.restart_after_s or 0.0,
         expect=parse_expectations(table.expect, f"{where}: expect"),
+        **own,
     )
 
 
@@ -311,7 +293,7 @@ def _check_ids(faults: tuple[v.Fault, ...], origin: str) -> None:
 # --- the cluster ---------------------------------------------------------------------------------------
 
 
-def _cluster(table: ClusterTable, where: str, directory: Path) -> v.ClusterSetup:
+def _cluster(table: v.ClusterSetup, where: str, directory: Path) -> v.ClusterSetup:
     for name in ("nodes", "coordinators", "devices_per_node", "steps", "memory_mib", "disk_mib"):
         require_at_least(1, getattr(table, name), f"{where}.{name}")
     if table.network and table.broker != "mosquitto":
@@ -324,8 +306,7 @@ def _cluster(table: ClusterTable, where: str, directory: Path) -> v.ClusterSetup
     for name, value in table.timing.items():
         require_one_of(name, known, f"{where}.timing")
         require_at_least(0, value, f"{where}.timing.{name}")
-    checked = {"job": directory / table.job, "timing": tuple(table.timing.items())}
-    return v.ClusterSetup(**msgspec.structs.asdict(table) | checked)
+    return msgspec.structs.replace(table, job=str(directory / table.job))
 
 
 def _require(holds: bool, message: str) -> None:

@@ -6,8 +6,9 @@ simulator use the same ones.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
+
+import msgspec
 
 from ftd.transport.wire.public import BadDevice, NodeFault
 
@@ -350,11 +351,11 @@ class Fault:
         return self.do in LOCAL_FAULTS or isinstance(self.target, CentralService)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSetup:
+class ClusterSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The table ``[cluster]``: the local cluster on which the scenario runs."""
 
-    job: Path
+    job: str
+    """The job file, which a scenario file names relative to its own directory."""
     nodes: int
     devices_per_node: int = 1
     steps: int | None = None
@@ -372,9 +373,9 @@ class ClusterSetup:
     """The size of the file system that ``{disk}`` in ``override`` stands for; ``None`` makes it a plain
     directory.
     """
-    timing: tuple[tuple[str, float], ...] = ()
+    timing: dict[str, float] = {}
     """Overrides of ``[timing]``."""
-    override: dict[str, Any]
+    override: dict[str, Any] = {}
     """Overrides of the job file's tables."""
 
 

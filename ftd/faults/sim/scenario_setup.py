@@ -43,7 +43,7 @@ def make_scenario_setup(
     :raises ConfigurationError: neither is given, or the job is not valid.
     """
     cluster = scenario.cluster
-    path = job if job is not None else cluster.job if cluster is not None else None
+    path = job if job is not None else Path(cluster.job) if cluster is not None else None
     count = nodes if nodes is not None else cluster.nodes if cluster is not None else None
     if path is None or count is None:
         raise ConfigurationError(
@@ -72,7 +72,7 @@ def make_scenario_setup(
         coordinators=tuple(
             f"coordinator-{number}" for number in range(cluster.coordinators if cluster is not None else 1)
         ),
-        timing=Timing(**cast(Any, dict(cluster.timing))) if cluster is not None else Timing(),
+        timing=Timing(**cast(Any, cluster.timing)) if cluster is not None else Timing(),
     )
 
 

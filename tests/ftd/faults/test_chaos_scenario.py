@@ -161,7 +161,7 @@ def test_expectations_are_understood() -> None:
     )
     assert (scenario.name, scenario.seed) == ("n", 4)
     assert scenario.cluster == ClusterSetup(
-        job=Path("/there/j.toml"), nodes=3, timing=(("silence_s", 1.0),), override={"steps": 5}
+        job="/there/j.toml", nodes=3, timing={"silence_s": 1.0}, override={"steps": 5}
     )
 
 
