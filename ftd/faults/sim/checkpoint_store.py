@@ -127,24 +127,15 @@ class SimCheckpointStore:
         return self.checkpoints[max(steps)].as_value(max(steps)) if steps else None
 
     def find(self, effect: FindCheckpoint, at: float) -> CheckpointFound:
+        corrupt_steps = () if self.unavailable else effect.corrupt_steps
         return CheckpointFound(
             at=at,
             cause=effect.cause,
             generation=effect.generation,
-            checkpoint=self.newest(effect.corrupt_steps),
-            skipped=tuple(SkippedCheckpoint(step=step, reason="damaged") for step in effect.corrupt_steps),
-            reason="there is none",
-        )
-
-    def find_unavailable(self, effect: FindCheckpoint, at: float) -> CheckpointFound:
-        return CheckpointFound(
-            at=at,
-            cause=effect.cause,
-            generation=effect.generation,
-            checkpoint=None,
-            skipped=(),
-            reason="input/output error",
-            unreadable=True,
+            checkpoint=None if self.unavailable else self.newest(corrupt_steps),
+            skipped=tuple(SkippedCheckpoint(step=step, reason="damaged") for step in corrupt_steps),
+            reason="input/output error" if self.unavailable else "there is none",
+            unreadable=self.unavailable,
         )
 
     # --- a user ----------------------------------------------------------------------------------

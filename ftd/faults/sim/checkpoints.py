@@ -91,4 +91,4 @@ class SimCheckpoints:
         if store.hangs_for_s:
             self._loop.call_later(store.hangs_for_s, self._find, effect)
         else:
-            self._feed(store.find_unavailable(effect, now) if store.unavailable else store.find(effect, now))
+            self._feed(store.find(effect, now))

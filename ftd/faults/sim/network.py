@@ -143,7 +143,11 @@ class SimNetwork:
 
     def publish_will(self, connection: SimConnection, lost_state_at: float) -> None:
         """Publish the last will of a forgotten connection, unless the broker has lost it since."""
-        if self.up and self.lost_state_at == lost_state_at and (will := connection.will) is not None:
+        if self.lost_state_at == lost_state_at:
+            self._publish_will(connection)
+
+    def _publish_will(self, connection: SimConnection) -> None:
+        if self.up and (will := connection.will) is not None:
             self.retained[will.topic] = will.payload
             self._spread(will.topic, will.payload)
 
@@ -257,9 +261,7 @@ class SimNetwork:
         if self.connections.get(connection.client_id) is not connection:
             return
         self._remove(connection)
-        if self.up and (will := connection.will) is not None:
-            self.retained[will.topic] = will.payload
-            self._spread(will.topic, will.payload)
+        self._publish_will(connection)
         self._notice(connection)
 
     def _notice(self, connection: SimConnection) -> None:
