@@ -1,13 +1,15 @@
 """Faults of nodes, trainers, links, the broker and coordinators, and requests of users."""
 
+from collections.abc import Callable
+from functools import wraps
 from random import Random
 from typing import Any
 
 from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.node import SimNode
-from ftd.faults.sim.simulation import Simulation, protections
+from ftd.faults.sim.simulation import Fault, Simulation, protections
 from ftd.node.message_faults import LinkFaults
-from statemachine.messages.values import PlantedFault
+from statemachine.messages.values import FailureCause, PlantedFault
 
 
 def live_nodes(sim: Simulation) -> list[SimNode]:
@@ -19,14 +21,24 @@ def some_node(sim: Simulation) -> SimNode | None:
     return sim.world.rng.choice(live) if live else None
 
 
-def crash_node(sim: Simulation) -> None:
-    node = some_node(sim)
-    if node is not None:
-        host = sim.world.chance(0.6)
-        sim.log(f"crash {node.name}{', with its memory' if host else ''}")
-        node.crash(host=host)
-        if sim.world.chance(0.7):
-            sim.world.call_later(sim.world.between(0.05, 8.0), sim.start_if_down, node)
+def on_some_node(fault: Callable[[Simulation, SimNode], None]) -> Fault:
+    """Return a fault that hits any node that is up, if there is one."""
+
+    @wraps(fault)
+    def inject(sim: Simulation) -> None:
+        if (node := some_node(sim)) is not None:
+            fault(sim, node)
+
+    return inject
+
+
+@on_some_node
+def crash_node(sim: Simulation, node: SimNode) -> None:
+    host = sim.world.chance(0.6)
+    sim.log(f"crash {node.name}{', with its memory' if host else ''}")
+    node.crash(host=host)
+    if sim.world.chance(0.7):
+        sim.world.call_later(sim.world.between(0.05, 8.0), sim.start_if_down, node)
 
 
 def crash_two(sim: Simulation) -> None:
@@ -37,20 +49,20 @@ def crash_two(sim: Simulation) -> None:
         sim.world.call_later(sim.world.between(0.0, 0.05), crash_node, sim)
 
 
-def exit_trainer(sim: Simulation) -> None:
-    _fail_trainer(sim, "exited")
+@on_some_node
+def exit_trainer(sim: Simulation, node: SimNode) -> None:
+    _fail_trainer(sim, node, "exited")
 
 
-def raise_in_trainer(sim: Simulation) -> None:
-    _fail_trainer(sim, "raised")
+@on_some_node
+def raise_in_trainer(sim: Simulation, node: SimNode) -> None:
+    _fail_trainer(sim, node, "raised")
 
 
-def _fail_trainer(sim: Simulation, cause: str) -> None:
-    node = some_node(sim)
-    if node is not None:
-        device = sim.world.rng.randrange(node.devices)
-        sim.log(f"trainer {node.name}/{device} {cause}")
-        node.fail_trainer(device, "raised" if cause == "raised" else "exited")
+def _fail_trainer(sim: Simulation, node: SimNode, cause: FailureCause) -> None:
+    device = sim.world.rng.randrange(node.devices)
+    sim.log(f"trainer {node.name}/{device} {cause}")
+    node.fail_trainer(device, cause)
 
 
 def fail_repeatedly(sim: Simulation, rng: Random) -> None:
@@ -112,9 +124,9 @@ def fail_all_trainers(sim: Simulation) -> None:
             node.fail_trainer(device, "exited")
 
 
-def hang_trainer(sim: Simulation) -> None:
-    node = some_node(sim)
-    if node is None or not node.trainers:
+@on_some_node
+def hang_trainer(sim: Simulation, node: SimNode) -> None:
+    if not node.trainers:
         return
     trainer = sim.world.rng.choice(list(node.trainers.values()))
     if sim.world.chance(0.5):
@@ -124,11 +136,10 @@ def hang_trainer(sim: Simulation) -> None:
     sim.log(f"trainer {node.name}/{trainer.device} {'frozen' if trainer.frozen else 'asleep'}")
 
 
-def cut_node(sim: Simulation) -> None:
+@on_some_node
+def cut_node(sim: Simulation, node: SimNode) -> None:
     """Cut a host off from the broker, and mostly from the other hosts."""
-    node = some_node(sim)
-    if node is not None:
-        _cut(sim, node, sim.world.between(0.1, 12.0))
+    _cut(sim, node, sim.world.between(0.1, 12.0))
 
 
 def _cut(sim: Simulation, node: SimNode, for_s: float) -> None:
@@ -142,10 +153,10 @@ def _cut(sim: Simulation, node: SimNode, for_s: float) -> None:
         sim.world.call_later(for_s, node.reconnect)
 
 
-def break_connection(sim: Simulation) -> None:
+@on_some_node
+def break_connection(sim: Simulation, node: SimNode) -> None:
     """Break the connection between two trainers, and nothing else."""
-    node = some_node(sim)
-    groups = [t.group for t in node.trainers.values() if t.group is not None] if node is not None else []
+    groups = [trainer.group for trainer in node.trainers.values() if trainer.group is not None]
     if groups:
         sim.log(f"break a connection of generation {groups[0].generation}")
         groups[0].break_connection()
@@ -159,9 +170,9 @@ def cut_several(sim: Simulation) -> None:
         _cut(sim, node, for_s)
 
 
-def reset_session(sim: Simulation) -> None:
-    node = some_node(sim)
-    if node is not None and sim.network.connection_of(node.name) is not None:
+@on_some_node
+def reset_session(sim: Simulation, node: SimNode) -> None:
+    if sim.network.connection_of(node.name) is not None:
         sim.log(f"reset the session of {node.name}")
         sim.network.drop(node.name)
 
@@ -197,12 +208,11 @@ def freeze_coordinator(sim: Simulation) -> None:
     sim.coordinator.freeze(for_s)
 
 
-def freeze_daemon(sim: Simulation) -> None:
-    node = some_node(sim)
-    if node is not None:
-        for_s = sim.world.between(0.5, 8.0)
-        sim.log(f"freeze the daemon of {node.name} for {for_s:.2f} s")
-        node.freeze(for_s)
+@on_some_node
+def freeze_daemon(sim: Simulation, node: SimNode) -> None:
+    for_s = sim.world.between(0.5, 8.0)
+    sim.log(f"freeze the daemon of {node.name} for {for_s:.2f} s")
+    node.freeze(for_s)
 
 
 def restart_broker(sim: Simulation) -> None:
@@ -211,11 +221,9 @@ def restart_broker(sim: Simulation) -> None:
     sim.network.stop_broker(for_s)
 
 
-def drain_node(sim: Simulation) -> None:
+@on_some_node
+def drain_node(sim: Simulation, node: SimNode) -> None:
     """Drain a node, perhaps when possible, and perhaps think better of it."""
-    node = some_node(sim)
-    if node is None:
-        return
     rng = Random(f"drain {sim.world.seed} {len(sim.faults)}")
     waits = rng.random() < 0.6
     sim.log(f"drain {node.name}{' when possible' if waits else ''}")
@@ -229,20 +237,18 @@ def cancel_drain(sim: Simulation, name: str) -> None:
     sim.coordinator.drain(name, cancel=True)
 
 
-def terminate_node(sim: Simulation) -> None:
-    node = some_node(sim)
-    if node is not None:
-        sim.log(f"terminate {node.name}")
-        node.terminate()
-        sim.world.call_later(sim.world.between(1.0, 15.0), sim.start_if_down, node)
+@on_some_node
+def terminate_node(sim: Simulation, node: SimNode) -> None:
+    sim.log(f"terminate {node.name}")
+    node.terminate()
+    sim.world.call_later(sim.world.between(1.0, 15.0), sim.start_if_down, node)
 
 
-def fail_builds(sim: Simulation) -> None:
+@on_some_node
+def fail_builds(sim: Simulation, node: SimNode) -> None:
     """Make the next trainers of a node unable to build the job, as if a file were missing there for a while."""
-    node = some_node(sim)
-    if node is not None:
-        node.failing_builds = sim.world.rng.randrange(1, 4)
-        sim.log(f"{node.failing_builds} builds fail on {node.name}")
+    node.failing_builds = sim.world.rng.randrange(1, 4)
+    sim.log(f"{node.failing_builds} builds fail on {node.name}")
 
 
 def add_node(sim: Simulation) -> None:
@@ -278,13 +284,12 @@ def hang_checkpoint_store(sim: Simulation) -> None:
     sim.checkpoint_store.hung_until = sim.world.now + for_s
 
 
-def restart_node(sim: Simulation) -> None:
+@on_some_node
+def restart_node(sim: Simulation, node: SimNode) -> None:
     """SIGKILL a daemon and start a new one at once, whose Hello may overtake the old one's last will."""
-    node = some_node(sim)
-    if node is not None:
-        sim.log(f"restart {node.name}")
-        node.crash()
-        sim.world.call_later(sim.world.between(0.001, 0.1), sim.start_if_down, node)
+    sim.log(f"restart {node.name}")
+    node.crash()
+    sim.world.call_later(sim.world.between(0.001, 0.1), sim.start_if_down, node)
 
 
 def stop_job(sim: Simulation) -> None:
@@ -307,10 +312,11 @@ def change_interval(sim: Simulation) -> None:
     sim.coordinator.request_snapshots(every_steps=every, now=sim.world.chance(0.3))
 
 
-def lose_messages(sim: Simulation) -> None:
+@on_some_node
+def lose_messages(sim: Simulation, node: SimNode) -> None:
     """Lose, duplicate and delay some of the messages from and to a node."""
-    node, world = some_node(sim), sim.world
-    if node is None or node.has_message_faults:
+    world = sim.world
+    if node.has_message_faults:
         return
     drop, for_s = world.between(0.02, 0.3), world.between(1.0, 8.0)
     sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
@@ -449,13 +455,12 @@ def kill_between_effects(sim: Simulation) -> None:
     sim.coordinator.crash_after = sim.world.rng.randrange(12)
 
 
-def kill_node_between_effects(sim: Simulation) -> None:
+@on_some_node
+def kill_node_between_effects(sim: Simulation, node: SimNode) -> None:
     """Kill a daemon between two of the next effects that it carries out, and start it again."""
-    node = some_node(sim)
-    if node is not None:
-        sim.log(f"kill {node.name} between effects")
-        node.crash_after = sim.world.rng.randrange(12)
-        sim.world.call_later(sim.world.between(1.0, 6.0), sim.start_if_down, node)
+    sim.log(f"kill {node.name} between effects")
+    node.crash_after = sim.world.rng.randrange(12)
+    sim.world.call_later(sim.world.between(1.0, 6.0), sim.start_if_down, node)
 
 
 def crash_two_hosts(sim: Simulation) -> None:

@@ -1,38 +1,36 @@
 """Faults that make something slow, but neither dead nor away for good."""
 
-from ftd.faults.sim.faults import some_node
+from ftd.faults.sim.faults import on_some_node
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.simulation import Simulation
 
 
-def slow_node(sim: Simulation) -> None:
+@on_some_node
+def slow_node(sim: Simulation, node: SimNode) -> None:
     """Make a node compute slowly, for a while or until the healing."""
-    node = some_node(sim)
-    if node is not None:
-        node.slowness = sim.world.between(1.2, 6.0)
-        sim.log(f"slow {node.name} by {node.slowness:.1f}")
-        if sim.world.chance(0.6):
-            sim.world.call_later(sim.world.between(3.0, 15.0), node.restore_speed)
+    node.slowness = sim.world.between(1.2, 6.0)
+    sim.log(f"slow {node.name} by {node.slowness:.1f}")
+    if sim.world.chance(0.6):
+        sim.world.call_later(sim.world.between(3.0, 15.0), node.restore_speed)
 
 
-def pause_trainer(sim: Simulation) -> None:
+@on_some_node
+def pause_trainer(sim: Simulation, node: SimNode) -> None:
     """Stop a trainer and continue it later: before anybody notices, or after it was declared lost."""
-    node = some_node(sim)
-    if node is not None and node.trainers:
+    if node.trainers:
         for_s = sim.world.between(0.1, 6.0)
         trainer = sim.world.rng.choice(list(node.trainers.values()))
         sim.log(f"trainer {node.name}/{trainer.device} is stopped for {for_s:.2f} s")
         _pause(sim, node, [trainer.device], for_s)
 
 
-def pause_host(sim: Simulation) -> None:
+@on_some_node
+def pause_host(sim: Simulation, node: SimNode) -> None:
     """Stop all processes of a host, as the migration of a virtual machine does."""
-    node = some_node(sim)
-    if node is not None:
-        for_s = sim.world.between(0.1, 8.0)
-        sim.log(f"{node.name} stands still for {for_s:.2f} s")
-        node.freeze(for_s)
-        _pause(sim, node, list(node.trainers), for_s)
+    for_s = sim.world.between(0.1, 8.0)
+    sim.log(f"{node.name} stands still for {for_s:.2f} s")
+    node.freeze(for_s)
+    _pause(sim, node, list(node.trainers), for_s)
 
 
 def _pause(sim: Simulation, node: SimNode, devices: list[int], for_s: float) -> None:
@@ -42,13 +40,12 @@ def _pause(sim: Simulation, node: SimNode, devices: list[int], for_s: float) -> 
             sim.world.call_later(for_s, trainer.wake)
 
 
-def stutter_daemon(sim: Simulation) -> None:
+@on_some_node
+def stutter_daemon(sim: Simulation, node: SimNode) -> None:
     """Let a daemon run only a little at a time."""
-    node = some_node(sim)
-    if node is not None:
-        sim.log(f"the daemon of {node.name} stutters")
-        for _ in range(sim.world.rng.randrange(2, 10)):
-            sim.world.call_later(sim.world.between(0.0, 8.0), node.freeze, sim.world.between(0.1, 1.0))
+    sim.log(f"the daemon of {node.name} stutters")
+    for _ in range(sim.world.rng.randrange(2, 10)):
+        sim.world.call_later(sim.world.between(0.0, 8.0), node.freeze, sim.world.between(0.1, 1.0))
 
 
 def stutter_leader(sim: Simulation) -> None:
@@ -73,22 +70,17 @@ def _plan_quickly(sim: Simulation) -> None:
         coordinator.max_planning_s = 0.0
 
 
-def slow_transfers(sim: Simulation) -> None:
+@on_some_node
+def slow_transfers(sim: Simulation, node: SimNode) -> None:
     """Make a node read and send snapshots slowly, up to beyond the timeouts of those who wait for it."""
-    node = some_node(sim)
-    if node is not None:
-        node.max_read_s, node.max_send_s = (
-            sim.world.between(0.5, 15.0),
-            sim.world.between(0.5, 8.0),
-        )
-        sim.log(f"{node.name} reads up to {node.max_read_s:.1f} s, sends {node.max_send_s:.1f} s")
+    node.max_read_s, node.max_send_s = sim.world.between(0.5, 15.0), sim.world.between(0.5, 8.0)
+    sim.log(f"{node.name} reads up to {node.max_read_s:.1f} s, sends {node.max_send_s:.1f} s")
 
 
-def restart_slowly(sim: Simulation) -> None:
+@on_some_node
+def restart_slowly(sim: Simulation, node: SimNode) -> None:
     """Kill a daemon and make the next one take long to find what its memory holds."""
-    node = some_node(sim)
-    if node is not None:
-        node.max_scan_s = sim.world.between(0.5, 10.0)
-        sim.log(f"restart {node.name}, which takes up to {node.max_scan_s:.1f} s to look through its memory")
-        node.crash()
-        sim.world.call_later(sim.world.between(0.001, 0.5), sim.start_if_down, node)
+    node.max_scan_s = sim.world.between(0.5, 10.0)
+    sim.log(f"restart {node.name}, which takes up to {node.max_scan_s:.1f} s to look through its memory")
+    node.crash()
+    sim.world.call_later(sim.world.between(0.001, 0.5), sim.start_if_down, node)
