@@ -8,7 +8,6 @@ Activation Recomputation in Large Transformer Models" (MLSys 2023), equation 1, 
 """
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -118,12 +117,7 @@ def card_job(name: str, card: Card) -> ReplayJob:
             tolerate=training.tolerate,
         ),
         published=card.published,
-        constants=_constants(card),
     )
-
-
-def _constants(card: Card) -> dict[str, Any]:
-    return {"title": card.title, "nodes": card.cluster.nodes, "flops_per_s": card.fitted.flops_per_s}
 
 
 def _profile(card: Card) -> ModelProfile:

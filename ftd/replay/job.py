@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import msgspec
 
@@ -72,8 +71,6 @@ class ReplayJob:
     policy: Policy
     published: Mapping[str, PublishedThroughput] = field(default_factory=dict)
     """Published constants by the name of the system, for example ``varuna``."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Further figures of the model card, such as the nodes of the paper's cluster."""
 
     @cached_property
     def planner(self) -> Planner:

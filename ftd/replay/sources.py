@@ -1,5 +1,6 @@
 """Sources of the job of a replay: a model card, a measured profile, or a job file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from msgspec.structs import asdict
@@ -54,15 +55,9 @@ def load_replay_job(
         "activation_checkpointing": activation_checkpointing,
     }
     policy = changed(job.policy, **{key: value for key, value in given.items() if value is not None})
-    job = ReplayJob(
-        name=job.name,
-        source=job.source,
-        profile=job.profile,
-        policy=policy,
-        # What is published holds for the published batch alone.
-        published=job.published if policy.global_batch == job.policy.global_batch else {},
-        constants=job.constants,
-    )
+    # What is published holds for the published batch alone.
+    published = job.published if policy.global_batch == job.policy.global_batch else {}
+    job = replace(job, policy=policy, published=published)
     _check(job, nodes)
     return job
 
