@@ -2,8 +2,9 @@
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -80,9 +81,8 @@ class PolicyResult:
         return estimate([o.node_s / 3600 * price_per_node_hour / o.samples for o in self.outcomes])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exclusion:
-    """A policy that was not replayed."""
+class ExcludedPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy without a result, because the job or the trace violates one of its assumptions."""
 
     policy: str
     reason: str
@@ -97,16 +97,12 @@ class Comparison:
     traces: tuple[Trace, ...]
     results: tuple[PolicyResult, ...]
     """Results in the order of ``POLICIES``."""
-    excluded: tuple[Exclusion, ...]
+    excluded: tuple[ExcludedPolicy, ...]
 
     @property
     def is_precise(self) -> bool:
         """Whether the confidence interval of each policy's throughput is narrow enough."""
         return all(result.samples_per_s.is_precise for result in self.results)
-
-    def result(self, policy: str) -> PolicyResult:
-        """Return the result of a policy that was replayed."""
-        return next(result for result in self.results if result.policy == policy)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -133,9 +129,15 @@ def compare(
 
     :raises ConfigurationError: a policy or a parameter is wrong, or the job cannot be planned.
     """
-    replays = _Replays(job, parameters, policies, throughput, on_progress)
-    replays.add(trace, more=0)
-    return replays.comparison()
+    return compare_generated(
+        job,
+        lambda _: trace,
+        parameters,
+        most_traces=1,
+        policies=policies,
+        throughput=throughput,
+        on_progress=on_progress,
+    )
 
 
 def compare_generated(
@@ -157,7 +159,9 @@ def compare_generated(
     """
     if most_traces < 1:
         raise ConfigurationError(f"{most_traces} is not allowed", field="--repeat", remedy="write at least 1")
-    replays = _Replays(job, parameters, policies, throughput, on_progress)
+    require_policies(policies)
+    names = tuple(dict.fromkeys((REFERENCE, *policies)))
+    replays = _Replays(job, parameters, names, throughput, on_progress)
     for count in range(1, most_traces + 1):
         replays.add(make_trace(seed + count - 1), more=max(0, min(LEAST_TRACES, most_traces) - count))
         if count >= LEAST_TRACES and replays.comparison().is_precise:
@@ -165,62 +169,56 @@ def compare_generated(
     return replays.comparison()
 
 
+@dataclass(slots=True)
 class _Replays:
     """Outcomes so far."""
 
-    def __init__(
-        self,
-        job: ReplayJob,
-        parameters: Parameters,
-        policies: Sequence[str],
-        throughput: ThroughputSource,
-        on_progress: ProgressCallback | None,
-    ) -> None:
-        require_policies(policies)
-        self._job, self._parameters, self._throughput = job, parameters, throughput
-        self._policies = tuple(dict.fromkeys((REFERENCE, *policies)))
-        self._outcomes: dict[str, list[Outcome]] = {name: [] for name in self._policies}
-        self._excluded: dict[str, str] = {}
-        self._traces: list[Trace] = []
-        self._on_progress = on_progress
-        self._done_s = 0.0
+    job: ReplayJob
+    parameters: Parameters
+    policies: tuple[str, ...]
+    throughput: ThroughputSource
+    on_progress: ProgressCallback | None
+    outcomes: defaultdict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
+    excluded: dict[str, str] = field(default_factory=dict)
+    traces: list[Trace] = field(default_factory=list)
+    done_s: float = 0.0
 
     def add(self, trace: Trace, *, more: int) -> None:
         """Replay every policy on one more trace.
 
         :param more: number of traces that follow for certain, for the progress.
         """
-        self._job.prepare(trace.most_nodes)
-        self._traces.append(trace)
-        for index, name in enumerate(self._policies):
-            left_s = trace.end_s * (len(self._policies) * (1 + more) - index)
-            if name not in self._excluded:
+        self.job.prepare(trace.most_nodes)
+        self.traces.append(trace)
+        for index, name in enumerate(self.policies):
+            left_s = trace.end_s * (len(self.policies) * (1 + more) - index)
+            if name not in self.excluded:
                 self._replay(name, trace, left_s)
-            self._done_s += trace.end_s
+            self.done_s += trace.end_s
 
     def _replay(self, name: str, trace: Trace, left_s: float) -> None:
         def report(at_s: float) -> None:
-            if self._on_progress is not None:
-                self._on_progress(round((self._done_s + at_s) / 60), round((self._done_s + left_s) / 60))
+            if self.on_progress is not None:
+                self.on_progress(round((self.done_s + at_s) / 60), round((self.done_s + left_s) / 60))
 
         report(0.0)
         try:
-            policy = make_policy(name, self._job, self._parameters, self._throughput)
-            self._outcomes[name].append(replay(policy, trace, report))
+            policy = make_policy(name, self.job, self.parameters, self.throughput)
+            self.outcomes[name].append(replay(policy, trace, report))
         except PolicyExcluded as error:
-            self._excluded[name] = str(error)
+            self.excluded[name] = str(error)
 
     def comparison(self) -> Comparison:
         """Return the comparison so far."""
-        reference = tuple(self._outcomes[REFERENCE])
+        reference = tuple(self.outcomes[REFERENCE])
         return Comparison(
-            job=self._job,
-            throughput=self._throughput,
-            traces=tuple(self._traces),
+            job=self.job,
+            throughput=self.throughput,
+            traces=tuple(self.traces),
             results=tuple(
-                PolicyResult(policy=name, outcomes=tuple(self._outcomes[name]), reference=reference)
-                for name in sorted(self._policies, key=POLICIES.index)
-                if name not in self._excluded
+                PolicyResult(policy=name, outcomes=tuple(self.outcomes[name]), reference=reference)
+                for name in sorted(self.policies, key=POLICIES.index)
+                if name not in self.excluded
             ),
-            excluded=tuple(Exclusion(policy=name, reason=reason) for name, reason in self._excluded.items()),
+            excluded=tuple(ExcludedPolicy(policy=name, reason=why) for name, why in self.excluded.items()),
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ftd.replay.comparison import Comparison, Estimate, PolicyResult
+from ftd.replay.comparison import Comparison, Estimate, ExcludedPolicy, PolicyResult
 from ftd.replay.outcome import RecoveryKind
 from ftd.replay.policies.registry import ThroughputSource
 from ftd.replay.policy import CATEGORIES, Category
@@ -88,13 +88,6 @@ class ReplayedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that count at the end of each window of the first trace. What was undone later does not count."""
 
 
-class ExcludedPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy without a result, because the job or the trace violates one of its assumptions."""
-
-    policy: str
-    reason: str
-
-
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of ``ftd replay``."""
 
@@ -158,7 +151,7 @@ def build_report(
         price_per_node_hour=price_per_node_hour,
         windows_s=tuple(edges_s[1:]),
         policies=tuple(_policy(result, edges_s, price_per_node_hour) for result in comparison.results),
-        excluded=tuple(ExcludedPolicy(policy=e.policy, reason=e.reason) for e in comparison.excluded),
+        excluded=comparison.excluded,
     )
 
 

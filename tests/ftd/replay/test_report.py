@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ftd.observe.view.schema import schema_of
 from ftd.replay.advice import Advice
-from ftd.replay.comparison import Comparison, Exclusion, compare, compare_generated
+from ftd.replay.comparison import Comparison, ExcludedPolicy, compare, compare_generated
 from ftd.replay.parameters import read_parameters
 from ftd.replay.policy import CATEGORIES
 from ftd.replay.report import MOST_WINDOWS, ReplayReport, build_report, window_edges_s
@@ -55,7 +55,7 @@ def test_the_document_accounts_for_every_second_and_every_sample() -> None:
 
 
 def test_the_terminal_shows_results_times_exclusions_and_that_they_are_simulated() -> None:
-    found = compared(excluded=(Exclusion(policy="bamboo", reason="there is no next stage"),))
+    found = compared(excluded=(ExcludedPolicy(policy="bamboo", reason="there is no next stage"),))
     text = printed(build_report(found, generated=False, parameters="shipped", price_per_node_hour=2.0))
     lines = text.splitlines()
     [header] = [line for line in lines if "committed samples" in line]
