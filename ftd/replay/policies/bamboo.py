@@ -103,7 +103,7 @@ class BambooPolicy(RecoveryPolicy):
 
     name: ClassVar[str] = "bamboo"
 
-    def __init__(self, job: ReplayJob, parameters: Parameters, *, published: bool = False) -> None:
+    def __init__(self, job: ReplayJob, parameters: Parameters, published: bool) -> None:
         """:raises PolicyExcluded: a pipeline has no next stage, the doubled state does not fit, or published
         throughput is asked for and the job has none.
         """

@@ -20,7 +20,6 @@ import math
 from collections.abc import Collection, Sequence
 
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import Parameters
 from ftd.replay.policies.pauses import total_s
 from ftd.replay.policy import (
     Change,
@@ -41,6 +40,9 @@ class FtdPolicy(RecoveryPolicy):
     name = "ftd"
 
     def __init__(self, job: ReplayJob, parameters: FtdParameters) -> None:
+        """:raises PolicyExcluded: the job is of a kind that the virtual cluster does not have."""
+        if job.policy.zero1:
+            raise PolicyExcluded("optimizer state in parts (ZeRO-1) is not replayed")
         self._parameters = parameters
         self._job = job
         self._cluster = VirtualCluster(job, parameters)
@@ -181,13 +183,3 @@ def completed_share(plan: Plan, lost: Collection[str], progress: float) -> float
             passed = math.floor(progress * _slots(pipeline)) - (len(pipeline.stages) - 1)
             completed += max(0, passed)
     return completed / sum(pipeline.microbatches for pipeline in plan.pipelines)
-
-
-def make_ftd(job: ReplayJob, parameters: Parameters) -> FtdPolicy:
-    """Return the policy for one trace.
-
-    :raises PolicyExcluded: the job is of a kind that the virtual cluster does not have.
-    """
-    if job.policy.zero1:
-        raise PolicyExcluded("optimizer state in parts (ZeRO-1) is not replayed")
-    return FtdPolicy(job, parameters.section("ftd", FtdParameters))

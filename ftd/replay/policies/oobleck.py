@@ -55,36 +55,29 @@ class OobleckParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Time for which a checkpoint stops training; it is written after that."""
 
 
-def make_oobleck(job: ReplayJob, parameters: Parameters, *, published: bool = False) -> "OobleckPolicy":
-    """Return the policy for a job.
-
-    :raises PolicyExcluded: published throughput is asked for and the job has none.
-    """
-    if not published:
-        return OobleckPolicy(Pace(job=job), parameters.section("oobleck", OobleckParameters))
-    constants = published_constants("oobleck", job)
-    times = OobleckParameters(
-        detect_s=0.0,
-        regroup_s=constants.restart_s,
-        start_s=constants.restart_s,
-        store_bytes_per_s=math.inf,
-        checkpoint_every_s=math.inf,
-        checkpoint_stall_s=0.0,
-    )
-    return OobleckPolicy(Pace(job=job, published=constants), times)
-
-
 class OobleckPolicy(RecoveryPolicy):
     """Oobleck's reactions to changes of the cluster."""
 
     name: ClassVar[str] = "oobleck"
 
-    def __init__(self, pace: Pace, times: OobleckParameters) -> None:
-        job = pace.job
-        self._pace, self._times = pace, times
-        self._placements = None if pace.published is not None else _Placements(job)
+    def __init__(self, job: ReplayJob, parameters: Parameters, published: bool) -> None:
+        """:raises PolicyExcluded: published throughput is asked for and the job has none."""
+        constants = published_constants(self.name, job) if published else None
+        self._pace = Pace(job=job, published=constants)
+        if constants is None:
+            self._times = parameters.section(self.name, OobleckParameters)
+        else:
+            self._times = OobleckParameters(
+                detect_s=0.0,
+                regroup_s=constants.restart_s,
+                start_s=constants.restart_s,
+                store_bytes_per_s=math.inf,
+                checkpoint_every_s=math.inf,
+                checkpoint_stall_s=0.0,
+            )
+        self._placements = _Placements(job) if constants is None else None
         self._fewest = (job.policy.tolerate + 1) * job.planner.n0
-        self._store_s = job.state_bytes / times.store_bytes_per_s
+        self._store_s = job.state_bytes / self._times.store_bytes_per_s
         self._departures = Departures()
         self._running: Running | None = None
         """The way of running that was decided last; ``None``: the job stopped."""

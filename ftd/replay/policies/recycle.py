@@ -28,7 +28,7 @@ among replicas (ZeRO-1) is excluded: peers of a dead worker would lack its part.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal
 
@@ -164,12 +164,7 @@ class _Layout:
 
     def grown(self) -> "_Layout":
         """Return the layout with one more pipeline."""
-        return _Layout(
-            job=self.job,
-            parameters=self.parameters,
-            template=self.template,
-            pipelines=self.pipelines + 1,
-        )
+        return replace(self, pipelines=self.pipelines + 1)
 
 
 def _equal_pipelines_ms(job: ReplayJob, template: Template, pipelines: int) -> float:

@@ -8,34 +8,34 @@ from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import Parameters
 from ftd.replay.policies.bamboo import BambooPolicy
 from ftd.replay.policies.checkpoint import CheckpointPolicy
-from ftd.replay.policies.ftd import make_ftd
+from ftd.replay.policies.ftd import FtdPolicy
 from ftd.replay.policies.ideal import IdealPolicy
-from ftd.replay.policies.oobleck import make_oobleck
+from ftd.replay.policies.oobleck import OobleckPolicy
 from ftd.replay.policies.recycle import RecyclePolicy
 from ftd.replay.policies.reft import ReftPolicy
 from ftd.replay.policies.torchft import TorchftPolicy
 from ftd.replay.policies.varuna import VarunaPolicy, VarunaWithoutCheckpointsPolicy
 from ftd.replay.policy import RecoveryPolicy
+from ftd.replay.virtual_cluster import FtdParameters
 
 ThroughputSource = Literal["common", "published"]
 """Throughput without failures: ``common`` takes that of the job's best plan for every policy; ``published`` takes,
 for systems for which the model card has constants, those that reproduce the published tables.
 """
 
-_MAKERS: dict[str, Callable[[ReplayJob, Parameters, ThroughputSource], RecoveryPolicy]] = {
+_MAKERS: dict[str, Callable[[ReplayJob, Parameters, bool], RecoveryPolicy]] = {
     "ideal": lambda job, _, __: IdealPolicy(job),
-    "ftd": lambda job, parameters, _: make_ftd(job, parameters),
-    "oobleck": lambda job, parameters, source: make_oobleck(job, parameters, published=source == "published"),
-    "varuna": lambda job, parameters, source: VarunaPolicy(job, parameters, published=source == "published"),
-    "varuna-no-checkpoints": lambda job, parameters, source: VarunaWithoutCheckpointsPolicy(
-        job, parameters, published=source == "published"
-    ),
-    "bamboo": lambda job, parameters, source: BambooPolicy(job, parameters, published=source == "published"),
+    "ftd": lambda job, parameters, _: FtdPolicy(job, parameters.section("ftd", FtdParameters)),
+    "oobleck": OobleckPolicy,
+    "varuna": VarunaPolicy,
+    "varuna-no-checkpoints": VarunaWithoutCheckpointsPolicy,
+    "bamboo": BambooPolicy,
     "recycle": lambda job, parameters, _: RecyclePolicy(job, parameters),
     "torchft": lambda job, parameters, _: TorchftPolicy(job, parameters),
     "checkpoint": lambda job, parameters, _: CheckpointPolicy(job, parameters),
     "reft": lambda job, parameters, _: ReftPolicy(job, parameters),
 }
+"""Makers of policies by name, from a job, the parameters, and whether published throughput is taken."""
 
 POLICIES: tuple[str, ...] = tuple(_MAKERS)
 """Names of all policies, in the order in which results list them."""
@@ -50,7 +50,7 @@ def make_policy(
     :raises ConfigurationError: the name or a parameter is wrong.
     """
     require_policies([name])
-    return _MAKERS[name](job, parameters, throughput)
+    return _MAKERS[name](job, parameters, throughput == "published")
 
 
 def require_policies(names: Sequence[str]) -> None:

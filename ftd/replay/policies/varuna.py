@@ -56,7 +56,7 @@ class VarunaPolicy(RecoveryPolicy):
 
     name: ClassVar[str] = "varuna"
 
-    def __init__(self, job: ReplayJob, parameters: Parameters, *, published: bool = False) -> None:
+    def __init__(self, job: ReplayJob, parameters: Parameters, published: bool) -> None:
         """:raises PolicyExcluded: published throughput is asked for and the job has none."""
         times = parameters.section(self.name, VarunaParameters)
         constants = published_constants("varuna", job) if published else None
