@@ -187,7 +187,7 @@ def find_cluster(
     if broker is not None:
         address = parse_broker(broker, "--broker")
     elif loaded is not None:
-        address = loaded.broker_address()
+        address = loaded.broker
     elif "FTD_BROKER" in os.environ:
         address = parse_broker(os.environ["FTD_BROKER"], "$FTD_BROKER")
     else:

@@ -32,7 +32,7 @@ from ftd.config.daemon_file import (
 from ftd.config.dashboard import DashboardAddress, dashboard_address
 from ftd.config.error_collector import ErrorCollector
 from ftd.config.metrics import MetricsAddress, metrics_address
-from ftd.config.secrets import read_secret, require_private
+from ftd.config.secrets import require_private, secret_or_file
 from ftd.config.shard_tls import ShardTls, shard_tls
 from ftd.config.validation import keep_valid_fields, read_toml, require_name, require_positive, suggest_name
 from ftd.errors import ConfigurationError, IncompleteError
@@ -152,9 +152,6 @@ class DaemonConfig:
     def is_on_loopback(self) -> bool:
         """Whether other hosts cannot reach this node, because its host is a loopback address."""
         return self.host in ("127.0.0.1", "::1", "localhost")
-
-    def broker_address(self) -> BrokerAddress:
-        return self.broker
 
     def require_secret(self) -> str:
         """Return the cluster's secret.
@@ -290,7 +287,9 @@ def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -
             lambda: _metrics("coordinator", file.coordinator, directory), None
         ),
         dashboard=collector.value_or(lambda: dashboard_address(file.dashboard, directory), None),
-        secret=collector.value_or(lambda: _secret(file, directory), None),
+        secret=collector.value_or(
+            lambda: secret_or_file(file.secret, file.secret_file, "secret", directory)[0], None
+        ),
         hardware=HardwareLimits(quarantine=file.quarantine, health=file.health),
         timing=_timing(file.timing, collector),
     )
@@ -335,14 +334,7 @@ def _broker(table: BrokerTable, directory: Path, collector: ErrorCollector) -> B
 
 
 def _password(table: BrokerTable, directory: Path) -> str | None:
-    password, field = table.password, "broker.password"
-    if table.password_file is not None:
-        if password is not None:
-            raise ConfigurationError(
-                "both password and password_file are given", field=field, remedy="keep one of them"
-            )
-        field = "broker.password_file"
-        password = read_secret(directory / table.password_file, field)
+    password, field = secret_or_file(table.password, table.password_file, "broker.password", directory)
     if table.username is None and password is not None:
         raise IncompleteError("the password has no username", field=field, remedy="add broker.username")
     return password
@@ -398,16 +390,6 @@ def _default_compile_cache_dir() -> Path:
 def _default_state_dir(cluster: str) -> Path:
     base = os.environ.get("STATE_DIRECTORY") or os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "ftd" / cluster
-
-
-def _secret(file: DaemonFile, directory: Path) -> str | None:
-    if file.secret is not None and file.secret_file is not None:
-        raise ConfigurationError(
-            "both secret and secret_file are given", field="secret", remedy="keep one of them"
-        )
-    if file.secret_file is None:
-        return file.secret
-    return read_secret(directory / file.secret_file, "secret_file")
 
 
 def _timing(overrides: dict[str, int | float], collector: ErrorCollector) -> Timing:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ftd.config.secrets import read_secret
+from ftd.config.secrets import secret_or_file
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.address import is_host
 
@@ -83,16 +83,8 @@ def _address(listen: str) -> tuple[str, int]:
 
 def _token(table: DashboardTable, directory: Path) -> tuple[str | None, str]:
     """Return the token, and the field that it is (or would be) from."""
-    if table.token is not None and table.token_file is not None:
-        raise ConfigurationError(
-            "both token and token_file are given", field="dashboard.token", remedy="keep one of them"
-        )
-    if table.token is not None:
-        token, field = table.token, "dashboard.token"
-    elif table.token_file is not None:
-        field = "dashboard.token_file"
-        token = read_secret(directory / table.token_file, field)
-    else:
+    token, field = secret_or_file(table.token, table.token_file, "dashboard.token", directory)
+    if token is None:
         return None, "dashboard.token_file"
     if len(token) < MIN_TOKEN_LENGTH or not _TOKEN.fullmatch(token):
         raise ConfigurationError(

@@ -8,6 +8,25 @@ from ftd.errors import ConfigurationError
 MAX_SECRET_BYTES = 64 * 1024
 
 
+def secret_or_file(
+    secret: str | None, file: str | None, field: str, directory: Path
+) -> tuple[str | None, str]:
+    """Return a secret that is written in a key or in the file that a second key names, and the key that it is from.
+
+    :param field: the key of the secret; that of the file has the ending ``_file``.
+    :param directory: directory where relative paths begin.
+    :raises ConfigurationError: both keys are given, or see ``read_secret``.
+    """
+    if file is None:
+        return secret, field
+    if secret is not None:
+        name = field.rpartition(".")[2]
+        raise ConfigurationError(
+            f"both {name} and {name}_file are given", field=field, remedy="keep one of them"
+        )
+    return read_secret(directory / file, f"{field}_file"), f"{field}_file"
+
+
 def read_secret(path: Path, field: str) -> str:
     """Return the only line of the file.
 
