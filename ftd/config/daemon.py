@@ -172,51 +172,34 @@ def load_daemon_config(path: Path | None, *, environment: Mapping[str, str] = os
 
     :raises ConfigurationError: a value is wrong; the error names each field that is wrong, and the remedy.
     """
-    return load_with_origins(path, environment)[0]
-
-
-def load_with_origins(
-    path: Path | None, environment: Mapping[str, str]
-) -> tuple[DaemonConfig, dict[str, Any], dict[str, str]]:
-    """Return the configuration, the keys that were given, and the variable of each key set by the environment.
-
-    :raises ConfigurationError: a value is wrong; the error names each field that is wrong, and the remedy.
-    """
-    origins: dict[str, str] = {}
-    collector = _collector_for(path, origins)
-    written = read_toml(path) if path else {}
-    config, data = _read(written, path, environment, origins, collector)
+    config, collector = examine_daemon_config(path, environment=environment)
     collector.raise_any()
-    return config, data, origins
+    return config
 
 
 def examine_daemon_config(
     path: Path | None, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[DaemonConfig, ErrorCollector]:
     """Return the configuration together with its errors; wrong values are replaced by defaults."""
-    origins: dict[str, str] = {}
-    collector = _collector_for(path, origins)
-    written: dict[str, Any] = collector.value_or(lambda: read_toml(path) if path else {}, {})
-    return _read(written, path, environment, origins, collector)[0], collector
-
-
-def _collector_for(path: Path | None, origins: Mapping[str, str]) -> ErrorCollector:
-    return ErrorCollector(path.name if path else "ftd.toml", origins)
+    config, collector, _, _ = _read(path, environment)
+    return config, collector
 
 
 def _read(
-    written: dict[str, Any],
-    path: Path | None,
-    environment: Mapping[str, str],
-    origins: dict[str, str],
-    collector: ErrorCollector,
-) -> tuple[DaemonConfig, dict[str, Any]]:
+    path: Path | None, environment: Mapping[str, str]
+) -> tuple[DaemonConfig, ErrorCollector, dict[str, Any], dict[str, str]]:
+    """Return the configuration, its errors, the keys that were given, and the variable of each key that the
+    environment sets.
+    """
+    origins: dict[str, str] = {}
+    collector = ErrorCollector(path.name if path else "ftd.toml", origins)
+    written: dict[str, Any] = collector.value_or(lambda: read_toml(path) if path else {}, {})
     if path is not None:
         with collector.collect():
             _require_private_secrets(written, path)
     data = _overridden(written, environment, origins, collector)
     directory = path.resolve().parent if path else Path.cwd()
-    return _checked(data, directory, collector), data
+    return _checked(data, directory, collector), collector, data, origins
 
 
 def _require_private_secrets(written: dict[str, Any], path: Path) -> None:
@@ -483,7 +466,8 @@ def list_effective_settings(
 
     :raises ConfigurationError: the configuration is wrong.
     """
-    _, data, variables = load_with_origins(path, environment)
+    _, collector, data, variables = _read(path, environment)
+    collector.raise_any()
     return [_setting(key, data, variables, path) for key in daemon_keys().values()]
 
 
