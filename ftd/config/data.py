@@ -84,12 +84,10 @@ def resolve_evaluation(
     if table.data is None:
         return msgspec.structs.replace(table, fraction=table.fraction or DEFAULT_FRACTION)
     if table.fraction is not None:
-        collector.add(
-            ConfigurationError(
-                "fraction and [evaluation.data] exclude each other",
-                field="evaluation.fraction",
-                remedy="keep one of them",
-            )
+        collector.reject(
+            "fraction and [evaluation.data] exclude each other",
+            field="evaluation.fraction",
+            remedy="keep one of them",
         )
     data = resolve_data(table.data, model, directory, collector, "evaluation.data")
     return msgspec.structs.replace(table, data=data)
@@ -127,7 +125,7 @@ def _reject_inapplicable_keys(table: DataTable, source: str, where: str, collect
     for key, sources in _SOURCES_OF_KEY.items():
         if source not in sources and getattr(table, key) != getattr(defaults, key):
             problem = f"it does not apply to {source}, only to {' and '.join(sources)}"
-            collector.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))
+            collector.reject(problem, field=f"{where}.{key}", remedy=f"remove {key}")
 
 
 def _resolved_source(table: DataTable, source: str, directory: Path, field: str) -> str | list[str]:

@@ -34,6 +34,10 @@ class ErrorCollector:
                 self._wrong_keys.add(key)
                 self.errors.append(self._located(single, key))
 
+    def reject(self, problem: str, *, field: str, remedy: str) -> None:
+        """Add an error, as ``add`` does."""
+        self.add(ConfigurationError(problem, field=field, remedy=remedy))
+
     def add_invalid_key(self, error: ConfigurationError, key: str) -> None:
         """Add the error of a key that is unknown or has a value of the wrong type.
 

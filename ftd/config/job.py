@@ -1,7 +1,7 @@
 """Reads and checks job files: what to train, with which batches, and how many failures to survive.
 
 This happens on the user's machine before anything is sent. The coordinator answers what only the cluster can
-know, for example whether the model valid and whether there are enough nodes. Every trainer reads the training
+know, for example whether the model is valid and whether there are enough nodes. Every trainer reads the training
 script under the same absolute path, so it must be there on every host.
 """
 
@@ -219,12 +219,10 @@ def _what_to_train(file: JobFile, directory: Path, collector: ErrorCollector) ->
         ), file.training.arguments
     for key, value in (("function", file.training.function), ("arguments", file.training.arguments or None)):
         if value is not None:
-            collector.add(
-                ConfigurationError(
-                    "[model] already says what to train",
-                    field=f"training.{key}",
-                    remedy=f"remove {key} or the table [model]",
-                )
+            collector.reject(
+                "[model] already says what to train",
+                field=f"training.{key}",
+                remedy=f"remove {key} or the table [model]",
             )
     model = resolve_model(file.model, directory, collector)
     recipe = Recipe(
@@ -265,12 +263,10 @@ def _reject_tables_of_model(file: JobFile, collector: ErrorCollector) -> None:
     ):
         if table != allowed:
             instead = f"with training.function, only {keys} may be set" if keys else "remove the table"
-            collector.add(
-                ConfigurationError(
-                    "the training function decides this",
-                    field=name,
-                    remedy=f"{instead}; or write [model] instead of training.function",
-                )
+            collector.reject(
+                "the training function decides this",
+                field=name,
+                remedy=f"{instead}; or write [model] instead of training.function",
             )
 
 
@@ -303,19 +299,13 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         raise ConfigurationError(
             "training and policy have different steps or batches", field="training", remedy="make them equal"
         )
-    if training.activation_checkpointing != data.policy.activation_checkpointing:
-        raise ConfigurationError(
-            f"training has {training.activation_checkpointing}, but policy has "
-            f"{data.policy.activation_checkpointing}",
-            field="training.activation_checkpointing",
-            remedy="make them equal",
-        )
-    if training.within_node != data.policy.within_node:
-        raise ConfigurationError(
-            f"training has {training.within_node}, but policy has {data.policy.within_node}",
-            field="training.within_node",
-            remedy="make them equal",
-        )
+    for key in ("activation_checkpointing", "within_node"):
+        if (ours := getattr(training, key)) != (planned := getattr(data.policy, key)):
+            raise ConfigurationError(
+                f"training has {ours}, but policy has {planned}",
+                field=f"training.{key}",
+                remedy="make them equal",
+            )
     require_positive(devices_per_node, "policy.devices_per_node")
     if data.horizon_s is not None:
         require_positive(data.horizon_s, "planner.horizon_s")
@@ -376,14 +366,17 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
     with collector.collect():
         _check_tolerance(file.tolerance.failures)
     if not 0 <= file.training.seed < 2**63:
-        problem, remedy = f"{file.training.seed} is not allowed", "write a number from 0 to 2^63 - 1"
-        collector.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
-    if file.training.backend == "nccl" and file.training.device == "cpu":
-        problem, remedy = (
-            '"cpu" does not work with backend = "nccl"',
-            'remove device, or write backend = "gloo"',
+        collector.reject(
+            f"{file.training.seed} is not allowed",
+            field="training.seed",
+            remedy="write a number from 0 to 2^63 - 1",
         )
-        collector.add(ConfigurationError(problem, field="training.device", remedy=remedy))
+    if file.training.backend == "nccl" and file.training.device == "cpu":
+        collector.reject(
+            '"cpu" does not work with backend = "nccl"',
+            field="training.device",
+            remedy='remove device, or write backend = "gloo"',
+        )
     for field, number in (
         ("steps", file.steps),
         ("training.global_batch", file.training.global_batch),

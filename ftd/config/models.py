@@ -46,7 +46,7 @@ def resolve_model(table: ModelTable, directory: Path, collector: ErrorCollector)
     for name, remedy in _ELSEWHERE.items():
         if name in table.overrides:
             problem = f"{name} cannot be set here"
-            collector.add(ConfigurationError(problem, field="model.overrides", remedy=remedy))
+            collector.reject(problem, field="model.overrides", remedy=remedy)
     return collector.value_or(lambda: _resolved(table, directory), table)
 
 

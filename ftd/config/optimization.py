@@ -3,7 +3,6 @@
 from typing import Any
 
 from ftd.config.error_collector import ErrorCollector
-from ftd.errors import ConfigurationError
 from runtime.wire.recipe import OptimizerTable, ScheduleTable
 
 _OPTIMIZERS_OF = {"betas": ("adamw", "adam"), "eps": ("adamw", "adam"), "momentum": ("sgd",)}
@@ -21,20 +20,16 @@ def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, collecto
     """
     _reject_inapplicable_keys(table, OptimizerTable(), _OPTIMIZERS_OF, "optimizer", collector)
     if zero1 and table.name == "adafactor":
-        collector.add(
-            ConfigurationError(
-                "adafactor needs sums over rows and columns, but training.zero1 divides parameters into parts",
-                field="optimizer.name",
-                remedy='write name = "adamw", or remove training.zero1',
-            )
+        collector.reject(
+            "adafactor needs sums over rows and columns, but training.zero1 divides parameters into parts",
+            field="optimizer.name",
+            remedy='write name = "adamw", or remove training.zero1',
         )
     if shard and table.name == "adafactor":
-        collector.add(
-            ConfigurationError(
-                "adafactor needs sums over rows and columns, but shards divide parameters into parts",
-                field="optimizer.name",
-                remedy='write name = "adamw", or planner.within_node = "replicate"',
-            )
+        collector.reject(
+            "adafactor needs sums over rows and columns, but shards divide parameters into parts",
+            field="optimizer.name",
+            remedy='write name = "adamw", or planner.within_node = "replicate"',
         )
 
 
@@ -44,20 +39,16 @@ def check_schedule(table: ScheduleTable, *, steps: int, collector: ErrorCollecto
     if table.warmup_steps is None:
         return
     if table.warmup_ratio is not None:
-        collector.add(
-            ConfigurationError(
-                "warmup_steps already gives the length of the warm-up",
-                field="schedule.warmup_ratio",
-                remedy="remove warmup_ratio or warmup_steps",
-            )
+        collector.reject(
+            "warmup_steps already gives the length of the warm-up",
+            field="schedule.warmup_ratio",
+            remedy="remove warmup_ratio or warmup_steps",
         )
     if table.warmup_steps >= steps > 0:
-        collector.add(
-            ConfigurationError(
-                f"a warm-up of {table.warmup_steps} steps is not shorter than the job, which has {steps} steps",
-                field="schedule.warmup_steps",
-                remedy="write a smaller number, or warmup_ratio = 0.03 for 3% of the job's steps",
-            )
+        collector.reject(
+            f"a warm-up of {table.warmup_steps} steps is not shorter than the job, which has {steps} steps",
+            field="schedule.warmup_steps",
+            remedy="write a smaller number, or warmup_ratio = 0.03 for 3% of the job's steps",
         )
 
 
@@ -67,4 +58,4 @@ def _reject_inapplicable_keys(
     for key, names in names_of.items():
         if table.name not in names and getattr(table, key) != getattr(defaults, key):
             problem = f"{table.name} does not have this key, only {' and '.join(names)}"
-            collector.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))
+            collector.reject(problem, field=f"{where}.{key}", remedy=f"remove {key}")
