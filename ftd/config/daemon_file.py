@@ -15,7 +15,7 @@ import msgspec
 
 from ftd.config.dashboard import DashboardTable
 from ftd.config.metrics import LOOPBACK
-from ftd.config.validation import field_descriptions
+from ftd.config.validation import field_descriptions, struct_of
 from ftd.transport.address import DEFAULT_CLUSTER
 from statemachine.hardware import HealthLimits, QuarantineLimits
 from statemachine.timing import Timing
@@ -170,9 +170,9 @@ def daemon_keys() -> dict[str, DaemonKey]:
     """Return all keys by name, in the order of the file."""
     found: dict[str, DaemonKey] = {}
     for field in msgspec.structs.fields(DaemonFile):
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            meanings = field_descriptions(field.type)
-            for inner in msgspec.structs.fields(field.type):
+        if (table := struct_of(field.type)) is not None:
+            meanings = field_descriptions(table)
+            for inner in msgspec.structs.fields(table):
                 _add(found, f"{field.name}.{inner.name}", inner.type, inner.default, meanings)
         elif field.name != "timing":
             _add(found, field.name, field.type, field.default, field_descriptions(DaemonFile))
@@ -186,7 +186,11 @@ def daemon_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of the file, for editors."""
     made: dict[str, Any] = msgspec.json.schema(DaemonFile)
     definitions = made["$defs"]
-    tables = {field.name: field.type.__name__ for field in _tables()}
+    tables = {
+        field.name: table.__name__
+        for field in msgspec.structs.fields(DaemonFile)
+        if (table := struct_of(field.type)) is not None
+    }
     definitions["Timing"] = {
         "type": "object",
         "title": "Timing",
@@ -235,14 +239,6 @@ def render_daemon_reference() -> str:
 def _of_limit(key: DaemonKey) -> dict[str, Any]:
     kind = "integer" if key.kind is int else "number"
     return {"type": kind, "exclusiveMinimum": 0, "default": key.default}
-
-
-def _tables() -> list[Any]:
-    return [
-        field
-        for field in msgspec.structs.fields(DaemonFile)
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
-    ]
 
 
 def _add(found: dict[str, DaemonKey], name: str, kind: Any, default: Any, meanings: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from ftd.config.job import JobFile
-from ftd.config.validation import field_descriptions, member_types
+from ftd.config.validation import field_descriptions, member_types, struct_of
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _WIDTH = 100
@@ -101,7 +101,7 @@ def _tables(name: str, kind: type[Any], seen: set[type[Any]], *, optional: bool)
     keys: list[JobKey] = []
     inner: list[tuple[str, type[Any], bool]] = []
     for field in sorted(msgspec.structs.fields(kind), key=lambda field: field.name not in own):
-        struct = _struct_of(field.type)
+        struct = struct_of(field.type)
         if struct is not None and struct not in seen:
             inner.append((f"{name}.{field.name}" if name else field.name, struct, field.default is None))
         else:
@@ -129,12 +129,6 @@ def _key(field: msgspec.structs.FieldInfo, meaning: str) -> JobKey:
     )
 
 
-def _struct_of(kind: Any) -> type[Any] | None:
-    return next(
-        (k for k in member_types(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None
-    )
-
-
 def _examples(kind: Any) -> list[Any]:
     return kind.__metadata__[0].examples or [] if get_origin(kind) is Annotated else []
 
@@ -148,7 +142,7 @@ def _in_words(kind: Any) -> str:
             words += [f"`{to_toml(word)}`" for word in get_args(one)]
         elif get_origin(one) in (list, tuple):
             words.append("list")
-        elif get_origin(one) is dict or _struct_of(one) is not None:
+        elif get_origin(one) is dict or struct_of(one) is not None:
             words.append("table")
         else:
             words.append(_KINDS[one])

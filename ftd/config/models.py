@@ -45,8 +45,7 @@ def resolve_model(table: ModelTable, directory: Path, collector: ErrorCollector)
     """
     for name, remedy in _ELSEWHERE.items():
         if name in table.overrides:
-            problem = f"{name} cannot be set here"
-            collector.reject(problem, field="model.overrides", remedy=remedy)
+            collector.reject(f"{name} cannot be set here", field="model.overrides", remedy=remedy)
     return collector.value_or(lambda: _resolved(table, directory), table)
 
 

@@ -12,7 +12,6 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -25,9 +24,8 @@ from ftd.errors import ConfigurationError
 
 T = TypeVar("T")
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$?(?P<path>[^`]*)`)?")
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`(?: - at `\$?(?P<path>[^`]*)`)?")
-_OTHER = re.compile(r"(?P<problem>.*?) - at `\$?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _TYPES = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
 _RANGE = re.compile(
     r"Expected `(?:int|float)` (?P<compared>[<>]=?) (?P<bound>\S+?)(?: - at `\$\[(?P<index>\d+)\]`)?"
@@ -95,85 +93,89 @@ def _require_flat(tables: dict[str, Any], path: Path) -> None:
 
 
 def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
-    """Return ``data`` as ``into``, a dataclass or a tree of Structs that forbid unknown fields.
+    """Return ``data`` as ``into``, a tree of Structs that forbid unknown fields.
 
     :param where: prefix of every message, usually the name of the file.
-    :raises ConfigurationError: a value is wrong; the error names each wrong field of the Structs, dotted
-        from the top, and the remedy; for a dataclass it names only the first wrong field.
+    :raises ConfigurationError: a value is wrong; the error names each wrong field, dotted from the top, and the
+        remedy.
     """
     collector = ErrorCollector(where)
-    if _struct_of(into) is not None:
-        data = keep_valid_fields(data, into, collector)
-    else:
-        _Validator(into, collector).accepts(data, into, ())
+    valid = keep_valid_fields(data, into, collector)
     collector.raise_any()
-    return msgspec.convert(data, into)
+    return msgspec.convert(valid, into)
 
 
-def keep_valid_fields(data: dict[str, Any], into: type[Any], collector: ErrorCollector) -> dict[str, Any]:
-    """Return the part of ``data`` that fits a tree of Structs; the rest is collected as errors, field by field."""
-    return _valid_part(data, into, (), _Validator(into, collector))
-
-
-@dataclass(frozen=True, slots=True)
-class _Validator:
-    root: type[Any]
-    collector: ErrorCollector
-
-    def accepts(self, value: Any, kind: Any, path: tuple[str, ...]) -> bool:
-        """Return whether ``value`` has the type ``kind``; otherwise add an error."""
-        try:
-            msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            allowed, field = _allowed_words(kind), ".".join(path)
-            if isinstance(value, str) and allowed:
-                unknown = ConfigurationError(
-                    f"{value!r} is not known", field=field, remedy=suggest_name(value, allowed)
-                )
-                self.collector.add_invalid_key(unknown, field)
-            elif match := _RANGE.fullmatch(str(error)):
-                remedy = f"write a number {_RANGES[match['compared']]} {float(match['bound']):g}"
-                index = match["index"]
-                wrong, place = (value, field) if index is None else (value[int(index)], f"{field}[{index}]")
-                self.collector.add(ConfigurationError(f"{wrong} is not allowed", field=place, remedy=remedy))
-            else:
-                self.add_error(str(error), path)
-            return False
-        return True
-
-    def add_error(self, message: str, path: tuple[str, ...]) -> None:
-        """Add msgspec's error about the value at ``path``."""
-        place = "".join(f".{step}" for step in path)
-        if " - at `$" in message:
-            message = message.replace(" - at `$", f" - at `${place}", 1)
-        elif place:
-            message = f"{message} - at `${place}`"
-        error = explain_error(message, self.root)
-        self.collector.add_invalid_key(error, error.field or "")
-
-
-def _valid_part(
-    data: dict[str, Any], into: type[Any], path: tuple[str, ...], validator: _Validator
+def keep_valid_fields(
+    data: dict[str, Any], into: type[Any], collector: ErrorCollector, path: str = ""
 ) -> dict[str, Any]:
+    """Return the part of ``data`` that fits a tree of Structs; the rest is collected as errors, field by field.
+
+    :param path: name of the table that ``data`` is, dotted from the top.
+    """
     fields = {field.encode_name: field for field in msgspec.structs.fields(into)}
     fits: dict[str, Any] = {}
     for name, value in data.items():
-        here = (*path, name)
+        place = f"{path}.{name}" if path else name
         if name not in fields:
-            validator.add_error(f"Object contains unknown field `{name}`", path)
-        elif isinstance(value, dict) and (inner := _struct_of(fields[name].type)) is not None:
-            fits[name] = _valid_part(value, inner, here, validator)
-        elif isinstance(value, dict) and get_origin(kind := fields[name].type) is dict:
+            collector.add_invalid_key(_unknown_field(place, name, list(fields)), place)
+            continue
+        kind = fields[name].type
+        if isinstance(value, dict) and (inner := struct_of(kind)) is not None:
+            fits[name] = keep_valid_fields(value, inner, collector, place)
+        elif isinstance(value, dict) and get_origin(kind) is dict:
             each = get_args(kind)[1]
             fits[name] = {
-                key: one for key, one in value.items() if validator.accepts(one, each, (*here, key))
+                key: one for key, one in value.items() if _accepts(one, each, f"{place}.{key}", collector)
             }
-        elif validator.accepts(value, fields[name].type, here):
+        elif _accepts(value, kind, place, collector):
             fits[name] = value
     for name, field in fields.items():
         if field.required and name not in data:
-            validator.add_error(f"Object missing required field `{name}`", path)
+            place = f"{path}.{name}" if path else name
+            collector.add_invalid_key(_missing_field(place), place)
     return fits
+
+
+def _accepts(value: Any, kind: Any, place: str, collector: ErrorCollector) -> bool:
+    """Return whether ``value`` has the type ``kind``; otherwise add an error about ``place``."""
+    try:
+        msgspec.convert(value, kind)
+        return True
+    except msgspec.ValidationError as invalid:
+        message, allowed = str(invalid), _allowed_words(kind)
+    if isinstance(value, str) and allowed:
+        remedy = suggest_name(value, allowed)
+        error = ConfigurationError(f"{value!r} is not known", field=place, remedy=remedy)
+        collector.add_invalid_key(error, place)
+    elif match := _RANGE.fullmatch(message):
+        remedy = f"write a number {_RANGES[match['compared']]} {float(match['bound']):g}"
+        if (index := match["index"]) is not None:
+            value, place = value[int(index)], f"{place}[{index}]"
+        collector.reject(f"{value} is not allowed", field=place, remedy=remedy)
+    else:
+        error = _explained(message, kind, place)
+        collector.add_invalid_key(error, error.field or "")
+    return False
+
+
+def _explained(message: str, kind: Any, place: str) -> ConfigurationError:
+    """Return msgspec's error about a value of the type ``kind`` in our words."""
+    problem, _, inner = message.partition(" - at `$")
+    inner = inner.removesuffix("`")
+    place += inner
+    if match := _UNKNOWN.fullmatch(problem):
+        return _unknown_field(f"{place}.{match[1]}", match[1], _field_names(kind, inner))
+    if match := _MISSING.fullmatch(problem):
+        return _missing_field(f"{place}.{match[1]}")
+    return ConfigurationError(_in_words(problem), field=place)
+
+
+def _unknown_field(place: str, name: str, known: list[str]) -> ConfigurationError:
+    return ConfigurationError("unknown field", field=place, remedy=suggest_name(name, known))
+
+
+def _missing_field(place: str) -> ConfigurationError:
+    return ConfigurationError("required, but missing", field=place, remedy=f"add {place}")
 
 
 def member_types(kind: Any) -> list[Any]:
@@ -217,35 +219,19 @@ def _own_descriptions(owner: type[Any]) -> list[tuple[list[str], str]]:
 
 
 def _allowed_words(kind: Any) -> list[str]:
-    """Return the allowed allowed of a field that only allows some allowed."""
+    """Return the words that a field allows; nothing if it does not list them."""
     return [str(word) for one in member_types(kind) if get_origin(one) is Literal for word in get_args(one)]
 
 
-def _struct_of(kind: Any) -> type[Any] | None:
+def struct_of(kind: Any) -> type[msgspec.Struct] | None:
     """Return the Struct among the types of a field, if any."""
-    for one in member_types(kind):
-        if isinstance(one, type) and issubclass(one, msgspec.Struct):
-            return one
-    return None
-
-
-def explain_error(message: str, into: type[Any]) -> ConfigurationError:
-    """Return msgspec's error in our allowed."""
-    if match := _UNKNOWN.match(message):
-        path = _dotted(match["path"])
-        known = field_names(into, path)
-        name = _joined(path, match["name"])
-        return ConfigurationError("unknown field", field=name, remedy=suggest_name(match["name"], known))
-    if match := _MISSING.match(message):
-        name = _joined(_dotted(match["path"]), match["name"])
-        return ConfigurationError("required, but missing", field=name, remedy=f"add {name}")
-    if match := _OTHER.match(message):
-        return ConfigurationError(_in_words(match["problem"]), field=_joined(_dotted(match["path"])))
-    return ConfigurationError(_in_words(message))
+    return next(
+        (one for one in member_types(kind) if isinstance(one, type) and issubclass(one, msgspec.Struct)), None
+    )
 
 
 def _in_words(problem: str) -> str:
-    """Return a message such as ``Expected `int | null`, got `str` `` in allowed for the author of the file."""
+    """Return a message such as ``Expected `int | null`, got `str` `` in words for the author of the file."""
     if match := _LENGTH.fullmatch(problem):
         return f"expected {match['wanted']} values, got {match['got']}"
     if not (match := _TYPES.fullmatch(problem)):
@@ -266,16 +252,16 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
     return "known: " + ", ".join(sorted(known))
 
 
-def field_names(into: type[Any], path: Sequence[str]) -> list[str]:
-    """Return the field names of the Struct that ``path`` leads to, also through tuples (``layers[3]``)."""
-    described: Any = msgspec.inspect.type_info(into)
-    for step in path:
-        name = step.partition("[")[0]
-        described = next(f.type for f in described.fields if f.encode_name == name)
+def _field_names(kind: Any, path: str) -> list[str]:
+    """Return the field names of the Struct that a path such as ``[3].split[0]`` leads to from ``kind``."""
+    described: Any = msgspec.inspect.type_info(kind)
+    for step in re.findall(r"\w+\b(?!\])|\[", path):
+        if step == "[":
+            described = described.item_type
+        else:
+            described = next(f.type for f in described.fields if f.encode_name == step)
         if isinstance(described, msgspec.inspect.UnionType):
             described = next(t for t in described.types if isinstance(t, msgspec.inspect.StructType))
-        if isinstance(described, msgspec.inspect.VarTupleType):
-            described = described.item_type
     return [f.encode_name for f in described.fields]
 
 
@@ -324,11 +310,3 @@ def require_one_of(value: str, allowed: Iterable[str], field: str) -> None:
     choices = list(allowed)
     if value not in choices:
         raise ConfigurationError(f"{value!r} is not known", field=field, remedy=suggest_name(value, choices))
-
-
-def _dotted(path: str | None) -> list[str]:
-    return [step for step in (path or "").lstrip("$").split(".") if step]
-
-
-def _joined(path: Sequence[str], name: str = "") -> str:
-    return ".".join([*path, name] if name else path)
