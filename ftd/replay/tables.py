@@ -9,7 +9,7 @@ from rich.text import Text
 from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import format_duration, format_size, plural
 from ftd.replay.comparison import CONFIDENCE, PRECISION, Estimate
-from ftd.replay.report import ReplayedPolicy, ReplayReport
+from ftd.replay.report import ReplayReport
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 """A table: its header and its rows. The first column has names, the others numbers."""
@@ -67,10 +67,10 @@ def result_rows(report: ReplayReport) -> Rows:
     return header, [
         (
             policy.policy,
-            _number(policy.samples_per_s, 2),
-            _number(policy.samples, 0),
-            "–" if policy.goodput is None else _percent(policy.goodput),
-            *((_cost(policy),) if priced else ()),
+            _estimated(policy.samples_per_s, ",.2f"),
+            _estimated(policy.samples, ",.0f"),
+            _estimated(policy.goodput, ".1%"),
+            *((_estimated(policy.cost_per_sample, ".3g", ".1g", factor=1000),) if priced else ()),
         )
         for policy in report.policies
     ]
@@ -154,25 +154,22 @@ def _columns(header: Sequence[str], rows: Sequence[Sequence[str]], begin: int, e
     return table
 
 
-def _number(estimate: Estimate, digits: int) -> str:
-    text = f"{estimate.mean:,.{digits}f}"
-    return text if estimate.half_width is None else f"{text} ± {estimate.half_width:,.{digits}f}"
+def _estimated(
+    estimate: Estimate | None, style: str, style_of_half_width: str | None = None, *, factor: int = 1
+) -> str:
+    """Return a figure with half of its confidence interval, if it has one.
 
-
-def _percent(estimate: Estimate) -> str:
-    text = f"{estimate.mean:.1%}"
-    return text if estimate.half_width is None else f"{text} ± {estimate.half_width:.1%}"
+    :param factor: number by which both are multiplied.
+    """
+    if estimate is None:
+        return "–"
+    text = format(factor * estimate.mean, style)
+    if estimate.half_width is None:
+        return text
+    return f"{text} ± {format(factor * estimate.half_width, style_of_half_width or style)}"
 
 
 def _share(share: float) -> str:
     if share <= 0:
         return "–"
     return f"{share:.1%}" if share >= 0.0005 else "<0.1%"
-
-
-def _cost(policy: ReplayedPolicy) -> str:
-    cost = policy.cost_per_sample
-    if cost is None:
-        return "–"
-    text = f"{1000 * cost.mean:.3g}"
-    return text if cost.half_width is None else f"{text} ± {1000 * cost.half_width:.1g}"
