@@ -30,7 +30,6 @@ class TraceError(ConfigurationError):
         event: int | None = None,
     ) -> None:
         super().__init__(problem, field=field, remedy=remedy)
-        self.remedy = remedy
         self.event = event
 
 

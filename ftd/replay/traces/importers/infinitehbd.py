@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from ftd.replay.traces.importers.outages import Fault, nodes_of_faults
-from ftd.replay.traces.importers.trace_file import ImportOptions, TraceFile
-from ftd.replay.traces.trace import Trace
+from ftd.replay.traces.importers.outages import nodes_of_faults
+from ftd.replay.traces.importers.trace_file import ImportOptions, Record, TraceFile
+from ftd.replay.traces.trace import Trace, TraceEvent
 
 DAY_S = 86_400.0
 
@@ -37,23 +37,25 @@ def read_infinitehbd(file: TraceFile, options: ImportOptions) -> Trace:
         place = f"entry {index}"
         days = file.number(str(event.event_time), "time in days", place)
         faults.append(
-            Fault(
+            Record(
                 place=place,
-                # The file has 4 decimals of a day, 8.64 s; milliseconds keep the binary rounding out of sight.
-                at_s=round(days * DAY_S, 3),
-                node=event.node_id,
-                begins=event.event_type == "fault_start",
+                event=TraceEvent(
+                    # The file has 4 decimals of a day, 8.64 s; milliseconds keep the binary rounding out of sight.
+                    at_s=round(days * DAY_S, 3),
+                    kind="remove" if event.event_type == "fault_start" else "add",
+                    node=event.node_id,
+                ),
             )
         )
     if not faults:
         raise file.error("the file has no faults", remedy="is it the right file?")
-    named = list(dict.fromkeys(fault.node for fault in faults))
+    named = list(dict.fromkeys(fault.event.node for fault in faults))
     count = len(named) if options.nodes is None else options.nodes
     if count < len(named):
         raise file.error(
             f"the file names {len(named)} nodes, more than {count}", remedy="give more with --nodes"
         )
-    gaps = file.gap_notes(((fault.place, fault.at_s) for fault in faults), options.max_gap_s)
+    gaps = file.gap_notes(((fault.place, fault.event.at_s) for fault in faults), options.max_gap_s)
     notes = gaps
     if options.nodes is None:
         notes += (

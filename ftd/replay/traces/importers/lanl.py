@@ -10,9 +10,9 @@ import csv
 from collections import Counter
 from datetime import datetime
 
-from ftd.replay.traces.importers.outages import Fault, nodes_of_faults
-from ftd.replay.traces.importers.trace_file import ImportOptions, TraceFile
-from ftd.replay.traces.trace import Trace
+from ftd.replay.traces.importers.outages import nodes_of_faults
+from ftd.replay.traces.importers.trace_file import ImportOptions, Record, TraceFile
+from ftd.replay.traces.trace import Trace, TraceEvent
 
 _SYSTEM, _NODES, _NODE, _STARTED, _FIXED = "System", "nodes", "nodenumz", "Prob Started", "Prob Fixed"
 _TIME = "%m/%d/%Y %H:%M"
@@ -49,18 +49,20 @@ def read_lanl(file: TraceFile, options: ImportOptions) -> Trace:
         failures.append((place, int(row[_NODE]), started, fixed))
     begin = min(started for _, _, started, _ in failures).replace(hour=0, minute=0)
     faults = [
-        Fault(
+        Record(
             place=place,
-            at_s=(at - begin).total_seconds(),
-            node=f"system{system}-node{node}",
-            begins=begins,
+            event=TraceEvent(
+                at_s=(at - begin).total_seconds(),
+                kind="remove" if begins else "add",
+                node=f"system{system}-node{node}",
+            ),
         )
         for place, node, started, fixed in failures
         for at, begins in ((started, True), (fixed, False))
     ]
-    faults.sort(key=lambda fault: (fault.at_s, not fault.begins))
+    faults.sort(key=lambda fault: (fault.event.at_s, fault.event.kind == "add"))
     numbers = _node_numbers(file, rows, {node for _, node, _, _ in failures}, options.nodes)
-    gaps = file.gap_notes(((fault.place, fault.at_s) for fault in faults), options.max_gap_s)
+    gaps = file.gap_notes(((fault.place, fault.event.at_s) for fault in faults), options.max_gap_s)
     nodes = [f"system{system}-node{number}" for number in numbers]
     return file.trace(
         nodes_of_faults(file, nodes, faults),
