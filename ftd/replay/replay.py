@@ -29,6 +29,7 @@ _ROUNDING_S = 1e-6
 """
 
 
+@rare_collections()
 def replay(
     policy: RecoveryPolicy, trace: Trace, on_progress: Callable[[float], None] | None = None
 ) -> Outcome:
@@ -36,11 +37,6 @@ def replay(
 
     :param on_progress: called with the virtual time, in seconds, after each change.
     """
-    with rare_collections():
-        return _replay(policy, trace, on_progress)
-
-
-def _replay(policy: RecoveryPolicy, trace: Trace, on_progress: Callable[[float], None] | None) -> Outcome:
     account = _Account()
     nodes = dict.fromkeys(trace.initial_nodes)
     steps = deque(_steps(trace))
