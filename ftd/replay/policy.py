@@ -136,11 +136,8 @@ class RecoveryPolicy(ABC):
     """
 
     @abstractmethod
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
-        """Return how the job runs on the first nodes, without the costs of the start itself.
-
-        :param until_s: time of the first change, or the end of the trace.
-        """
+    def start(self, nodes: Sequence[str]) -> Reaction:
+        """Return how the job runs on the first nodes, without the costs of the start itself."""
 
     @abstractmethod
     def change(self, change: Change) -> Reaction | None:

@@ -40,7 +40,7 @@ def replay(
     account = _Account()
     nodes = dict.fromkeys(trace.initial_nodes)
     steps = deque(_steps(trace))
-    account.react(policy.start(tuple(nodes), _next_s(steps, trace)))
+    account.react(policy.start(tuple(nodes)))
     node_s, before_s = 0.0, 0.0
     while True:
         wake_at_s = policy.wake_at_s

@@ -138,7 +138,7 @@ class BambooPolicy(RecoveryPolicy):
         does.
         """
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``."""
         self._form(nodes, len(nodes), 0.0)
         return Reaction(running=self._running)

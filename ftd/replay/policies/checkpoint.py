@@ -78,7 +78,7 @@ class CheckpointPolicy(RecoveryPolicy):
         """Nodes that train, or are to train after the pauses."""
         self._running: Running | None = None
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``."""
         return Reaction(running=self._take(nodes, 0.0))
 

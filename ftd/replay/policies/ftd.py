@@ -48,7 +48,7 @@ class FtdPolicy(RecoveryPolicy):
         self._cluster = VirtualCluster(job, parameters)
         self._present = 0
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on the first nodes; it waits if they are too few."""
         self._cluster.start(nodes)
         self._present = len(nodes)

@@ -18,7 +18,7 @@ class IdealPolicy(RecoveryPolicy):
     def __init__(self, job: ReplayJob) -> None:
         self._job = job
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return the best way of running on ``nodes``."""
         return self._react(len(nodes))
 

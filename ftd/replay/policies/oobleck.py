@@ -84,7 +84,7 @@ class OobleckPolicy(RecoveryPolicy):
         self._stored_s = 0.0
         """Time at which the progress of a job that stopped is stored."""
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``, which have its state."""
         if len(nodes) >= self._fewest:
             iteration_s = None if self._placements is None else self._placements.begin(nodes, 0.0)

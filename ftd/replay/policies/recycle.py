@@ -214,7 +214,7 @@ class RecyclePolicy(RecoveryPolicy):
         """The last pauses."""
         self._iteration_s = 0.0
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``."""
         if len(nodes) < self._job.fewest_nodes:
             return Reaction(running=None)

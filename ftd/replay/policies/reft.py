@@ -102,7 +102,7 @@ class ReftPolicy(RecoveryPolicy):
         )
         self.wake_at_s = self._persist_every_s
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``."""
         self._lay_out(nodes)
         self._held = self._grid

@@ -80,7 +80,7 @@ class TorchftPolicy(RecoveryPolicy):
         self._resumes_s = 0.0
         """Time at which the last pauses end."""
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``, which determine the samples of a group."""
         self._idle = list(nodes)
         self._begin(0.0)

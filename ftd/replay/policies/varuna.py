@@ -81,7 +81,7 @@ class VarunaPolicy(RecoveryPolicy):
         self._begins_s = 0.0
         """Time at which the pauses before it begin."""
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``."""
         self._take(nodes, len(nodes))
         return Reaction(running=self._running)

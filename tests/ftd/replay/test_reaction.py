@@ -17,7 +17,7 @@ class Scripted(RecoveryPolicy):
     def __init__(self, *answers: Callable[[Change], Reaction]) -> None:
         self._answers = list(answers)
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         return Reaction(running=RUNNING)
 
     def change(self, change: Change) -> Reaction:

@@ -35,7 +35,7 @@ class ScriptedPolicy(RecoveryPolicy):
         self._first, self._answer = first, answer
         self.changes: list[Change] = []
 
-    def start(self, nodes: Sequence[str], until_s: float) -> Reaction:
+    def start(self, nodes: Sequence[str]) -> Reaction:
         return self._first
 
     def change(self, change: Change) -> Reaction | None:

@@ -97,10 +97,10 @@ def test_the_interval_is_that_of_daly_for_the_given_or_the_learned_rate(set_para
 
     given = parameters(set_parameters, "asynchronous = false\nfailure_every_s = 7200.0")
     policy = make_policy("checkpoint", JOB, given)
-    assert interval(policy.start(names(4), 1e6)) == best(7200.0, 4)
+    assert interval(policy.start(names(4))) == best(7200.0, 4)
     learned = parameters(set_parameters, "asynchronous = false")
     policy = make_policy("checkpoint", JOB, learned)
-    assert interval(policy.start(names(4), 1e6)) == best(3600.0, 4)
+    assert interval(policy.start(names(4))) == best(3600.0, 4)
     reaction = policy.change(change(1400.0, names(3), removed=("n3",)))
     assert interval(reaction) == best((3600.0 + 1400.0) / 2, 3)
     assert best(3600.0, 4) != best(2500.0, 3)

@@ -15,7 +15,7 @@ FAILURE = (Pause(category="detecting", seconds=0.024), Pause(category="restartin
 
 def started(nodes: int) -> RecoveryPolicy:
     policy = make_policy("oobleck", JOB, PARAMETERS)
-    assert policy.start(names(nodes), 1e6).running is not None
+    assert policy.start(names(nodes)).running is not None
     return policy
 
 

@@ -24,7 +24,7 @@ COPIED = Pause(category="moving", seconds=0.2)
 
 def started(nodes: int, job: ReplayJob = JOB) -> RecoveryPolicy:
     policy = make_policy("recycle", job, PARAMETERS)
-    assert policy.start(names(nodes), 1e6).running is not None
+    assert policy.start(names(nodes)).running is not None
     return policy
 
 
@@ -79,7 +79,7 @@ def test_the_iteration_is_longer_as_in_the_small_case_of_rerouting(
     file.write_text(f"[recycle]\n{settings}\n", encoding="utf-8")
     job = replace(JOB, policy=msgspec.structs.replace(JOB.policy, global_batch=18))
     policy = make_policy("recycle", job, read_parameters(file))
-    before = policy.start(names(12), 1e6)
+    before = policy.start(names(12))
     assert iteration_s(failing(policy, names(12), "n6")) == pytest.approx(iteration_s(before) * slots / 27)
 
 
@@ -93,7 +93,7 @@ def test_equal_pipelines_may_take_the_time_that_the_planner_has_for_them(tmp_pat
     found = {}
     for baseline, parameters in {"1f1b": PARAMETERS, "equal": read_parameters(file)}.items():
         policy = make_policy("recycle", job, parameters)
-        found[baseline] = iteration_s(policy.start(names(9), 1e6))
+        found[baseline] = iteration_s(policy.start(names(9)))
         after = iteration_s(failing(policy, names(9), "n4"))
         found[f"{baseline}, a node lost"] = after / found[baseline]
     assert found["1f1b"] == job.iteration_s(9)
@@ -186,7 +186,7 @@ def test_recomputed_activations_are_no_work_for_the_weights() -> None:
     recomputing = make_job(fewest=4)
     policy = msgspec.structs.replace(recomputing.policy, activation_checkpointing="full")
     started_policy = make_policy("recycle", replace(recomputing, policy=policy), PARAMETERS)
-    before = started_policy.start(names(12), 1e6)
+    before = started_policy.start(names(12))
     work = [
         Pipeline(
             forward_s=(0.02,) * 4,
