@@ -102,7 +102,12 @@ def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
     collector = ErrorCollector(where)
     valid = keep_valid_fields(data, into, collector)
     collector.raise_any()
-    return msgspec.convert(valid, into)
+    try:
+        return msgspec.convert(valid, into)
+    except ConfigurationError as error:  # A Struct may check its values when it is made.
+        collector.add(error)
+        collector.raise_any()
+        raise
 
 
 def keep_valid_fields(

@@ -18,7 +18,6 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ftd.config.error_collector import ErrorCollector
 from ftd.config.validation import convert, read_toml, require_positive
 from ftd.errors import ConfigurationError
 from ftd.replay.traces.trace import Trace, TraceEvent
@@ -135,14 +134,7 @@ def read_failure_model(path: Path) -> FailureModel:
 
     :raises ConfigurationError: names the file, the key and the remedy.
     """
-    tables = {"name": path.stem, **read_toml(path)}
-    try:
-        return convert(tables, FailureModel)
-    except ConfigurationError as error:
-        located = ErrorCollector(path.name)
-        located.add(error)
-        located.raise_any()
-        raise
+    return convert({"name": path.stem, **read_toml(path)}, FailureModel, where=path.name)
 
 
 def generate(model: FailureModel, seed: int) -> Trace:
