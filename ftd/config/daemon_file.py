@@ -187,9 +187,9 @@ def daemon_schema() -> dict[str, Any]:
     made: dict[str, Any] = msgspec.json.schema(DaemonFile)
     definitions = made["$defs"]
     tables = {
-        field.name: table.__name__
+        field.name: struct.__name__
         for field in msgspec.structs.fields(DaemonFile)
-        if (table := struct_of(field.type)) is not None
+        if (struct := struct_of(field.type)) is not None
     }
     definitions["Timing"] = {
         "type": "object",
