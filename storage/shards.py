@@ -64,9 +64,17 @@ class ShardLayout:
         ]
         return (segment, *extra)
 
-    def offset_of(self, stored: StoredCell) -> int:
-        """Return the offset of a stored cell in its owner's shard."""
-        return stored.index * self.cell_bytes
+    def origins(self, owner: int, offset: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the bytes of the bucket whose XOR the shard's bytes [offset, end) are: offset in the shard, offset
+        in the bucket, and their number. The bucket is followed by zeros.
+        """
+        for xor_range in self.xor_ranges(owner):
+            low, high = max(offset, xor_range.offset), min(end, xor_range.offset + xor_range.size_bytes)
+            for source in xor_range.sources:
+                start = source + low - xor_range.offset
+                size = min(high - low, self.bucket_bytes - start)
+                if size > 0:
+                    yield low, start, size
 
 
 def make_shard(layout: ShardLayout, owner: int, bucket: Bytes, shard: Bytes) -> None:
@@ -179,75 +187,12 @@ def range_sources(
         low, high = max(first, cell * size), min(end, (cell + 1) * size)
         stored = made.get(cell) or (StoredCell(owner=cell // code.cells, index=cell % code.cells),)
         within = low - cell * size
-        yield low, high, [(source.owner, layout.offset_of(source) + within) for source in stored]
-
-
-def recompute_shard(
-    layout: ShardLayout, owner: int, present: frozenset[int], fetch: Fetch, offset: int, target: Bytes
-) -> None:
-    """Fill ``target`` with the bytes of the owner's shard from ``offset`` on, from the shards of ``present``:
-    its segment by decoding, its extra cells by computing them again.
-
-    :raises TooManyLossesError: see ``decode_bucket``.
-    """
-    target[:] = 0
-    for low, start, size, first in _origins(layout, owner, offset, offset + len(target)):
-        part = target[low - offset : low - offset + size]
-        if first:
-            decode_bucket(layout, present, fetch, part, start)
-        else:
-            found = np.empty(size, dtype=np.uint8)
-            decode_bucket(layout, present, fetch, found, start)
-            xor_into(part, found)
-
-
-def ranges_to_recompute(
-    layout: ShardLayout, owner: int, present: frozenset[int], offset: int, end: int
-) -> dict[int, list[range]]:
-    """Return the byte ranges of each shard that ``recompute_shard`` reads for the shard's bytes [offset, end),
-    merged.
-
-    :raises TooManyLossesError: see ``decode_bucket``.
-    """
-    ranges: dict[int, list[range]] = {}
-    for _, start, size, _ in _origins(layout, owner, offset, end):
-        for other, some in ranges_to_decode(layout, present, start, start + size).items():
-            ranges.setdefault(other, []).extend(some)
-    return {other: merge_ranges(some) for other, some in ranges.items()}
-
-
-def _origins(layout: ShardLayout, owner: int, offset: int, end: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield the bytes of the bucket whose XOR the shard's bytes [offset, end) are: offset in the shard, offset
-    in the bucket, their number, and whether they are the first for these bytes. The bucket is followed by
-    zeros.
-    """
-    for xor_range in layout.xor_ranges(owner):
-        low, high = max(offset, xor_range.offset), min(end, xor_range.offset + xor_range.size_bytes)
-        for number, source in enumerate(xor_range.sources):
-            start = source + low - xor_range.offset
-            size = min(high - low, layout.bucket_bytes - start)
-            if size > 0:
-                yield low, start, size, number == 0
+        yield low, high, [(source.owner, source.index * size + within) for source in stored]
 
 
 def make_fetch(shards: Mapping[int, Bytes]) -> Fetch:
     """Return a ``Fetch`` for shards that are all in memory."""
     return lambda owner, offset, size: shards[owner][offset : offset + size]
-
-
-def ranges_to_decode(
-    layout: ShardLayout, present: frozenset[int], first: int, end: int
-) -> dict[int, list[range]]:
-    """Return the byte ranges of each shard that ``decode_bucket`` reads for the bucket's bytes [first, end),
-    merged.
-
-    :raises TooManyLossesError: see ``decode_bucket``.
-    """
-    ranges: dict[int, list[range]] = {}
-    for low, high, sources in range_sources(layout, present, first, end):
-        for owner, offset in sources:
-            ranges.setdefault(owner, []).append(range(offset, offset + high - low))
-    return {owner: merge_ranges(some) for owner, some in ranges.items()}
 
 
 def merge_ranges(ranges: Iterable[range]) -> list[range]:

@@ -8,15 +8,14 @@ compared with the digest that the owner's trainer wrote. Only then are the bytes
 ``ftd.snapshots.repair_writer``.
 """
 
-import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ftd.errors import PeerError
 from ftd.snapshots.restoring.group_layout import GroupLayout, find_layouts
-from ftd.snapshots.restoring.read_plan import FetchedRanges
+from ftd.snapshots.restoring.read_plan import ShardsUnusableError, recompute_shard
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
@@ -25,7 +24,7 @@ from storage.codes import make_code
 from storage.errors import CorruptDataError, TooManyLossesError
 from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.partimage import ShardedImage, TensorByteRange, find_bytes, find_tensors
-from storage.shards import Bytes, ShardLayout, ranges_to_recompute, recompute_shard
+from storage.shards import Bytes, ShardLayout
 
 
 class RepairError(PeerError):
@@ -259,34 +258,27 @@ class Repairer:
     async def _decoded(
         self, group: SnapshotGroup, mine: GroupLayout, part: SnapshotPart, first: int, end: int
     ) -> tuple[Bytes, tuple[str, ...]]:
-        owner = mine.owner
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=mine.bucket_bytes
         )
-        shards = await self._shards(group, layout, owner)
+        shards = await self._shards(group, layout, mine.owner)
+
+        async def read(other: int, pieces: Sequence[tuple[int, Bytes]]) -> None:
+            node, shard = group.owners[other], shards[other]
+            await self.client.fetch(self._wanted(node, shard, at, memory.data) for at, memory in pieces)
+
+        target = np.empty(end - first, dtype=np.uint8)
         while True:
-            present = frozenset(shards)
             try:
-                ranges = await asyncio.to_thread(ranges_to_recompute, layout, owner, present, first, end)
+                used = await recompute_shard(layout, mine.owner, frozenset(shards), first, target, read)
             except TooManyLossesError as error:
                 raise self._error(part, str(error)) from None
-            stores = {other: FetchedRanges(some) for other, some in ranges.items()}
-            failed = await self._fill(group, shards, stores)
-            if not failed:
-                break
-            for other in failed:
-                del shards[other]
-        target = np.empty(end - first, dtype=np.uint8)
-        await asyncio.to_thread(
-            recompute_shard,
-            layout,
-            owner,
-            present,
-            lambda other, at, size: stores[other].read(at, size),
-            first,
-            target,
-        )
-        return target, tuple(group.owners[other] for other in sorted(stores))
+            except ShardsUnusableError as failed:
+                for other, problem in failed.owners:
+                    self._reasons[group.owners[other]] = str(problem)
+                    del shards[other]
+            else:
+                return target, tuple(group.owners[other] for other in sorted(used))
 
     async def _shards(self, group: SnapshotGroup, layout: ShardLayout, owner: int) -> dict[int, SnapshotPart]:
         """Return by owner the shards that the other nodes hold of the very same group."""
@@ -306,29 +298,6 @@ class Repairer:
                     if fits and part is not None:
                         found[other] = part
         return found
-
-    async def _fill(
-        self, group: SnapshotGroup, shards: dict[int, SnapshotPart], stores: dict[int, FetchedRanges]
-    ) -> Iterable[int]:
-        """Fetch the ranges of all owners at once, and return the owners that failed."""
-
-        async def fill(other: int, store: FetchedRanges) -> None:
-            await self.client.fetch(
-                self._wanted(group.owners[other], shards[other], some.start, memory.data)
-                for some, memory in store.pieces
-            )
-
-        results = await asyncio.gather(
-            *(fill(other, store) for other, store in stores.items()), return_exceptions=True
-        )
-        failed = []
-        for other, result in zip(stores, results, strict=True):
-            if isinstance(result, PeerError):
-                self._reasons[group.owners[other]] = str(result)
-                failed.append(other)
-            elif isinstance(result, BaseException):
-                raise result
-        return failed
 
 
 def _image(small: bytes) -> ShardedImage | None:

@@ -4,22 +4,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from storage.codes import Code, has_buddy, make_code, parse_scheme, solve_lost_cells
 from storage.errors import TooManyLossesError
-from storage.shards import (
-    Bytes,
-    ShardLayout,
-    decode_bucket,
-    make_fetch,
-    make_shard,
-    ranges_to_decode,
-    ranges_to_recompute,
-    recompute_shard,
-    xor_into,
-)
+from storage.shards import Bytes, ShardLayout, decode_bucket, make_fetch, make_shard, xor_into
 
 SCHEMES = ("none", "arc:1", "arc:2", "aec", "aec2", "aec+arc:1", "aec2+arc:1")
 
@@ -108,66 +96,6 @@ def test_beyond_the_guarantee_it_is_either_exact_or_an_error(scheme: str) -> Non
             else:
                 assert np.array_equal(found, bucket)
     assert refused
-
-
-@settings(max_examples=60)
-@given(
-    scheme=st.sampled_from(SCHEMES[1:]),
-    owners=st.integers(2, 6),
-    size=st.integers(1, 3000),
-    data=st.data(),
-)
-def test_any_range_can_be_decoded_and_only_needed_bytes_are_read(
-    scheme: str, owners: int, size: int, data: st.DataObject
-) -> None:
-    layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=size)
-    bucket = random_bucket(size)
-    shards = shards_of(layout, bucket)
-    lost = data.draw(st.sets(st.integers(0, owners - 1), max_size=layout.code.guarantee))
-    present = frozenset(range(owners)) - lost
-    first = data.draw(st.integers(0, size - 1))
-    end = data.draw(st.integers(first + 1, size))
-    announced = ranges_to_decode(layout, present, first, end)
-    assert set(announced) <= present
-
-    def fetch(owner: int, offset: int, length: int) -> Bytes:
-        assert any(offset in r and offset + length <= r.stop for r in announced[owner])
-        return shards[owner][offset : offset + length]
-
-    found = np.zeros(end - first, dtype=np.uint8)
-    decode_bucket(layout, present, fetch, found, first)
-    assert np.array_equal(found, bucket[first:end])
-
-
-@settings(max_examples=60)
-@given(
-    scheme=st.sampled_from(["aec", "aec2", "arc:1", "aec+arc:1"]),
-    owners=st.integers(2, 6),
-    size=st.integers(1, 3000),
-    data=st.data(),
-)
-def test_any_bytes_of_any_shard_are_recomputed_from_the_others(
-    scheme: str, owners: int, size: int, data: st.DataObject
-) -> None:
-    layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=size)
-    shards = shards_of(layout, random_bucket(size))
-    owner = data.draw(st.integers(0, owners - 1))
-    lost = {owner}
-    if layout.code.guarantee > 1:
-        lost.add(data.draw(st.integers(0, owners - 1)))
-    present = frozenset(range(owners)) - lost
-    first = data.draw(st.integers(0, len(shards[owner]) - 1))
-    end = data.draw(st.integers(first + 1, len(shards[owner])))
-    announced = ranges_to_recompute(layout, owner, present, first, end)
-    assert set(announced) <= present
-
-    def fetch(other: int, offset: int, length: int) -> Bytes:
-        assert any(offset in r and offset + length <= r.stop for r in announced[other])
-        return shards[other][offset : offset + length]
-
-    found = np.full(end - first, 255, dtype=np.uint8)
-    recompute_shard(layout, owner, present, fetch, first, found)
-    assert np.array_equal(found, shards[owner][first:end])
 
 
 def test_decoding_never_reads_from_lost_owners() -> None:

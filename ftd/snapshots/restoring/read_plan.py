@@ -14,14 +14,15 @@ import numpy as np
 
 from ftd.errors import PeerError
 from ftd.snapshots.restoring.holders import ShardHolder
-from storage.shards import Bytes, RangeSources, ShardLayout, decode_bucket, merge_ranges, range_sources
+from ftd.tasks import gather_all
+from storage.shards import Bytes, RangeSources, ShardLayout, decode_bucket, merge_ranges, range_sources, xor_into
 
 _MIN_BORROWED_BYTES = 256 * 1024
 """Smallest range that is borrowed. Its reader verifies whole blocks, which is not worthwhile for less."""
 _ALIGNMENT_BYTES = 64
 
-Read = Callable[[ShardHolder, Sequence[tuple[int, Bytes]]], Awaitable[None]]
-"""Function that fetches bytes of another node's shard: for each offset, as many as its memory has room for.
+Read = Callable[[int, Sequence[tuple[int, Bytes]]], Awaitable[None]]
+"""Function that fetches bytes of an owner's shard: for each offset, as many as its memory has room for.
 
 :raises PeerError: the bytes cannot be fetched.
 """
@@ -89,7 +90,10 @@ class ReadPlan:
     """The source of each byte of [first, end). ``plan_read`` makes it."""
 
     layout: ShardLayout
-    usable: Mapping[int, ShardHolder]
+    usable: frozenset[int]
+    """Owners whose shards can be read."""
+    own: Mapping[int, ShardHolder]
+    """Holders of those shards that are in this node's memory, by owner."""
     ranges: list[ByteRange] = field(default_factory=list)
     """All ranges, ascending."""
     copied: list[tuple[ByteRange, int, int]] = field(default_factory=list)
@@ -109,8 +113,7 @@ class ReadPlan:
             if one.holder is not None:
                 borrowed = range(one.offset, one.offset + one.end - one.first)
                 found.setdefault(one.holder.owner, []).append(borrowed)
-        own = [owner for owner, holder in self.usable.items() if holder.held is not None]
-        return sum(len(some) for owner in own for some in merge_ranges(found.get(owner, ())))
+        return sum(len(some) for owner in self.own for some in merge_ranges(found.get(owner, ())))
 
     def read(self) -> dict[int, list[range]]:
         """Return by owner the ranges of the shard that are read here."""
@@ -140,7 +143,7 @@ class ReadPlan:
             copied.setdefault(owner, []).append(range(offset, offset + byte_range.end - byte_range.first))
         for byte_range in self.decoded:
             for low, high, sources in range_sources(
-                self.layout, frozenset(self.usable), byte_range.first, byte_range.end
+                self.layout, self.usable, byte_range.first, byte_range.end
             ):
                 for owner, offset in sources:
                     some = range(offset, offset + high - low)
@@ -149,23 +152,34 @@ class ReadPlan:
 
 
 def plan_read(
-    layout: ShardLayout, usable: Mapping[int, ShardHolder], first: int, end: int, *, borrow: bool
+    layout: ShardLayout,
+    usable: frozenset[int],
+    first: int,
+    end: int,
+    *,
+    own: Mapping[int, ShardHolder] | None = None,
+    borrow: bool = False,
 ) -> ReadPlan:
     """Plan how bytes [first, end) of the bucket are read.
 
+    :param usable: owners whose shards can be read.
+    :param own: holders of those shards that are in this node's memory.
     :param borrow: whether bytes of this node's own arena may be borrowed.
     :raises TooManyLossesError: the usable shards do not determine these bytes.
     """
-    plan = ReadPlan(layout=layout, usable=usable)
-    for low, high, sources in _join(range_sources(layout, frozenset(usable), first, end)):
+    plan = ReadPlan(layout=layout, usable=usable, own=own or {})
+    for low, high, sources in _join(range_sources(layout, usable, first, end)):
         owner, offset = sources[0]
+        holder = plan.own.get(owner)
         if (
             borrow
             and len(sources) == 1
             and high - low >= _MIN_BORROWED_BYTES
-            and _can_be_borrowed(usable[owner])
+            and holder is not None
+            and holder.shard is not None
+            and holder.shard.in_blocks
         ):
-            plan.ranges.append(ByteRange(first=low, end=high, offset=offset, holder=usable[owner]))
+            plan.ranges.append(ByteRange(first=low, end=high, offset=offset, holder=holder))
             continue
         if plan.ranges and plan.ranges[-1].holder is not None:
             plan.size_bytes += -plan.size_bytes % _ALIGNMENT_BYTES
@@ -192,15 +206,11 @@ def _choose_in_place(plan: ReadPlan) -> dict[int, InPlaceReceive]:
     for number, (low, owner, some, place) in enumerate(sources):
         before = number and sources[number - 1][1] == owner and ends[number] > some.start
         following = number + 1 < len(sources) and sources[number + 1]
-        if plan.usable[owner].held is not None or before:
+        if owner in plan.own or before:
             continue
         if not following or following[1] != owner or following[2].start >= some.stop:
             found.setdefault(low, InPlaceReceive(owner, some, place))
     return found
-
-
-def _can_be_borrowed(holder: ShardHolder) -> bool:
-    return holder.held is not None and holder.shard is not None and holder.shard.in_blocks
 
 
 def _join(runs: Iterable[RangeSources]) -> Iterator[RangeSources]:
@@ -252,22 +262,18 @@ async def execute_read(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], 
             if owner in own:
                 size = byte_range.end - byte_range.first
                 memory[byte_range.offset : byte_range.offset + size] = own[owner][offset : offset + size]
-        kept = ((owner, plan.usable[owner].shard, ranges) for owner, ranges in plan.read().items())
-        return [
-            owner
-            for owner, part, r in kept
-            if owner in own and part and not part.are_ranges_intact(own[owner], r)
-        ]
+        kept = ((owner, plan.own[owner].shard, r) for owner, r in plan.read().items() if owner in own)
+        return [owner for owner, part, r in kept if part and not part.are_ranges_intact(own[owner], r)]
 
     def make() -> None:
         placed = {low: (one.owner, one.bytes.start) for low, one in plan.placed.items()}
         for byte_range in plan.decoded:
             target = memory[byte_range.offset : byte_range.offset + byte_range.end - byte_range.first]
-            decode_bucket(plan.layout, frozenset(plan.usable), shard, target, byte_range.first, placed)
+            decode_bucket(plan.layout, plan.usable, shard, target, byte_range.first, placed)
 
     copying = asyncio.ensure_future(asyncio.to_thread(copy_own))
     try:
-        await _fetch_all(plan, stores, read)
+        await _fetch_all(stores, read)
     finally:
         bad = await copying
     if bad:
@@ -276,16 +282,14 @@ async def execute_read(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], 
     return sum(len(some) for store in stores.values() for some, _ in store.pieces)
 
 
-async def _fetch_all(plan: ReadPlan, stores: Mapping[int, FetchedRanges], read: Read) -> None:
+async def _fetch_all(stores: Mapping[int, FetchedRanges], read: Read) -> None:
     """Fetch from all nodes at once.
 
     :raises ShardsUnusableError: some shards could not be fetched.
     """
     wanted = {owner: [(some.start, target) for some, target in s.pieces] for owner, s in stores.items()}
     owners = [owner for owner, pieces in wanted.items() if pieces]
-    results = await asyncio.gather(
-        *(read(plan.usable[owner], wanted[owner]) for owner in owners), return_exceptions=True
-    )
+    results = await asyncio.gather(*(read(owner, wanted[owner]) for owner in owners), return_exceptions=True)
     failed: list[tuple[int, Exception]] = []
     for owner, result in zip(owners, results, strict=True):
         if isinstance(result, PeerError):
@@ -294,3 +298,28 @@ async def _fetch_all(plan: ReadPlan, stores: Mapping[int, FetchedRanges], read: 
             raise result
     if failed:
         raise ShardsUnusableError(failed)
+
+
+async def recompute_shard(
+    layout: ShardLayout, owner: int, usable: frozenset[int], offset: int, target: Bytes, read: Read
+) -> frozenset[int]:
+    """Fill ``target`` with the bytes of the owner's shard from ``offset`` on, from the shards of ``usable``: its
+    segment by decoding, its extra cells by computing them again. Return the owners whose shards were read.
+
+    :raises TooManyLossesError: see ``plan_read``.
+    :raises ShardsUnusableError: see ``execute_read``.
+    """
+
+    def make_plans() -> list[tuple[int, ReadPlan]]:
+        origins = layout.origins(owner, offset, offset + len(target))
+        return [(low - offset, plan_read(layout, usable, start, start + size)) for low, start, size in origins]
+
+    async def add(place: int, plan: ReadPlan) -> None:
+        memory = np.empty(plan.size_bytes, dtype=np.uint8)
+        await execute_read(plan, memory, {}, read)
+        xor_into(target[place:], memory)
+
+    plans = await asyncio.to_thread(make_plans)
+    target[:] = 0
+    await gather_all([add(place, plan) for place, plan in plans])
+    return frozenset(other for _, plan in plans for other in plan.read())

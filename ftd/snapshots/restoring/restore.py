@@ -8,7 +8,7 @@ threads, so that heartbeats go on.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -306,8 +306,9 @@ class Restorer:
         memory: Bytes | None = None
         while True:
             try:
+                own = {owner: holder for owner, holder in usable.items() if holder.held is not None}
                 plan = await asyncio.to_thread(
-                    plan_read, layout, dict(usable), first, end, borrow=target.borrows
+                    plan_read, layout, frozenset(usable), first, end, own=own, borrow=target.borrows
                 )
             except TooManyLossesError as error:
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
@@ -318,7 +319,7 @@ class Restorer:
             if memory is None or len(memory) < plan.size_bytes:
                 memory = await asyncio.to_thread(target.allocate, plan.size_bytes)
             try:
-                self._fetched_bytes += await self._carry_out(plan, memory)
+                self._fetched_bytes += await self._carry_out(plan, memory, usable)
             except ShardsUnusableError as failed:
                 for owner, problem in failed.owners:
                     holder = usable.pop(owner)
@@ -330,23 +331,24 @@ class Restorer:
                 self._own_bytes += plan.own_bytes
                 return plan.ranges, memory
 
-    async def _carry_out(self, plan: ReadPlan, memory: Bytes) -> int:
+    async def _carry_out(self, plan: ReadPlan, memory: Bytes, usable: Mapping[int, ShardHolder]) -> int:
         """Execute a plan and return the number of fetched bytes.
 
         :raises ShardsUnusableError: a shard could not be read, or its memory was released meanwhile.
         """
         own: dict[int, Bytes] = {}
-        here = [owner for owner, holder in plan.usable.items() if holder.held is not None]
-        for owner in set(plan.read()).intersection(here):
-            holder = plan.usable[owner]
+        for owner in plan.read().keys() & plan.own.keys():
+            holder = plan.own[owner]
             if holder.held is not None and holder.shard is not None:
                 try:
                     own[owner] = np.frombuffer(self.arenas.view(holder.held, holder.shard), dtype=np.uint8)
                 except OSError as error:
                     raise ShardsUnusableError([(owner, error)]) from None
-        fetched = await execute_read(plan, memory, own, self._fetch)
-        there = self.arenas.find(self.restore.job_id, self.restore.step) if here else ()
-        if unreadable := [owner for owner in here if plan.usable[owner].held not in there]:
+        fetched = await execute_read(
+            plan, memory, own, lambda owner, pieces: self._fetch(usable[owner], pieces)
+        )
+        there = self.arenas.find(self.restore.job_id, self.restore.step) if plan.own else ()
+        if unreadable := [owner for owner, holder in plan.own.items() if holder.held not in there]:
             raise ShardsUnusableError(
                 [(owner, PeerError("the snapshot was released")) for owner in unreadable]
             )

@@ -10,18 +10,19 @@ import asyncio
 import mmap
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import structlog
 
 from ftd.errors import PeerError
+from ftd.snapshots.restoring.read_plan import ShardsUnusableError, execute_read, plan_read
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
-from ftd.snapshots.snapshot_agent.parity import BadMember, own_parts, read_group
-from ftd.tasks import gather_all
+from ftd.snapshots.snapshot_agent.parity import own_parts, read_group
 from runtime.wire.snapshot_agent_protocol import (
     DecodeSources,
     FetchRequest,
@@ -30,7 +31,7 @@ from runtime.wire.snapshot_agent_protocol import (
 )
 from storage.codes import make_code, solve_lost_cells
 from storage.manifest import SnapshotManifest, SnapshotPart
-from storage.shards import Bytes, ShardLayout, decode_bucket, ranges_to_decode
+from storage.shards import Bytes, ShardLayout
 
 log = structlog.get_logger("ftd.node")
 
@@ -126,14 +127,14 @@ class SnapshotFetcher:
                 with _MappedFile(draft, group.size_of(wanted.rank)) as data:
                     await group.decode(wanted.rank, present, data)
                 return
-            except BadMember as error:
-                lost |= {error.position}
-                log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(error))
+            except ShardsUnusableError as error:
+                lost |= self._log_failed(wanted, error)
 
     # --- shared state ----------------------------------------------------------------------------
 
     async def _fetch_shared(self, wanted: FetchRequest, draft: Path) -> None:
-        layout, code = _shards(wanted.layout), make_code(wanted.layout.scheme, wanted.layout.owners)
+        layout = _shards(wanted.layout)
+        code = layout.code
         everybody = frozenset(range(code.owners))
         here = frozenset(owner for owner, address in wanted.shards.items() if address == self._address)
         lost: set[int] = set(everybody - set(wanted.shards))
@@ -148,19 +149,27 @@ class SnapshotFetcher:
                 )
             try:
                 shards = {owner: await self._shard(wanted, owner) for owner in present}
-                with _MappedFile(draft, code.owners * code.cells * layout.cell_bytes) as data:
-                    await self._assemble(wanted, layout, present, shards, data)
+                plan = await asyncio.to_thread(plan_read, layout, present, 0, layout.bucket_bytes)
+                with _MappedFile(draft, layout.bucket_bytes) as data:
+                    await execute_read(
+                        plan, data, {}, lambda owner, pieces: self._read(wanted, shards[owner], pieces)
+                    )
                 return
-            except _BadShard as error:
+            except ShardsUnusableError as error:
                 if lost == everybody - here:
                     lost = set(everybody - set(wanted.shards))  # This host's memory was not enough.
-                lost.add(error.owner)
-                log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(error))
+                lost |= self._log_failed(wanted, error)
+
+    def _log_failed(self, wanted: FetchRequest, error: ShardsUnusableError) -> set[int]:
+        """Log why owners cannot be used, and return them."""
+        for _, problem in error.owners:
+            log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(problem))
+        return {owner for owner, _ in error.owners}
 
     async def _shard(self, wanted: FetchRequest, owner: int) -> "_Shard":
         """Return the owner's shard.
 
-        :raises _BadShard: the shard is missing or corrupt.
+        :raises ShardsUnusableError: the shard is missing or corrupt.
         """
         source = SnapshotSource(node=f"host {owner}", address=wanted.shards[owner])
         try:
@@ -172,98 +181,57 @@ class SnapshotFetcher:
                 found = await self._client.manifest(source, wanted.job, wanted.step)
                 held, manifests = (), found.manifests if found else ()
                 corrupt = found.corrupt if found else ()
+            for number, manifest in enumerate(manifests):
+                layout = manifest.layout
+                if (manifest.generation, layout.get("owner")) == (wanted.generation, owner):
+                    parts = sorted((p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset)
+                    bad = [part.name for part in parts if part.name in corrupt]
+                    if bad:
+                        raise PeerError(f"{source} has a corrupt {bad[0]}")
+                    return _Shard(source, parts, held[number] if held else None)
+            raise PeerError(f"{source} does not have its shard of step {wanted.step} any more")
         except PeerError as error:
-            raise _BadShard(owner, str(error)) from None
-        for number, manifest in enumerate(manifests):
-            layout = manifest.layout
-            if (manifest.generation, layout.get("owner")) == (wanted.generation, owner):
-                parts = sorted((p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset)
-                bad = [part.name for part in parts if part.name in corrupt]
-                if bad:
-                    raise _BadShard(owner, f"{source} has a corrupt {bad[0]}")
-                return _Shard(owner, source, parts, held[number] if held else None)
-        raise _BadShard(owner, f"{source} does not have its shard of step {wanted.step} any more")
+            raise ShardsUnusableError([(owner, error)]) from None
 
-    async def _assemble(
-        self,
-        wanted: FetchRequest,
-        layout: ShardLayout,
-        present: frozenset[int],
-        shards: dict[int, "_Shard"],
-        image: Bytes,
+    async def _read(
+        self, wanted: FetchRequest, shard: "_Shard", pieces: Sequence[tuple[int, Bytes]]
     ) -> None:
-        """Read the segments of the present owners straight into the image, and decode those of the others."""
-        segment = layout.code.cells * layout.cell_bytes
-        rest = {owner: np.zeros(layout.shard_bytes(owner) - segment, dtype=np.uint8) for owner in present}
-        work: list[tuple[int, int, Bytes]] = []
-        for owner in present:
-            work.append((owner, 0, image[owner * segment : (owner + 1) * segment]))
-        lost = [owner for owner in range(layout.code.owners) if owner not in present]
-        for owner in lost:
-            end = min((owner + 1) * segment, layout.bucket_bytes)
-            for other, ranges in ranges_to_decode(layout, present, min(owner * segment, end), end).items():
-                for some in ranges:
-                    if some.stop > segment:
-                        first = max(some.start, segment)
-                        into = rest[other][first - segment : some.stop - segment]
-                        work.append((other, first, into))
-        await gather_all([self._read(wanted, shards[owner], first, into) for owner, first, into in work])
-
-        def cell(owner: int, offset: int, size: int) -> Bytes:
-            if offset < segment:
-                return image[owner * segment + offset : owner * segment + offset + size]
-            return rest[owner][offset - segment : offset - segment + size]
-
-        for owner in lost:
-            first, end = owner * segment, min((owner + 1) * segment, layout.bucket_bytes)
-            if first < end:
-                await asyncio.to_thread(decode_bucket, layout, present, cell, image[first:end], first)
-
-    async def _read(self, wanted: FetchRequest, shard: "_Shard", first: int, into: Bytes) -> None:
         """Read bytes of a shard.
 
-        :raises _BadShard: they are corrupt, or could not be fetched.
+        :raises PeerError: they are corrupt, or could not be fetched.
         """
-        end, fetches = first + len(into), []
-        for part in shard.parts:
-            low, high = max(first, part.offset), min(end, part.offset + part.size_bytes)
-            if low >= high:
-                continue
-            target = into[low - first : high - first]
-            if shard.held is not None:
-                await asyncio.to_thread(self._read_here, shard, part, low - part.offset, target)
-            else:
-                location = _location(shard.source, wanted, part)
-                fetches.append(RangeRequest(locations=(location,), first=low - part.offset, into=target.data))
-        try:
-            await self._client.fetch(fetches)
-        except PeerError as error:
-            raise _BadShard(shard.owner, str(error)) from None
+        fetches = []
+        for first, into in pieces:
+            end = first + len(into)
+            for part in shard.parts:
+                low, high = max(first, part.offset), min(end, part.offset + part.size_bytes)
+                if low >= high:
+                    continue
+                target = into[low - first : high - first]
+                if shard.held is not None:
+                    await asyncio.to_thread(self._read_here, shard.held, part, low - part.offset, target)
+                else:
+                    location = _location(shard.source, wanted, part)
+                    fetches.append(
+                        RangeRequest(locations=(location,), first=low - part.offset, into=target.data)
+                    )
+        await self._client.fetch(fetches)
 
-    def _read_here(self, shard: "_Shard", part: SnapshotPart, first: int, target: Bytes) -> None:
-        assert shard.held is not None
-        memory = np.frombuffer(self._arenas.view(shard.held, part), dtype=np.uint8)
+    def _read_here(self, held: ArenaSnapshot, part: SnapshotPart, first: int, target: Bytes) -> None:
+        memory = np.frombuffer(self._arenas.view(held, part), dtype=np.uint8)
         target[:] = memory[first : first + len(target)]
         whole = target if len(target) == part.size_bytes else memory
         if not part.is_intact(whole):
-            raise _BadShard(shard.owner, f"{part.name} in this host's memory changed since it was written")
+            raise PeerError(f"{part.name} in this host's memory changed since it was written")
 
 
+@dataclass(frozen=True, slots=True)
 class _Shard:
     """An owner's shard and the source that has it; ``held`` if it is in this host's memory."""
 
-    def __init__(
-        self, owner: int, source: SnapshotSource, parts: list[SnapshotPart], held: ArenaSnapshot | None
-    ) -> None:
-        self.owner, self.source, self.parts, self.held = owner, source, parts, held
-
-
-class _BadShard(Exception):
-    """An owner's shard cannot be used."""
-
-    def __init__(self, owner: int, detail: str) -> None:
-        super().__init__(detail)
-        self.owner = owner
+    source: SnapshotSource
+    parts: list[SnapshotPart]
+    held: ArenaSnapshot | None
 
 
 class _MappedFile:
@@ -288,7 +256,10 @@ class _MappedFile:
 
 
 def _shards(layout: RankSnapshotLayout) -> ShardLayout:
-    return ShardLayout(code=make_code(layout.scheme, layout.owners), bucket_bytes=layout.shared_bytes)
+    """Return the layout of the shared image, extended by zeros to whole cells: digests cover them as well."""
+    code = make_code(layout.scheme, layout.owners)
+    cell_bytes = ShardLayout(code=code, bucket_bytes=layout.shared_bytes).cell_bytes
+    return ShardLayout(code=code, bucket_bytes=code.owners * code.cells * cell_bytes)
 
 
 def _location(source: SnapshotSource, wanted: FetchRequest, part: SnapshotPart) -> PartLocation:

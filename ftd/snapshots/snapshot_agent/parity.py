@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from ftd.errors import PeerError
+from ftd.snapshots.restoring.read_plan import ShardsUnusableError, execute_read, plan_read
 from ftd.snapshots.shards.protocol import AsyncRateLimiter
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
@@ -29,19 +30,11 @@ from runtime.wire.snapshot_agent_protocol import (
 )
 from storage.codes import make_code
 from storage.manifest import SnapshotManifest, SnapshotPart
-from storage.shards import ALIGNMENT_BYTES, Bytes, ShardLayout, range_sources, xor_into
+from storage.shards import ALIGNMENT_BYTES, Bytes, ShardLayout, xor_into
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes of one host that are read at a time; a host that computes its parity needs one chunk for each other host."""
 PARITY_PART = "parity"
-
-
-class BadMember(PeerError):
-    """A host's images or parity cannot be used."""
-
-    def __init__(self, position: int, detail: str) -> None:
-        super().__init__(detail)
-        self.position = position
 
 
 def own_parts(manifest: SnapshotManifest) -> list[SnapshotPart]:
@@ -106,21 +99,20 @@ class ParityGroup:
         self._addresses, self._parity = addresses, parity
         self._segment_bytes = self._shards.code.cells * self._shards.cell_bytes
 
-    async def read(self, position: int, first: int, into: Bytes) -> None:
+    async def read(self, position: int, pieces: Sequence[tuple[int, Bytes]]) -> None:
         """Read bytes of a host's shard: of its segment, or of its parity after it.
 
-        :raises BadMember: they cannot be fetched.
+        :raises PeerError: they cannot be fetched.
         """
-        into[:] = 0
-        if first >= self._segment_bytes:
-            location = self._parity[position]
-            wanted = [RangeRequest(locations=(location,), first=first - self._segment_bytes, into=into.data)]
-        else:
-            wanted = list(self._image_ranges(position, first, into))
-        try:
-            await self._client.fetch(wanted)
-        except PeerError as error:
-            raise BadMember(position, str(error)) from None
+        wanted: list[RangeRequest] = []
+        for first, into in pieces:
+            into[:] = 0
+            if first >= self._segment_bytes:
+                at, location = first - self._segment_bytes, self._parity[position]
+                wanted.append(RangeRequest(locations=(location,), first=at, into=into.data))
+            else:
+                wanted += self._image_ranges(position, first, into)
+        await self._client.fetch(wanted)
 
     def _image_ranges(self, position: int, first: int, into: Bytes) -> Iterable[RangeRequest]:
         begin, end = 0, first + len(into)
@@ -141,7 +133,7 @@ class ParityGroup:
         """Fill ``parity`` with the parity of this group's host ``layout.position``. Each cell of another host
         is read once.
 
-        :raises BadMember: a host's images cannot be read.
+        :raises PeerError: a host's images cannot be read.
         """
         code, cell_bytes = self._shards.code, self._shards.cell_bytes
         parity[:] = 0
@@ -160,7 +152,7 @@ class ParityGroup:
                 for low in range(first, end, len(buffer)):
                     chunk = buffer[: min(len(buffer), end - low)]
                     await limiter.acquire(len(chunk))
-                    await self.read(position, low, chunk)
+                    await self.read(position, [(low, chunk)])
                     starts = [index * cell_bytes + low - first for index in targets[cell]]
                     async with adding:
                         await asyncio.to_thread(_xor_at, parity, starts, chunk)
@@ -171,25 +163,14 @@ class ParityGroup:
     async def decode(self, rank: int, present: frozenset[int], image: Bytes) -> None:
         """Fill ``image`` with the image of a lost rank and its header, decoded from the hosts ``present``.
 
-        :raises BadMember: a present host's images or parity cannot be used.
+        :raises ShardsUnusableError: present hosts' images or parity cannot be used.
         :raises PeerError: the decoded bytes are not those that were written.
         """
         first, found = self._place_of(rank)
         for begin in range(0, len(image), CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, len(image))
-            for low, high, sources in range_sources(self._shards, present, first + begin, first + end):
-                target = image[low - first : high - first]
-                read = [np.empty(high - low, dtype=np.uint8) for _ in sources]
-                # A cell of a host that is present has one source: itself.
-                await asyncio.gather(
-                    *(
-                        self.read(position, offset, into)
-                        for (position, offset), into in zip(sources, read, strict=True)
-                    )
-                )
-                target[:] = 0
-                for some in read:
-                    await asyncio.to_thread(xor_into, target, some)
+            plan = await asyncio.to_thread(plan_read, self._shards, present, first + begin, first + end)
+            await execute_read(plan, image[begin:end], {}, self.read)
         for part in found.parts:
             data = image[part.offset : part.offset + part.size_bytes]
             if not await asyncio.to_thread(part.is_intact, data):
@@ -226,7 +207,7 @@ async def read_group(
     """Return the group that a lost image is decoded from, after asking the hosts that are not lost for their
     parity.
 
-    :raises BadMember: a host's parity or images are gone or corrupt.
+    :raises ShardsUnusableError: a host's parity or images are gone or corrupt.
     """
     layout: ParityLayout | None = None
     parity: dict[int, PartLocation] = {}
@@ -235,21 +216,19 @@ async def read_group(
         source = SnapshotSource(node=address, address=address)
         try:
             found = await client.manifest(source, job, key[1])
+            corrupt = {name.partition("/")[0] for name in (found.corrupt if found is not None else ())}
+            if bad := corrupt & {PARITY_PART, *(f"rank-{rank}" for rank in sources.ranks[position])}:
+                raise PeerError(f"{source} has corrupt bytes of {', '.join(sorted(bad))} of step {key[1]}")
+            for manifest in found.manifests if found is not None else ():
+                there = parity_layout(manifest)
+                if there is not None and there.position == position and manifest.generation == key[0]:
+                    layout = there
+                    part = manifest.part(PARITY_PART)
+                    parity[position] = PartLocation(source=source, job_id=job, step=key[1], part=part)
+            if position not in parity:
+                raise PeerError(f"{source} does not have its parity of step {key[1]} any more")
         except PeerError as error:
-            raise BadMember(position, str(error)) from None
-        corrupt = {name.partition("/")[0] for name in (found.corrupt if found is not None else ())}
-        if bad := corrupt & {PARITY_PART, *(f"rank-{rank}" for rank in sources.ranks[position])}:
-            raise BadMember(
-                position, f"{source} has corrupt bytes of {', '.join(sorted(bad))} of step {key[1]}"
-            )
-        for manifest in found.manifests if found is not None else ():
-            there = parity_layout(manifest)
-            if there is not None and there.position == position and manifest.generation == key[0]:
-                layout = there
-                part = manifest.part(PARITY_PART)
-                parity[position] = PartLocation(source=source, job_id=job, step=key[1], part=part)
-        if position not in parity:
-            raise BadMember(position, f"{source} does not have its parity of step {key[1]} any more")
+            raise ShardsUnusableError([(position, error)]) from None
     if layout is None:
         raise PeerError(f"no host has parity of step {key[1]}")
     return ParityGroup(client, job, key[1], layout, sources.images, parity)
