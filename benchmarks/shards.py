@@ -95,7 +95,7 @@ async def streamed(port: int, into: memoryview) -> float:
         found = await client.manifest(source, JOB, STEP)
         assert found is not None and not found.corrupt
         place = PartLocation(source=source, job_id=JOB, step=STEP, part=found.manifests[0].part(PART))
-        await client.fetch([RangeRequest(locations=(place,), first=0, into=into)])
+        await client.fetch([RangeRequest(location=place, first=0, into=into)])
         return time.perf_counter() - began
 
 

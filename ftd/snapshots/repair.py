@@ -158,7 +158,7 @@ class Repairer:
             step=self.restore.step,
             part=part,
         )
-        return RangeRequest(locations=(place,), first=first, into=into)
+        return RangeRequest(location=place, first=first, into=into)
 
     # --- from other owners' parts --------------------------------------------------------------------
 

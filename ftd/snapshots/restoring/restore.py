@@ -240,7 +240,7 @@ class Restorer:
         target = np.empty(size, dtype=np.uint8)
         if holder.held is None:
             place = self._located(holder, part)
-            await self.client.fetch([RangeRequest(locations=(place,), first=first, into=target.data)])
+            await self.client.fetch([RangeRequest(location=place, first=first, into=target.data)])
             self._fetched_bytes += size
             return target
         try:
@@ -284,7 +284,7 @@ class Restorer:
             return data
         target = bytearray(part.size_bytes)
         place = self._located(holder, part)
-        await self.client.fetch([RangeRequest(locations=(place,), first=0, into=memoryview(target))])
+        await self.client.fetch([RangeRequest(location=place, first=0, into=memoryview(target))])
         return bytes(target)
 
     async def _bucket(
@@ -356,9 +356,9 @@ class Restorer:
 
     async def _fetch(self, holder: ShardHolder, pieces: Sequence[tuple[int, Bytes]]) -> None:
         assert holder.shard is not None, "a usable holder has a shard"
-        places = (self._located(holder, holder.shard),)
+        place = self._located(holder, holder.shard)
         await self.client.fetch(
-            RangeRequest(locations=places, first=first, into=memory.data) for first, memory in pieces
+            RangeRequest(location=place, first=first, into=memory.data) for first, memory in pieces
         )
 
 

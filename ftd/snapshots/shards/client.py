@@ -2,7 +2,7 @@
 
 It reads several ranges at a time from several nodes, and resumes a broken stream at the byte where it
 stopped. It trusts no node: it checks lengths, ranges and digests, and bounds stalls. A node that breaks the
-contract causes a ``PeerError`` that names it, and the next source is tried.
+contract causes a ``PeerError`` that names it.
 """
 
 import asyncio
@@ -120,28 +120,23 @@ class ShardClient:
     async def fetch(self, wanted: Iterable[RangeRequest]) -> None:
         """Fetch all ranges, or raise an error. After an error the contents of the memory are undefined.
 
-        :raises PeerError: none of a range's locations provides it; the error names the last one.
+        :raises PeerError: a location does not provide its range; the error names it.
         """
         await run_all([self._fetch_one(one) for one in wanted])
 
     async def _fetch_one(self, wanted: RangeRequest) -> None:
-        problem = PeerError("no source has it")
-        for location in wanted.locations:
-            try:
-                await self._fetch_from(location, wanted)
-            except PeerError as error:
-                problem = error
-                log.warning("fetch_failed", part=location.part.name, reason=str(error))
-            else:
-                return
-        raise problem
+        try:
+            await self._fetch_verified(wanted)
+        except PeerError as error:
+            log.warning("fetch_failed", part=wanted.location.part.name, reason=str(error))
+            raise
 
-    async def _fetch_from(self, location: PartLocation, wanted: RangeRequest) -> None:
-        size, part = len(wanted.into), location.part
+    async def _fetch_verified(self, wanted: RangeRequest) -> None:
+        location, part, size = wanted.location, wanted.location.part, len(wanted.into)
         if wanted.first < 0 or wanted.first + size > part.size_bytes:
             raise PeerError(f"{location.source} has {part.size_bytes} bytes of {part.name}")
         if part.in_blocks:
-            await self._fetch_range(location, wanted)
+            await self._fetch_range(wanted)
         elif size == part.size_bytes:
             await run_all(self._fetch_block(block) for block in self._blocks(location, 0, wanted.into))
             if not await asyncio.to_thread(part.is_intact, wanted.into):
@@ -159,11 +154,12 @@ class ShardClient:
             for done in range(0, len(into), step)
         ]
 
-    async def _fetch_range(self, location: PartLocation, wanted: RangeRequest) -> None:
+    async def _fetch_range(self, wanted: RangeRequest) -> None:
         """Fetch the blocks that cover the range: inner ones straight into place, those at the edges into
         memory of their own. Each is verified while later ones arrive.
         """
-        part, first, end = location.part, wanted.first, wanted.first + len(wanted.into)
+        location, first, end = wanted.location, wanted.first, wanted.first + len(wanted.into)
+        part = location.part
         numbers = part.blocks_covering(first, end)
         edges = [n for n in numbers if part.block(n)[0] < first or part.block(n)[1] > end]
         edge_blocks = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}

@@ -49,11 +49,9 @@ class PartLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """Bytes of a part from ``first`` on, as many as ``into`` has room for, from the first location that
-    provides them.
-    """
+    """Bytes of a part from ``first`` on, as many as ``into`` has room for."""
 
-    locations: tuple[PartLocation, ...]
+    location: PartLocation
     first: int
     into: memoryview
 

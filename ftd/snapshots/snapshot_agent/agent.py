@@ -278,7 +278,7 @@ class SnapshotAgent:
         for part in own:
             location = PartLocation(source=source, job_id=run.job, step=key[1], part=part)
             into = memory[end : end + part.size_bytes]
-            await self._client.fetch([RangeRequest(locations=(location,), first=0, into=into)])
+            await self._client.fetch([RangeRequest(location=location, first=0, into=into)])
             parts.append(msgspec.structs.replace(part, offset=end))
             end += part.size_bytes
             if self._rate_bytes_s is not None:

@@ -94,7 +94,7 @@ class SnapshotFetcher:
                     memory = data.data
                     await self._client.fetch(
                         RangeRequest(
-                            locations=(_location(source, wanted, part),),
+                            location=_location(source, wanted, part),
                             first=0,
                             into=memory[part.offset - first : part.offset - first + part.size_bytes],
                         )
@@ -213,7 +213,7 @@ class SnapshotFetcher:
                 else:
                     location = _location(shard.source, wanted, part)
                     fetches.append(
-                        RangeRequest(locations=(location,), first=low - part.offset, into=target.data)
+                        RangeRequest(location=location, first=low - part.offset, into=target.data)
                     )
         await self._client.fetch(fetches)
 

@@ -109,7 +109,7 @@ class ParityGroup:
             into[:] = 0
             if first >= self._segment_bytes:
                 at, location = first - self._segment_bytes, self._parity[position]
-                wanted.append(RangeRequest(locations=(location,), first=at, into=into.data))
+                wanted.append(RangeRequest(location=location, first=at, into=into.data))
             else:
                 wanted += self._image_ranges(position, first, into)
         await self._client.fetch(wanted)
@@ -126,7 +126,7 @@ class ParityGroup:
                     )
                     location = PartLocation(source=source, job_id=self._job, step=self._step, part=part)
                     target = into[low - first : high - first]
-                    yield RangeRequest(locations=(location,), first=low - start, into=target.data)
+                    yield RangeRequest(location=location, first=low - start, into=target.data)
             begin += image.size_bytes
 
     async def compute(self, limiter: AsyncRateLimiter, parity: Bytes) -> None:

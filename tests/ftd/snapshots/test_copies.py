@@ -62,7 +62,7 @@ class Pair:
             part = found.manifests[0].part(PART)
             into = bytearray(part.size_bytes)
             place = PartLocation(source=self.buddy.source, job_id=JOB, step=step, part=part)
-            await client.fetch([RangeRequest(locations=(place,), first=0, into=memoryview(into))])
+            await client.fetch([RangeRequest(location=place, first=0, into=memoryview(into))])
             return bytes(into)
 
     async def ask(

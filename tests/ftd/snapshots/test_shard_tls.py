@@ -75,7 +75,7 @@ async def fetched(node: Node, tls: ShardTls | None) -> bytes:
         assert found is not None
         into = bytearray(len(DATA))
         place = PartLocation(source=node.source, job_id=JOB, step=5, part=found.manifests[0].part(PART))
-        await client.fetch([RangeRequest(locations=(place,), first=0, into=memoryview(into))])
+        await client.fetch([RangeRequest(location=place, first=0, into=memoryview(into))])
         return bytes(into)
 
 

@@ -53,7 +53,7 @@ async def located(client: ShardClient, source: SnapshotSource, name: str = PART)
 
 async def fetched(client: ShardClient, place: PartLocation, first: int, size: int) -> np.ndarray:
     target = np.zeros(size, dtype=np.uint8)
-    await client.fetch([RangeRequest(locations=(place,), first=first, into=target.data)])
+    await client.fetch([RangeRequest(location=place, first=first, into=target.data)])
     return target
 
 
@@ -164,21 +164,6 @@ def test_a_flipped_bit_is_reported_by_the_server_or_found_by_readers_that_verify
                 place = PartLocation(source=node.source, job_id=JOB, step=5, part=part)
                 with pytest.raises(PeerError, match=r"node-1 .*bytes that differ from what was written"):
                     await fetched(client, place, 0, part.size_bytes)
-
-    with_node(body)
-
-
-def test_the_next_source_is_tried_with_its_own_digests() -> None:
-    async def body(node: Node) -> None:
-        with shared_directory() as root:
-            other = DATA[::-1].copy()
-            write(root, 5, {PART: other})
-            async with Node("node-2", root) as second, ShardClient(TOKEN) as client:
-                places = [await located(client, one.source) for one in (node, second)]
-                flip(node.root, 5, PART)
-                target = np.zeros(SIZE, dtype=np.uint8)
-                await client.fetch([RangeRequest(locations=tuple(places), first=0, into=target.data)])
-                assert (target == other).all()
 
     with_node(body)
 
@@ -394,7 +379,7 @@ def test_a_fragmented_head_and_excess_bytes_change_nothing() -> None:
 
     async def check(client: ShardClient, place: PartLocation) -> None:
         memory = np.zeros(SIZE + 8, dtype=np.uint8)
-        await client.fetch([RangeRequest(locations=(place,), first=0, into=memory[:SIZE].data)])
+        await client.fetch([RangeRequest(location=place, first=0, into=memory[:SIZE].data)])
         assert (memory[:SIZE] == DATA).all() and not memory[SIZE:].any()
 
     against(drops, check)
