@@ -14,12 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ftd.errors import PeerError
-from ftd.snapshots.restoring.group_layout import GroupLayout, find_layouts
+from ftd.snapshots.restoring.holders import GroupLayout, SnapshotReader, find_layouts
 from ftd.snapshots.restoring.read_plan import ShardsUnusableError, recompute_shard
-from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
-from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
-from statemachine.messages.values import Restore, SnapshotGroup
+from ftd.snapshots.shards.arenas import ArenaSnapshot
+from statemachine.messages.values import SnapshotGroup
 from storage.codes import make_code
 from storage.errors import CorruptDataError, TooManyLossesError
 from storage.manifest import SnapshotManifest, SnapshotPart
@@ -60,15 +58,11 @@ class _OwnerParts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Repairer:
+class Repairer(SnapshotReader):
     """The repair of the corrupt blocks that one reading of one snapshot found. It asks each node for its
     manifests once.
     """
 
-    restore: Restore
-    node: str
-    arenas: NodeArenas
-    client: ShardClient
     _manifests: dict[str, tuple[SnapshotManifest, ...]] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
     """Reason why each node could not help."""
@@ -110,10 +104,9 @@ class Repairer:
     # --- equal bytes elsewhere ---------------------------------------------------------------------
 
     async def _twins_in_own_memory(self, held: ArenaSnapshot, part: SnapshotPart) -> list[_PartSource]:
-        found = self.arenas.find(self.restore.job_id, self.restore.step)
         return [
             _PartSource(self.node, other, one)
-            for one in found
+            for one in self.own_snapshots()
             if one.manifest.generation == self.restore.generation
             for other in one.manifest.parts
             if _same(other, part) and (one, other) != (held, part)
@@ -121,7 +114,7 @@ class Repairer:
 
     async def _twins_on_other_nodes(self, _: ArenaSnapshot, part: SnapshotPart) -> list[_PartSource]:
         there = [
-            (node, await self._manifests_of(node)) for node in sorted(set(self.restore.sources) - {self.node})
+            (node, await self._ask_node(node)) for node in sorted(set(self.restore.sources) - {self.node})
         ]
         return [
             _PartSource(node, other, None)
@@ -131,16 +124,14 @@ class Repairer:
             if _same(other, part)
         ]
 
-    async def _manifests_of(self, node: str) -> tuple[SnapshotManifest, ...]:
+    async def _ask_node(self, node: str) -> tuple[SnapshotManifest, ...]:
         if node not in self._manifests:
-            source = SnapshotSource(node=node, address=self.restore.sources[node])
             self._manifests[node] = ()
             try:
-                answer = await self.client.manifest(source, self.restore.job_id, self.restore.step)
+                found = (await self.manifests_of(node)).manifests
             except PeerError as error:
                 self._reasons[node] = str(error)
             else:
-                found = answer.manifests if answer is not None else ()
                 self._manifests[node] = tuple(m for m in found if m.generation == self.restore.generation)
         return self._manifests[node]
 
@@ -148,17 +139,8 @@ class Repairer:
         if kept.held is not None:
             return bytes(self.arenas.view(kept.held, kept.part)[first:end])
         target = bytearray(end - first)
-        await self.client.fetch([self._wanted(kept.node, kept.part, first, memoryview(target))])
+        await self.fetch(kept.node, kept.part, [(first, memoryview(target))])
         return bytes(target)
-
-    def _wanted(self, node: str, part: SnapshotPart, first: int, into: memoryview) -> RangeRequest:
-        place = PartLocation(
-            source=SnapshotSource(node=node, address=self.restore.sources[node]),
-            job_id=self.restore.job_id,
-            step=self.restore.step,
-            part=part,
-        )
-        return RangeRequest(location=place, first=first, into=into)
 
     # --- from other owners' parts --------------------------------------------------------------------
 
@@ -204,7 +186,7 @@ class Repairer:
         """Return what other nodes hold of these layers."""
         found: list[_OwnerParts] = []
         for node in sorted(set(self.restore.sources) - {self.node}):
-            for manifest in await self._manifests_of(node):
+            for manifest in await self._ask_node(node):
                 parts = {part.name: part for part in manifest.parts}
                 for owner in range(len(group.owners)):
                     for layout in find_layouts(manifest, group, owner):
@@ -236,7 +218,7 @@ class Repairer:
             try:
                 if part is None or offset + size > part.size_bytes:
                     raise PeerError("its parts are inconsistent")
-                await self.client.fetch([self._wanted(one.node, part, offset, into[:size].data)])
+                await self.fetch(one.node, part, [(offset, into[:size].data)])
             except PeerError as error:
                 self._reasons[one.node] = str(error)
                 others.remove(one)
@@ -264,8 +246,8 @@ class Repairer:
         shards = await self._shards(group, layout, mine.owner)
 
         async def read(other: int, pieces: Sequence[tuple[int, Bytes]]) -> None:
-            node, shard = group.owners[other], shards[other]
-            await self.client.fetch(self._wanted(node, shard, at, memory.data) for at, memory in pieces)
+            wanted = ((offset, memory.data) for offset, memory in pieces)
+            await self.fetch(group.owners[other], shards[other], wanted)
 
         target = np.empty(end - first, dtype=np.uint8)
         while True:
@@ -286,7 +268,7 @@ class Repairer:
         for other, node in enumerate(group.owners):
             if other == owner or node not in self.restore.sources:
                 continue
-            for manifest in await self._manifests_of(node):
+            for manifest in await self._ask_node(node):
                 for theirs in find_layouts(manifest, group, other):
                     part = next((p for p in manifest.parts if p.name == theirs.name_of("shard")), None)
                     fits = (

@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import structlog
 
 from ftd.errors import PeerError
-from ftd.snapshots.restoring.holders import ReportCorruption, ShardHolder, SnapshotHolders
+from ftd.snapshots.restoring.holders import (
+    ReportCorruption,
+    ShardHolder,
+    SnapshotReader,
+    find_layouts,
+    holder_nodes,
+)
 from ftd.snapshots.restoring.part_assembly import HeldParts, LostPartsError, assemble_from_holders, homes_of
 from ftd.snapshots.restoring.read_plan import (
     ByteRange,
@@ -26,19 +31,14 @@ from ftd.snapshots.restoring.read_plan import (
     plan_read,
 )
 from ftd.snapshots.restoring.staging import LocatedLayer, PutLayer, RestoreTarget
-from ftd.snapshots.shards.arenas import NodeArenas
-from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
-from statemachine.messages.values import Restore, SnapshotGroup
+from ftd.snapshots.shards.arenas import ArenaSnapshot
+from statemachine.messages.values import SnapshotGroup
 from storage.codes import make_code
 from storage.errors import CorruptDataError, TooManyLossesError
 from storage.image import GroupImage, LayerImage
-from storage.manifest import SnapshotPart
+from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout
-
-log = structlog.get_logger("ftd.node")
-
 
 class LayerRestoreError(PeerError):
     """The layers cannot be put together.
@@ -53,29 +53,27 @@ class LayerRestoreError(PeerError):
         super().__init__(detail)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RestoreStatistics:
     """Figures of one restore."""
 
-    own_bytes: int
-    fetched_bytes: int
-    decoded_groups: int
+    own_bytes: int = 0
+    fetched_bytes: int = 0
+    decoded_groups: int = 0
     """Number of groups with a shard that could not be used."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Restorer:
-    """A restorer of layers; ``await Restorer(…).run(layers, target)``."""
+class Restorer(SnapshotReader):
+    """A restorer of layers; ``await Restorer(…).run(layers, target)``. Each node is asked once."""
 
-    restore: Restore
-    node: str
-    arenas: NodeArenas
-    client: ShardClient
     report_corruption: ReportCorruption
+    _known: dict[str, list[tuple[SnapshotManifest, ArenaSnapshot | None, set[str]]]] = field(
+        default_factory=dict
+    )
+    """Manifests that each node has of this very snapshot, and the names of its corrupt parts."""
     _bad: set[str] = field(default_factory=set)
-    _own_bytes: int = 0
-    _fetched_bytes: int = 0
-    _decoded: int = 0
+    _done: RestoreStatistics = field(default_factory=RestoreStatistics)
 
     async def run(self, layers: Sequence[int], target: RestoreTarget) -> RestoreStatistics:
         """Give ``target`` each of ``layers``, in ascending order within a group.
@@ -89,20 +87,11 @@ class Restorer:
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
         if missing := sorted(set(layers) - covered):
             raise LayerRestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
-        holders = SnapshotHolders(
-            restore=self.restore,
-            node=self.node,
-            arenas=self.arenas,
-            client=self.client,
-            report_corruption=self._report_corruption,
-        )
-        await holders.ask(groups)
+        await self._ask(groups)
         for group in groups:
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
-            await self._restore_group(group, holders, wanted, target)
-        return RestoreStatistics(
-            own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
-        )
+            await self._restore_group(group, wanted, target)
+        return self._done
 
     # --- holders ---------------------------------------------------------------------------------
 
@@ -110,22 +99,60 @@ class Restorer:
         self._bad.add(node)
         self.report_corruption(node, part, detail)
 
-    def _source(self, node: str) -> SnapshotSource:
-        return SnapshotSource(node=node, address=self.restore.sources[node])
+    async def _ask(self, groups: Iterable[SnapshotGroup]) -> None:
+        """Ask all nodes that hold something of these groups, at once."""
+        names = {name for group in groups for name in holder_nodes(group)}
+        asked = sorted((names & {*self.restore.sources, self.node}) - set(self._known))
+        answers = await asyncio.gather(*(self._ask_node(node) for node in asked))
+        self._known |= dict(zip(asked, answers, strict=True))
 
-    def _located(self, holder: ShardHolder, part: SnapshotPart) -> PartLocation:
-        return PartLocation(
-            source=self._source(holder.node), job_id=self.restore.job_id, step=self.restore.step, part=part
-        )
+    async def _ask_node(self, node: str) -> list[tuple[SnapshotManifest, ArenaSnapshot | None, set[str]]]:
+        found: list[tuple[SnapshotManifest, ArenaSnapshot | None]]
+        if node == self.node:
+            held = self.own_snapshots()
+            corrupt = set(await asyncio.to_thread(self.arenas.find_corrupt, held))
+            found = [(one.manifest, one) for one in held]
+        else:
+            try:
+                answer = await self.manifests_of(node)
+            except PeerError as error:
+                self._report_corruption(node, "manifest", str(error))
+                return []
+            corrupt = set(answer.corrupt)
+            found = [(manifest, None) for manifest in answer.manifests]
+        for name in sorted(corrupt):
+            self._report_corruption(node, name, "its digest does not match")
+        return [(m, own, corrupt) for m, own in found if m.generation == self.restore.generation]
+
+    def _holders_of(self, group: SnapshotGroup) -> list[ShardHolder]:
+        """Return the holders of layers of the group among the nodes that were asked: this node first, then
+        owners, then their replica peers. All arenas of a node count.
+        """
+        holders = []
+        for place, node in enumerate(holder_nodes(group)):
+            owner = min(place, len(group.owners) - 1)
+            for manifest, held, corrupt in self._known.get(node, ()):
+                parts = {part.name: part for part in manifest.parts if part.name not in corrupt}
+                for layout in find_layouts(manifest, group, owner):
+                    holders.append(
+                        ShardHolder(
+                            node=node,
+                            owner=owner,
+                            shard=parts.get(layout.name_of("shard")),
+                            small=parts.get(layout.name_of("small")),
+                            layout=layout,
+                            held=held,
+                            replica=parts.get(layout.name_of("replica")),
+                        )
+                    )
+        return sorted(holders, key=lambda holder: holder.node != self.node)
 
     # --- one group -------------------------------------------------------------------------------
 
-    async def _restore_group(
-        self, group: SnapshotGroup, known: SnapshotHolders, layers: list[int], target: RestoreTarget
-    ) -> None:
-        holders = known.holders_of(group)
+    async def _restore_group(self, group: SnapshotGroup, layers: list[int], target: RestoreTarget) -> None:
+        holders = self._holders_of(group)
         if any(holder.layout.parted for holder in holders):
-            await self._restore_parts(group, known, sorted(layers), target.put)
+            await self._restore_parts(group, sorted(layers), target.put)
             return
         # The devices of a stage divide the layers among themselves, and each share is a group of its own.
         left = set(layers)
@@ -164,20 +191,18 @@ class Restorer:
             if usable.setdefault(holder.owner, holder) is not holder:
                 spare.append(holder)
         if len(usable) < len(group.owners):
-            self._decoded += 1
+            self._done.decoded_groups += 1
         for run in target.group_layers(layers):
             first, last = image.layer(run[0]), image.layer(run[-1])
             end = last.offset + last.size_bytes
             ranges, memory = await self._bucket(group, layout, usable, spare, first.offset, end, target)
             await target.put_located([_locate(layer, ranges) for layer in map(image.layer, run)], memory)
 
-    async def _restore_parts(
-        self, group: SnapshotGroup, known: SnapshotHolders, layers: Sequence[int], put: PutLayer
-    ) -> None:
+    async def _restore_parts(self, group: SnapshotGroup, layers: Sequence[int], put: PutLayer) -> None:
         """Restore layers of a group whose owners hold different parts."""
-        held_parts = await self._held_parts(group, known)
+        held_parts = await self._held_parts(group)
         if len({one.node for one in held_parts} & set(group.owners)) < len(group.owners):
-            self._decoded += 1
+            self._done.decoded_groups += 1
         by_group = {group.first_layer: held_parts}
         unreadable: set[tuple[str, SnapshotPart]] = set()
         there = {layer.layer for one in held_parts for layer in one.image.layers}
@@ -187,8 +212,8 @@ class Restorer:
             for home in homes_of(held_parts, layer):
                 other = self._group_of(home)
                 if other.first_layer not in by_group:
-                    await known.ask([other])
-                    by_group[other.first_layer] = await self._held_parts(other, known)
+                    await self._ask([other])
+                    by_group[other.first_layer] = await self._held_parts(other)
                 homes[home] = by_group[other.first_layer]
             try:
                 header, payload = await assemble_from_holders(
@@ -211,9 +236,9 @@ class Restorer:
                 return group
         raise LayerRestoreError(f"the snapshot of step {self.restore.step} has no layer {layer}")
 
-    async def _held_parts(self, group: SnapshotGroup, known: SnapshotHolders) -> list[HeldParts]:
+    async def _held_parts(self, group: SnapshotGroup) -> list[HeldParts]:
         held_parts: list[HeldParts] = []
-        for holder in known.holders_of(group):
+        for holder in self._holders_of(group):
             if holder.small is None:
                 continue
             try:
@@ -239,9 +264,8 @@ class Restorer:
         """
         target = np.empty(size, dtype=np.uint8)
         if holder.held is None:
-            place = self._located(holder, part)
-            await self.client.fetch([RangeRequest(location=place, first=first, into=target.data)])
-            self._fetched_bytes += size
+            await self.fetch(holder.node, part, [(first, target.data)])
+            self._done.fetched_bytes += size
             return target
         try:
             view = self.arenas.view(holder.held, part)
@@ -251,9 +275,9 @@ class Restorer:
         target[:] = memory[first : first + size]
         if not await asyncio.to_thread(part.are_ranges_intact, memory, [range(first, first + size)]):
             raise PeerError("its digest does not match")
-        if holder.held not in self.arenas.find(self.restore.job_id, self.restore.step):
+        if holder.held not in self.own_snapshots():
             raise PeerError("the snapshot was released")
-        self._own_bytes += size
+        self._done.own_bytes += size
         return target
 
     async def _image(self, group: SnapshotGroup, holders: list[ShardHolder]) -> GroupImage:
@@ -272,8 +296,7 @@ class Restorer:
             else:
                 return image
         raise LayerRestoreError(
-            f"no node that is present has the headers of layers {group.first_layer} to {group.end_layer - 1}",
-            self._bad,
+            f"no node that is present has the headers of {_where(group)}", self._bad
         )
 
     async def _whole(self, holder: ShardHolder, part: SnapshotPart) -> bytes:
@@ -283,8 +306,7 @@ class Restorer:
                 raise CorruptDataError("its digest does not match")
             return data
         target = bytearray(part.size_bytes)
-        place = self._located(holder, part)
-        await self.client.fetch([RangeRequest(location=place, first=0, into=memoryview(target))])
+        await self.fetch(holder.node, part, [(0, memoryview(target))])
         return bytes(target)
 
     async def _bucket(
@@ -313,22 +335,21 @@ class Restorer:
             except TooManyLossesError as error:
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
                 raise LayerRestoreError(
-                    f"layers {group.first_layer} to {group.end_layer - 1}: {error} ({', '.join(names)})",
-                    self._bad,
+                    f"{_where(group)}: {error} ({', '.join(names)})", self._bad
                 ) from None
             if memory is None or len(memory) < plan.size_bytes:
                 memory = await asyncio.to_thread(target.allocate, plan.size_bytes)
             try:
-                self._fetched_bytes += await self._carry_out(plan, memory, usable)
+                self._done.fetched_bytes += await self._carry_out(plan, memory, usable)
             except ShardsUnusableError as failed:
                 for owner, problem in failed.owners:
                     holder = usable.pop(owner)
-                    self._report_corruption(holder.node, holder.part_name("shard"), str(problem))
+                    self._report_corruption(holder.node, holder.layout.name_of("shard"), str(problem))
                     if spare:
                         other = spare.pop(0)
                         usable[other.owner] = other
             else:
-                self._own_bytes += plan.own_bytes
+                self._done.own_bytes += plan.own_bytes
                 return plan.ranges, memory
 
     async def _carry_out(self, plan: ReadPlan, memory: Bytes, usable: Mapping[int, ShardHolder]) -> int:
@@ -347,7 +368,7 @@ class Restorer:
         fetched = await execute_read(
             plan, memory, own, lambda owner, pieces: self._fetch(usable[owner], pieces)
         )
-        there = self.arenas.find(self.restore.job_id, self.restore.step) if plan.own else ()
+        there = self.own_snapshots() if plan.own else ()
         if unreadable := [owner for owner, holder in plan.own.items() if holder.held not in there]:
             raise ShardsUnusableError(
                 [(owner, PeerError("the snapshot was released")) for owner in unreadable]
@@ -356,10 +377,7 @@ class Restorer:
 
     async def _fetch(self, holder: ShardHolder, pieces: Sequence[tuple[int, Bytes]]) -> None:
         assert holder.shard is not None, "a usable holder has a shard"
-        place = self._located(holder, holder.shard)
-        await self.client.fetch(
-            RangeRequest(location=place, first=first, into=memory.data) for first, memory in pieces
-        )
+        await self.fetch(holder.node, holder.shard, ((first, memory.data) for first, memory in pieces))
 
 
 def _locate(layer: LayerImage, ranges: Iterable[ByteRange]) -> LocatedLayer:
