@@ -148,7 +148,7 @@ class NodeDaemon:
             log.warning("compile_cache_unusable", path=path, reason=error.strerror or str(error))
 
     def _facts(self) -> NodeFacts:
-        config, snapshots = self._config, self._node.snapshots
+        config, snapshots = self._config, self._node.snapshots.storage
         return NodeFacts(
             devices=config.devices,
             host=config.host,
@@ -177,5 +177,5 @@ class NodeDaemon:
             internal_errors=node.driver.bugs,
             trainers=len(node.supervisor.pids()),
             rendezvous_rejected=self._rendezvous.rejected,
-            **node.snapshots.metrics(),
+            **node.snapshots.storage.metrics(),
         )

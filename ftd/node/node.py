@@ -109,7 +109,7 @@ class Node:
             stamp=self.driver.stamp,
             on_side_report=self._on_side_report,
             test_limit_s=config.hardware.health.limit_s,
-            test_links=self.snapshots.check_links,
+            test_links=ports.snapshots.check_links,
         )
         self.chaos = NodeFaultInjector(
             node=config.node,
@@ -231,7 +231,7 @@ class Node:
             case protocol.StagingCorrupted():
                 self.snapshots.stager.handle_corrupt(device, frame)
             case protocol.ModelDescribed():
-                self.snapshots.set_description(frame.job_id, frame.description)
+                self.snapshots.persister.set_description(frame.job_id, frame.description)
 
     # --- effects of the machine ----------------------------------------------------------------------
 
@@ -266,9 +266,9 @@ class Node:
             case effects.RemoveSnapshots():
                 self.snapshots.remove(wanted.job_id)
             case effects.PersistLayers():
-                self.snapshots.persist(wanted.order)
+                self.snapshots.persister.begin(wanted.order)
             case effects.StopPersisting():
-                self.snapshots.stop_persisting(wanted.attempt)
+                self.snapshots.persister.stop(wanted.attempt)
             case effects.RunHealthCheck():
                 self.supervisor.health.start(wanted.number, wanted.peers)
             case effects.StopHealthCheck():

@@ -6,7 +6,7 @@ provides the arenas of the job, lets other nodes read them, stages layers for a 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,8 @@ from statemachine.agent.events import (
 )
 from statemachine.effects import SendSnapshotCopy
 from statemachine.events import Event
-from statemachine.messages.cluster import Persist
 from statemachine.messages.common import SnapshotFailed
-from statemachine.messages.values import Job, LinkHealth, ReplicaPeer, Restore
+from statemachine.messages.values import Job, Restore
 from storage.codes import has_buddy
 
 log = structlog.get_logger("ftd.node")
@@ -55,10 +54,10 @@ class SnapshotService:
         trainers: TrainerControl,
     ) -> None:
         """:param stamp: returns the fields ``at`` and ``cause`` of an event."""
-        self._node, self._storage, self._clock = config.node, storage, clock
+        self.storage, self._node, self._clock = storage, config.node, clock
         self._feed, self._stamp, self._publish_event = feed, stamp, publish_event
         storage.connect(trainers, self._feed_copies)
-        self._persister = Persister(
+        self.persister = Persister(
             writing=storage.checkpoints,
             rate_bytes_s=config.checkpoint_rate_bytes_s,
             clock=clock,
@@ -75,37 +74,25 @@ class SnapshotService:
             on_repaired=lambda step: feed(SnapshotRepaired(**stamp(), step=step)),
             on_unrepairable=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
         )
-        self.stager = self._make_staging()
+        self.stager = TrainerStaging(
+            node=config.node,
+            operations=storage.staging,
+            clock=clock,
+            feed=feed,
+            stamp=stamp,
+            report_corruption=self._corruption_reporter,
+            # A shard that was decoded is repaired at once: it may be needed at the next failure.
+            on_staged=lambda restore: self._scrubber.start(restore, at_once=True),
+        )
         """Stages layers for trainers that roll back."""
         self._checkpoint_url = ""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def _make_staging(self) -> TrainerStaging:
-        return TrainerStaging(
-            node=self._node,
-            operations=self._storage.staging,
-            clock=self._clock,
-            feed=self._feed,
-            stamp=self._stamp,
-            report_corruption=self._corruption_reporter,
-            # A shard that was decoded is repaired at once: it may be needed at the next failure.
-            on_staged=lambda restore: self._scrubber.start(restore, at_once=True),
-        )
-
-    @property
-    def port(self) -> int:
-        return self._storage.port
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that the arenas of all devices may take together."""
-        return self._storage.size_bytes
-
     @property
     def memory_directory(self) -> Path:
         """Directory of the arenas."""
-        return self._storage.root
+        return self.storage.root
 
     @property
     def checkpoint_directory(self) -> Path | None:
@@ -113,31 +100,25 @@ class SnapshotService:
         url = self._checkpoint_url
         return Path(url) if url.startswith("/") else None
 
-    def metrics(self) -> dict[str, int]:
-        """Return figures for metrics: bytes sent to other nodes, requests without the token, and the memory
-        limit.
-        """
-        return self._storage.metrics()
-
     async def start(self) -> None:
         """Acquire the arenas and listen.
 
         :raises ConfigurationError: the directory, the limit or the port cannot be used.
         """
-        await self._storage.start()
+        await self.storage.start()
 
     async def close(self) -> None:
         """Stop serving. The snapshots stay in memory."""
         await cancel_all([*self._tasks, *((self._sending,) if self._sending is not None else ())])
         await self.stager.close()
-        await self._persister.close()
+        await self.persister.close()
         await self._scrubber.close()
-        await self._storage.close()
+        await self.storage.close()
 
     async def scan(self) -> None:
         """Feed ``SnapshotsFound``: what earlier daemons of this name left, read and verified."""
         began = self._clock.monotonic_s()
-        held, problems = await self._storage.scan()
+        held, problems = await self.storage.scan()
         for problem in problems:
             self._report_corruption(self._node, problem)
         if held:
@@ -152,24 +133,24 @@ class SnapshotService:
         self._checkpoint_url = job.checkpoint.url
         if not job.snapshot.every_steps:
             return "", None
-        if not self._storage.acquire():
-            reason = f"another daemon of this name uses {self._storage.root}"
+        if not self.storage.acquire():
+            reason = f"another daemon of this name uses {self.storage.root}"
             self._publish_event("SnapshotsUnavailable", reason, {"device": device})
             return "", None
-        self._storage.remove_others(job.job_id)
-        self._storage.begin_copies(job.job_id)
-        own_bytes = self._storage.device_limit_bytes
+        self.storage.remove_others(job.job_id)
+        self.storage.begin_copies(job.job_id)
+        own_bytes = self.storage.device_limit_bytes
         if own_bytes is not None and (has_buddy(job.snapshot.protection) or job.snapshot.auto_protection):
             own_bytes //= 2  # The other half is for another node's copy.
-        return str(self._storage.directory(job.job_id, device)), own_bytes
+        return str(self.storage.directory(job.job_id, device)), own_bytes
 
     def remove(self, job_id: str) -> None:
         """Release everything of a job that is over."""
         self.abandon()
-        self._persister.stop()
+        self.persister.stop()
         self._scrubber.stop()
-        self._storage.end_copies()
-        self._run(self._storage.remove(job_id))
+        self.storage.end_copies()
+        start_task(self.storage.remove(job_id), self._tasks)
 
     def abandon(self) -> None:
         """Stop staging and sending, since a newer generation begins or the job ends."""
@@ -177,19 +158,6 @@ class SnapshotService:
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None
-
-    # --- persistent checkpoints ------------------------------------------------------------------
-
-    def persist(self, order: Persist) -> None:
-        """Write a share of a checkpoint; see ``Persister.begin``."""
-        self._persister.begin(order)
-
-    def set_description(self, job_id: str, description: bytes) -> None:
-        """Set the description of a job's model; see ``Persister.set_description``."""
-        self._persister.set_description(job_id, description)
-
-    def stop_persisting(self, attempt: str) -> None:
-        self._persister.stop(attempt)
 
     # --- copies ------------------------------------------------------------------------------------
 
@@ -200,15 +168,15 @@ class SnapshotService:
         """
         if retained is not None:
             self._scrubber.start(retained)
-        self._storage.release_copies(job_id, step)
+        self.storage.release_copies(job_id, step)
 
     def has_snapshot_data(self, device: int | None) -> bool:
         """Return whether there is something for ``flip_bit`` to change."""
-        return self._storage.has_data(self._scrubber.snapshot, device)
+        return self.storage.has_data(self._scrubber.snapshot, device)
 
     def flip_bit(self, device: int | None) -> None:
         """Flip a bit in the memory of this node, or of one device, as an injected fault."""
-        self._storage.flip_bit(self._scrubber.snapshot, device)
+        self.storage.flip_bit(self._scrubber.snapshot, device)
 
     def send_copy(self, order: SendSnapshotCopy) -> None:
         """Send a copy and feed SnapshotCopyCommitted or SnapshotCopyFailed; an earlier order is cancelled."""
@@ -221,7 +189,7 @@ class SnapshotService:
         key: dict[str, Any] = {"generation": order.generation, "step": order.step}
         to = order.replica_peer.node
         try:
-            size = await self._storage.send_copy(order)
+            size = await self.storage.send_copy(order)
         except (PeerError, OSError, ValueError) as error:
             detail = f"no copy at its replica peer {to}: {error}"
             log.warning("send_copy_failed", reason=detail, **key)
@@ -230,12 +198,8 @@ class SnapshotService:
             log.info("copy_sent", to=to, size_bytes=size, took_s=self._clock.monotonic_s() - began, **key)
             self._feed(SnapshotCopyCommitted(**self._stamp(), **key, size_bytes=size))
 
-    async def check_links(self, peers: Sequence[ReplicaPeer]) -> tuple[LinkHealth, ...]:
-        """Test the links to these nodes, and return those that answered."""
-        return await self._storage.check_links(peers)
-
     def _feed_copies(self) -> None:
-        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=self._storage.held_copies()))
+        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=self.storage.held_copies()))
 
     def _corruption_reporter(self, job_id: str, step: int) -> ReportCorruption:
         return lambda node, part, detail: self._report_corruption(
@@ -253,6 +217,3 @@ class SnapshotService:
             f"{node}: {where} cannot be used: {corruption.detail}",
             {"owner": node, "job": corruption.job_id, "step": corruption.step, "part": corruption.part},
         )
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        start_task(work, self._tasks)

@@ -4,9 +4,7 @@ which other nodes read both.
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ftd.config.daemon import DaemonConfig
 from ftd.errors import PeerError
@@ -26,7 +24,6 @@ from ftd.snapshots.trainer_staging import LayerStaging
 from ftd.tasks import cancel_all, start_task
 from ftd.transport.http_server import listen
 from statemachine.effects import SendSnapshotCopy
-from statemachine.messages.trainer import Instruction
 from statemachine.messages.values import HeldSnapshot, LinkHealth, ReplicaPeer, Restore
 
 
@@ -35,42 +32,34 @@ class LocalSnapshotStorage:
 
     def __init__(self, config: DaemonConfig, secret: str, *, host: str) -> None:
         """:param host: address to listen on."""
-        self._node, self._limit_bytes = config.node, config.snapshot_limit_bytes
-        self._configured_port = config.snapshot_port
+        self._node, self._configured_port = config.node, config.snapshot_port
         self._token = bearer_token(secret)
         tls = config.snapshot_tls
         self._tls = tls.client_context() if tls is not None else None
         self._arenas = arenas = NodeArenas(
             config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
         )
-        self._trainers: TrainerControl | None = None
-        self._on_copies_changed: Callable[[], None] = lambda: None
-        self._copies = CopyStore(arenas, node=config.node, changed=self._copies_changed)
+        self.root, self.device_limit_bytes = arenas.root, arenas.limit_bytes
+        self.acquire, self.directory, self.remove_others = (
+            arenas.acquire,
+            arenas.directory,
+            arenas.remove_others,
+        )
+        self._copies = copies = CopyStore(arenas, node=config.node)
+        self.begin_copies, self.end_copies, self.held_copies = copies.begin, copies.end, copies.held
         self._server = ShardServer(
             arenas,
             self._token,
             host=host,
             port=config.snapshot_port,
             rate_bytes_s=config.snapshot_rate_bytes_s,
-            copies=self._copies,
+            copies=copies,
             tls=tls.server_context() if tls is not None else None,
         )
-        self._repair_writer = RepairWriter(arenas, self._copies, self)
         self.staging = LayerStaging(node=self._node, arenas=arenas, token=self._token, tls=self._tls)
         self.checkpoints = CheckpointWriter(node=self._node, arenas=arenas, token=self._token, tls=self._tls)
-        self.scrubbing = ArenaScrubbing(
-            node=self._node,
-            arenas=arenas,
-            token=self._token,
-            tls=self._tls,
-            write_block=self._repair_writer.write_block,
-        )
         self._serving = False
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def root(self) -> Path:
-        return self._arenas.root
 
     @property
     def port(self) -> int:
@@ -80,15 +69,16 @@ class LocalSnapshotStorage:
     def size_bytes(self) -> int:
         return self._arenas.size_bytes
 
-    @property
-    def device_limit_bytes(self) -> int | None:
-        return self._arenas.limit_bytes
-
     def connect(self, trainers: TrainerControl, on_copies_changed: Callable[[], None]) -> None:
-        self._trainers, self._on_copies_changed = trainers, on_copies_changed
-
-    def _copies_changed(self) -> None:
-        self._on_copies_changed()
+        self._copies.changed = on_copies_changed
+        self._repair_writer = RepairWriter(self._arenas, self._copies, trainers)
+        self.scrubbing = ArenaScrubbing(
+            node=self._node,
+            arenas=self._arenas,
+            token=self._token,
+            tls=self._tls,
+            write_block=self._repair_writer.write_block,
+        )
 
     def metrics(self) -> dict[str, int]:
         return {
@@ -109,18 +99,8 @@ class LocalSnapshotStorage:
         self._copies.end()
         self._arenas.close()
 
-    def acquire(self) -> bool:
-        return self._arenas.acquire()
-
     async def scan(self) -> tuple[tuple[HeldSnapshot, ...], list[Corruption]]:
-        held, problems = await asyncio.to_thread(self._arenas.scan)
-        return _held_snapshots(held), problems
-
-    def directory(self, job_id: str, device: int) -> Path:
-        return self._arenas.directory(job_id, device)
-
-    def remove_others(self, job_id: str) -> None:
-        self._arenas.remove_others(job_id)
+        return await asyncio.to_thread(self._arenas.scan)
 
     async def remove(self, job_id: str) -> None:
         await asyncio.to_thread(self._arenas.remove, job_id)
@@ -134,19 +114,10 @@ class LocalSnapshotStorage:
 
     # --- copies ----------------------------------------------------------------------------------
 
-    def begin_copies(self, job_id: str) -> None:
-        self._copies.begin(job_id, self._limit_bytes)
-
-    def end_copies(self) -> None:
-        self._copies.end()
-
-    def held_copies(self) -> tuple[HeldSnapshot, ...]:
-        return _held_snapshots(self._copies.held())
-
     def release_copies(self, job_id: str, step: int) -> None:
         """Release older copies, and remove the directories that are not used any more."""
         for directory in self._copies.release_older(job_id, step):
-            self._run(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+            start_task(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True), self._tasks)
 
     async def send_copy(self, order: SendSnapshotCopy) -> int:
         held = [
@@ -163,21 +134,3 @@ class LocalSnapshotStorage:
 
     async def check_links(self, peers: Sequence[ReplicaPeer]) -> tuple[LinkHealth, ...]:
         return await check_links(peers, self._token, self._tls)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        start_task(work, self._tasks)
-
-    # --- trainers, for the writer of repaired bytes ------------------------------------------------
-
-    def trainer_pids(self, device: int | None) -> list[int]:
-        return [] if self._trainers is None else self._trainers.trainer_pids(device)
-
-    def send(self, device: int, frame: Instruction) -> bool:
-        return self._trainers is not None and self._trainers.send(device, frame)
-
-
-def _held_snapshots(held: list[tuple[str, int, int, str]]) -> tuple[HeldSnapshot, ...]:
-    return tuple(
-        HeldSnapshot(job_id=job, step=step, generation=generation, owner=owner)
-        for job, step, generation, owner in held
-    )

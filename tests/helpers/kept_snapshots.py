@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from ftd.snapshots.shards.copies import CopyStore
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
 from ftd.snapshots.shards.sources import SnapshotSource
-from statemachine.messages.values import SnapshotGroup
+from statemachine.messages.values import HeldSnapshot, SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage
@@ -89,6 +89,12 @@ def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
     return staged.header, bytes(payload), lent
 
 
+def held_keys(held: Iterable[HeldSnapshot]) -> list[tuple[int, int, str]]:
+    """Return step, generation and owner of snapshots of the job."""
+    assert all(one.job_id == JOB for one in held)
+    return [(one.step, one.generation, one.owner) for one in held]
+
+
 def flip(root: Path, step: int, part: str, device: int = 0, job: str = JOB) -> None:
     """Flip a bit of a snapshot in memory."""
     arena = Arena.open(root / job / f"device-{device}")
@@ -100,9 +106,9 @@ def flip(root: Path, step: int, part: str, device: int = 0, job: str = JOB) -> N
 class Node(AbstractAsyncContextManager["Node"]):
     """A node that serves its arenas."""
 
-    def __init__(self, name: str, root: Path, **options: Any) -> None:
+    def __init__(self, name: str, root: Path, *, limit_bytes: int | None = None, **options: Any) -> None:
         self.name, self.root = name, root
-        self.arenas = NodeArenas(root, devices=1)
+        self.arenas = NodeArenas(root, devices=1, limit_bytes=limit_bytes)
         self.changes = 0
         self.copies = CopyStore(self.arenas, node=name, changed=self._changed)
         self.server = ShardServer(self.arenas, TOKEN, copies=self.copies, **options)

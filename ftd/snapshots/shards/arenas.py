@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import IO
 
 import structlog
+from msgspec.structs import astuple
 
 from ftd.errors import ConfigurationError
+from statemachine.messages.values import HeldSnapshot
 from storage.arena import Arena
 from storage.errors import CorruptDataError
 from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, read_record, record_digest
@@ -93,7 +95,7 @@ class NodeArenas:
         self.root = root
         self._names = names
         self._devices = devices
-        self._limit_bytes = limit_bytes
+        self.total_limit_bytes = limit_bytes
         self._lock: IO[bytes] | None = None
         self._maps: dict[Path, _Mapped] = {}
         """Mappings of slots. Any thread may change it, so iterate over a copy only."""
@@ -101,14 +103,15 @@ class NodeArenas:
     @property
     def limit_bytes(self) -> int | None:
         """Limit of one device's arena."""
-        return None if self._limit_bytes is None else self._limit_bytes // self._devices
+        return None if self.total_limit_bytes is None else self.total_limit_bytes // self._devices
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the arenas of the node may take together: the limit, or else the size of their file
         system.
         """
-        return shutil.disk_usage(self.root).total if self._limit_bytes is None else self._limit_bytes
+        limit = self.total_limit_bytes
+        return shutil.disk_usage(self.root).total if limit is None else limit
 
     def open(self) -> None:
         """Make the directory and check that there is room for the limit.
@@ -129,9 +132,9 @@ class NodeArenas:
         if found.st_uid != os.getuid():
             raise ConfigurationError(f"{self.root} belongs to another user", field="node.snapshot_dir")
         self.acquire()
-        if self._limit_bytes is not None and there < self._limit_bytes:
+        if self.total_limit_bytes is not None and there < self.total_limit_bytes:
             raise ConfigurationError(
-                f"snapshots may take {self._limit_bytes >> 20} MiB, and {self.root} has {there >> 20} MiB",
+                f"snapshots may take {self.total_limit_bytes >> 20} MiB, and {self.root} has {there >> 20} MiB",
                 field="node.snapshot_limit_mib",
                 remedy="a smaller limit, or a larger memory file system (mount -o remount,size=…)",
             )
@@ -239,33 +242,32 @@ class NodeArenas:
 
     # --- contents --------------------------------------------------------------------------------
 
-    def scan(self) -> tuple[list[tuple[str, int, int, str]], list[Corruption]]:
+    def scan(self) -> tuple[tuple[HeldSnapshot, ...], list[Corruption]]:
         """Return what is complete and what is corrupt, before any trainer runs.
-
-        Complete snapshots are tuples (job, step, generation, owner); the owner is empty for this node's
-        own.
 
         Everything is read. Drafts, corrupt manifests and corrupt copies are removed; the owners of the
         copies send them again. An own snapshot with corrupt bytes counts as complete: its other bytes are
         intact, and the corrupt ones are repaired.
         """
-        held: list[tuple[str, int, int, str]] = []
+        held: list[HeldSnapshot] = []
         problems: list[Corruption] = []
         if not self.acquire():
-            return held, problems
+            return (), problems
         for job in self._entries(self.root):
             if not job.is_dir() or not _JOB.fullmatch(job.name):
                 continue
             self.remove_staging(job.name)
             self._remove_retired(job)
-            whole: dict[tuple[int, int, str], bool] = {}
+            whole: dict[HeldSnapshot, bool] = {}
             for directory, owner in self._arenas(job):
                 arena = Arena.open(directory)
                 problems += [
                     Corruption(job_id=job.name, step=None, part="manifest", detail=p) for p in arena.problems
                 ]
                 for manifest in arena.snapshots:
-                    key = manifest.step, manifest.generation, owner
+                    key = HeldSnapshot(
+                        job_id=job.name, step=manifest.step, generation=manifest.generation, owner=owner
+                    )
                     corrupt = _corruptions(manifest, directory, arena.find_corrupt(manifest))
                     problems += corrupt
                     if corrupt and owner:
@@ -273,8 +275,8 @@ class NodeArenas:
                     there = manifest.job_id == job.name and not (corrupt and owner)
                     whole[key] = whole.get(key, True) and there
                 arena.close()
-            held += [(job.name, *key) for key, there in sorted(whole.items()) if there]
-        return held, problems
+            held += sorted((key for key, there in whole.items() if there), key=astuple)
+        return tuple(held), problems
 
     def find(self, job_id: str, step: int) -> tuple[ArenaSnapshot, ...]:
         """Return what is complete here of a job's snapshot: one for each device that wrote one, in order, then

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
+from statemachine.messages.values import HeldSnapshot
 from storage.arena import Arena, Slot
 from storage.errors import CorruptDataError, StorageError
 from storage.manifest import SnapshotManifest, SnapshotPart, check_parts
@@ -65,10 +66,11 @@ class CopyStore:
     :param changed: called when what is held has changed.
     """
 
-    def __init__(self, arenas: NodeArenas, *, node: str, changed: Callable[[], None]) -> None:
-        self._arenas, self._node, self._changed = arenas, node, changed
+    def __init__(
+        self, arenas: NodeArenas, *, node: str, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._arenas, self._node, self.changed = arenas, node, changed
         self._job_id: str | None = None
-        self._limit_bytes: int | None = None
         self._retained_step = 0
         self._open: dict[Key, Arena] = {}
         self._drafts: dict[Key, CopyDraft] = {}
@@ -76,15 +78,12 @@ class CopyStore:
 
     # --- lifetime of a job -------------------------------------------------------------------------
 
-    def begin(self, job_id: str, limit_bytes: int | None) -> None:
-        """Accept copies of this job's snapshots from now on, and load those that are here already.
-
-        :param limit_bytes: limit of all arenas of the node, its own included.
-        """
+    def begin(self, job_id: str) -> None:
+        """Accept copies of this job's snapshots from now on, and load those that are here already."""
         if job_id == self._job_id:
             return
         self.end()
-        self._job_id, self._limit_bytes = job_id, limit_bytes
+        self._job_id = job_id
         for path, owner in self._arenas.copy_directories(job_id).items():
             self._open[owner, int(path.name.split("-")[1])] = Arena.open(path)
 
@@ -97,14 +96,14 @@ class CopyStore:
         self._open.clear()
         self._job_id, self._retained_step = None, 0
 
-    def held(self) -> list[tuple[str, int, int, str]]:
-        """Return (job, step, generation, owner) of what is complete here."""
+    def held(self) -> tuple[HeldSnapshot, ...]:
+        """Return the copies that are complete here."""
         found = {
-            (manifest.job_id, manifest.step, manifest.generation, owner)
+            HeldSnapshot(job_id=m.job_id, step=m.step, generation=m.generation, owner=owner)
             for (owner, _), arena in self._open.items()
-            for manifest in arena.snapshots
+            for m in arena.snapshots
         }
-        return sorted(found)
+        return tuple(sorted(found, key=msgspec.structs.astuple))
 
     def release_older(self, job_id: str, step: int) -> list[Path]:
         """Release copies older than ``step``, whose snapshot is complete everywhere.
@@ -125,7 +124,7 @@ class CopyStore:
                 with contextlib.suppress(OSError):
                     retired.append(self._arenas.retire_copies(arena.directory))
         if self.held() != before:
-            self._changed()
+            self.changed()
         return retired
 
     # --- one copy ----------------------------------------------------------------------------------
@@ -192,7 +191,7 @@ class CopyStore:
             log.info(
                 "copy_committed", owner=key[0], device=key[1], step=step, size_bytes=draft.manifest.size_bytes
             )
-            self._changed()
+            self.changed()
         return corrupt
 
     async def rewrite(self, held: ArenaSnapshot, part: SnapshotPart, first: int, data: bytes) -> None:
@@ -266,9 +265,10 @@ class CopyStore:
         :raises CopyRejectedError: there is no room.
         """
         try:
-            if self._limit_bytes is not None:
+            # The limit of all arenas of the node includes its own.
+            if (limit_bytes := self._arenas.total_limit_bytes) is not None:
                 taken = self._arenas.used_bytes(manifest.job_id) - arena.allocated_bytes
-                arena.limit_bytes = max(0, self._limit_bytes - taken)
+                arena.limit_bytes = max(0, limit_bytes - taken)
             # As trainers do: retain the one that is complete everywhere, and the newest of the others.
             steps = sorted(m.step for m in arena.snapshots)
             retained = self._retained_step if self._retained_step in steps else steps[0] if steps else None

@@ -18,7 +18,7 @@ from ftd.snapshots.shards.protocol import STREAM_BYTES, AsyncRateLimiter, bearer
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from storage.arena import SLOTS, Arena
 from storage.manifest import SnapshotManifest, SnapshotPart, digest_of, encode_record
-from tests.helpers.kept_snapshots import JOB, TOKEN, Node, flip, shared_directory, write
+from tests.helpers.kept_snapshots import JOB, TOKEN, Node, flip, held_keys, shared_directory, write
 
 PART = "group-0/shard"
 SIZE = 2 * STREAM_BYTES + 4321
@@ -101,8 +101,8 @@ def offered(**changes: Any) -> SnapshotManifest:
 
 def with_pair(body: Body, *, limit_bytes: int | None = None, **options: Any) -> None:
     async def main(root: Path) -> None:
-        async with asyncio.timeout(60), Node("n1", root / "n1", **options) as buddy:
-            buddy.copies.begin(JOB, limit_bytes)
+        async with asyncio.timeout(60), Node("n1", root / "n1", limit_bytes=limit_bytes, **options) as buddy:
+            buddy.copies.begin(JOB)
             pair = Pair(root / "n0", buddy)
             pair.write(5)
             await body(pair)
@@ -115,7 +115,7 @@ def test_a_copy_equals_its_owners_snapshot_and_is_served_like_an_own_one() -> No
     async def body(pair: Pair) -> None:
         pair.write(5, device=1)
         assert await pair.send() == 2 * (SIZE + len(SMALL))
-        assert pair.buddy.copies.held() == [(JOB, 5, 1, "n0")]
+        assert held_keys(pair.buddy.copies.held()) == [(5, 1, "n0")]
         assert await pair.read() == DATA.tobytes()
         changes = pair.buddy.changes
         await pair.send()  # A repeated request: nothing is sent twice, and nothing changes.
@@ -132,16 +132,16 @@ def test_the_retained_copy_stays_and_at_most_three_slots_are_used() -> None:
             await pair.send(step)
             if step == 6:
                 assert copies.release_older(JOB, 6) == []
-            assert step < 6 or (JOB, 6, 1, "n0") in copies.held()
+            assert step < 6 or (6, 1, "n0") in held_keys(copies.held())
             assert len(copies.held()) <= SLOTS
-        assert [step for _, step, _, _ in copies.held()] == [6, 10, 11]
+        assert [one.step for one in copies.held()] == [6, 10, 11]
         copies.release_older(JOB, 11)
-        assert copies.held() == [(JOB, 11, 1, "n0")]
+        assert held_keys(copies.held()) == [(11, 1, "n0")]
         with pytest.raises(PeerError, match=r"n1 .*rejects the copy: step 11 is complete everywhere"):
             pair.write(10)
             await pair.send(10)
         [gone] = copies.release_older(JOB, 12)
-        assert gone.exists() and copies.held() == [] and not pair.buddy.arenas.find(JOB, 11)
+        assert gone.exists() and copies.held() == () and not pair.buddy.arenas.find(JOB, 11)
 
     with_pair(body)
 
@@ -153,7 +153,8 @@ def test_a_starting_daemon_loads_its_copies_and_removes_corrupt_ones() -> None:
         await pair.send(6)
         again = NodeArenas(pair.buddy.root, devices=1)
         again.open()
-        assert again.scan() == ([(JOB, 5, 1, "n0"), (JOB, 6, 1, "n0")], [])
+        held, problems = again.scan()
+        assert held_keys(held) == [(5, 1, "n0"), (6, 1, "n0")] and not problems
         (pair.buddy.root / JOB / "device-0").mkdir()
         (pair.buddy.root / JOB / "copy-0-n0").rename(pair.buddy.root / JOB / "device-0" / "x")
         (pair.buddy.root / JOB / "device-0").rename(pair.buddy.root / JOB / "y")
@@ -161,10 +162,10 @@ def test_a_starting_daemon_loads_its_copies_and_removes_corrupt_ones() -> None:
         flip(pair.buddy.root, 6, PART)
         (pair.buddy.root / JOB / "device-0").rename(pair.buddy.root / JOB / "copy-0-n0")
         held, [damage] = again.scan()
-        assert held == [(JOB, 5, 1, "n0")] and (damage.step, damage.part) == (6, PART)
+        assert held_keys(held) == [(5, 1, "n0")] and (damage.step, damage.part) == (6, PART)
         assert again.scan() == (held, [])
         pair.buddy.copies.end()
-        pair.buddy.copies.begin(JOB, None)
+        pair.buddy.copies.begin(JOB)
         assert pair.buddy.copies.held() == held
         again.close()
 
@@ -220,7 +221,7 @@ def test_corrupt_bytes_are_sent_once_more_and_then_abandoned() -> None:
             PeerError, match=r"received bytes that differ from what was sent: .*group-0/shard"
         ):
             await pair.send()
-        assert pair.buddy.copies.held() == [] and not pair.buddy.arenas.find(JOB, 5)
+        assert pair.buddy.copies.held() == () and not pair.buddy.arenas.find(JOB, 5)
 
     with_pair(body)
 
@@ -308,7 +309,7 @@ def test_impossible_offers_are_rejected(parts: tuple[SnapshotPart, ...], says: s
     async def body(pair: Pair) -> None:
         status, text = await pair.offer(parts=parts)
         assert status in (409, 507) and says in text
-        assert pair.buddy.copies.held() == []
+        assert pair.buddy.copies.held() == ()
 
     with_pair(body, limit_bytes=1 << 30)
 
@@ -359,7 +360,7 @@ def test_corrupt_parts_are_not_committed_and_may_be_sent_again() -> None:
         header = f"Content-Range: bytes 0-{SIZE - 1}/{SIZE}\r\n"
         assert (await pair.ask(f"PUT {PLACE}/{PART}", wrong.tobytes(), header))[0] == 200
         status, text = await pair.ask(f"POST {PLACE}")
-        assert status == 422 and PART in text and pair.buddy.copies.held() == []
+        assert status == 422 and PART in text and pair.buddy.copies.held() == ()
         assert (await pair.ask(f"PUT {PLACE}/{PART}", DATA.tobytes(), header))[0] == 200
         assert (await pair.ask(f"POST {PLACE}"))[0] == 204
 

@@ -44,6 +44,7 @@ from tests.helpers.kept_snapshots import (
     JOB,
     Node,
     flip,
+    held_keys,
     make_layer,
     payload_of,
     shared_directory,
@@ -376,12 +377,12 @@ def test_a_snapshot_is_sent_to_the_replica_peer_and_failures_are_reported() -> N
         failed = last()
         assert isinstance(failed, SnapshotCopyFailed)
         assert failed.failure.detail.startswith("no copy at its replica peer n1: the snapshot server of n1")
-        peer.copies.begin(JOB, None)
+        peer.copies.begin(JOB)
         daemon.snapshots.send_copy(send_to(peer.address))
         await daemon.until(lambda: daemon.events)
         sent = last()
         assert isinstance(sent, SnapshotCopyCommitted) and (sent.generation, sent.step) == (1, STEP)
-        assert peer.copies.held() == [(JOB, STEP, 1, "n0")]
+        assert held_keys(peer.copies.held()) == [(STEP, 1, "n0")]
         daemon.snapshots.send_copy(send_to(peer.address, generation=2))
         await daemon.until(lambda: daemon.events)
         gone = last()
@@ -401,7 +402,7 @@ def test_copies_of_the_present_job_are_accepted_reported_retained_and_removed() 
         assert limit == (64 << 20) // 4
         async with ShardClient(bearer_token("sesame")) as client:
             sender = CopySender(client, peer.arenas, owner="n1", rate=AsyncRateLimiter(None))
-            to = SnapshotSource(node="n0", address=f"127.0.0.1:{daemon.snapshots.port}")
+            to = SnapshotSource(node="n0", address=f"127.0.0.1:{daemon.snapshots.storage.port}")
             await sender.send(peer.arenas.find(JOB, STEP), to)
         [published] = [event for event in daemon.events if isinstance(event, SnapshotCopiesChanged)]
         assert published.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1, owner="n1"),)

@@ -110,7 +110,7 @@ def with_hosts(
             sources = {node.name: node.address for node in nodes}
             hosts = {node.name: Host(node, sources, group) for node in nodes}
             for node in nodes:
-                node.copies.begin(JOB, None)
+                node.copies.begin(JOB)
             try:
                 await body(hosts)
             finally:

@@ -20,7 +20,7 @@ from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copy_sender import CopySender
 from ftd.snapshots.shards.protocol import AsyncRateLimiter
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
-from tests.helpers.kept_snapshots import JOB, TOKEN, Node, raw_request, shared_directory, write
+from tests.helpers.kept_snapshots import JOB, TOKEN, Node, held_keys, raw_request, shared_directory, write
 
 PART = "group-0/shard"
 DATA = np.random.default_rng(3).integers(0, 256, 3_000_000, dtype=np.uint8)
@@ -61,7 +61,7 @@ def with_node(
     async def main(root: Path) -> None:
         write(root, 5, {PART: DATA})
         async with asyncio.timeout(60), Node("n1", root, tls=tls.server_context(), greeting_s=2.0) as node:
-            node.copies.begin(JOB, None)
+            node.copies.begin(JOB)
             await body(node)
 
     with shared_directory() as root:
@@ -92,7 +92,7 @@ def test_reading_and_sending_copies_over_tls(authority: Authority, run: Callable
                 sender = CopySender(client, arenas, owner="n0", rate=AsyncRateLimiter(None))
                 assert await sender.send(arenas.find(JOB, 6), node.source) == len(DATA)
             arenas.close()
-        assert node.copies.held() == [(JOB, 6, 1, "n0")]
+        assert held_keys(node.copies.held()) == [(6, 1, "n0")]
 
     with_node(tls, body, run)
 
