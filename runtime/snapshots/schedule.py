@@ -22,10 +22,6 @@ The size of a unit depends on the bandwidth.
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal, assert_never
-
-Period = Literal["bubble", "computing", "communication"]
-"""Periods of a step, as in the three layers."""
 
 _STEPS = 8
 """Number of steps over which an estimate is averaged."""
@@ -88,25 +84,17 @@ class CopySchedule:
         wanted = self.bandwidth * seconds or _FIRST_UNIT_BYTES
         return int(min(max(wanted, _LEAST_UNIT_BYTES), most)) // _PAGE_BYTES * _PAGE_BYTES
 
-    def period(self, *, waiting: bool, for_sums: bool) -> Period:
-        """Return the present period, from what the main thread does."""
-        if not waiting:
-            return "computing"
-        return "communication" if for_sums and self.has_own_link else "bubble"
+    def is_bubble(self, *, waiting: bool, for_sums: bool) -> bool:
+        """Return whether the main thread is in a bubble, from what it does."""
+        return waiting and not (for_sums and self.has_own_link)
 
-    def may_copy(self, period: Period, left_bytes: int, so_far: StepTimes) -> bool:
+    def may_copy(self, left_bytes: int, so_far: StepTimes, *, bubble: bool) -> bool:
         """Return whether to copy the next unit now.
 
         :param so_far: times of the step in progress.
         """
-        match period:
-            case "bubble":
-                return True
-            case "computing" | "communication":
-                # Within a step, computing comes before the wait for sums, which gets what is left.
-                return not self._fits_bubbles(left_bytes, so_far)
-            case _:
-                assert_never(period)
+        # Within a step, computing comes before the wait for sums, which gets what is left.
+        return bubble or not self._fits_bubbles(left_bytes, so_far)
 
     def has_time(self, left_bytes: int, elapsed_s: float) -> bool:
         """Return whether what is left will be copied well before the step ends, at the rate so far.

@@ -392,13 +392,13 @@ class SnapshotWriter:
         monitor = self._monitor
         while True:
             waiting = monitor.waiting and monitor.waiting_for != "device"
-            period = self._schedule.period(waiting=waiting, for_sums=monitor.waiting_for == "sync")
+            bubble = self._schedule.is_bubble(waiting=waiting, for_sums=monitor.waiting_for == "sync")
             with self._changed:
                 so_far = StepTimes(step_s=capture.age_s, waits_s=monitor.bubble_s, sync_s=monitor.sync_s)
                 if (
                     capture.hurried
                     or capture.taken == len(capture.units)
-                    or self._schedule.may_copy(period, capture.left_bytes, so_far)
+                    or self._schedule.may_copy(capture.left_bytes, so_far, bubble=bubble)
                 ):
                     return waiting
             if waiting:

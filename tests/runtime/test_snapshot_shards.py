@@ -318,21 +318,21 @@ def at(step_s: float, waits_s: float, sync_s: float = 0.0) -> StepTimes:
 
 def test_computing_is_interrupted_only_for_what_does_not_fit_into_bubbles() -> None:
     schedule = CopySchedule()
-    assert schedule.may_copy("bubble", 1, at(0.0, 0.0))
-    assert schedule.may_copy("computing", 0, at(0.0, 0.0)), "nothing is known yet"
+    assert schedule.may_copy(1, at(0.0, 0.0), bubble=True)
+    assert schedule.may_copy(0, at(0.0, 0.0), bubble=False), "nothing is known yet"
     schedule.record_copy(1000, 1.0)
-    assert schedule.may_copy("computing", 1, at(0.0, 0.0))
+    assert schedule.may_copy(1, at(0.0, 0.0), bubble=False)
     for waits_s in (0.4, 0.6):
         schedule.record_step(at(2.0, waits_s, 0.3))
     assert schedule.bandwidth == 1000
-    assert not schedule.may_copy("computing", 399, at(0.0, 0.0))
-    assert schedule.may_copy("computing", 401, at(0.0, 0.0))
-    assert schedule.may_copy("computing", 399, at(0.0, 0.1)), "part of the bubbles is over"
-    assert schedule.may_copy("computing", 399, at(1.6, 0.0)), "the step ends before"
+    assert not schedule.may_copy(399, at(0.0, 0.0), bubble=False)
+    assert schedule.may_copy(401, at(0.0, 0.0), bubble=False)
+    assert schedule.may_copy(399, at(0.0, 0.1), bubble=False), "part of the bubbles is over"
+    assert schedule.may_copy(399, at(1.6, 0.0), bubble=False), "the step ends before"
     schedule.discount()
     schedule.record_copy(3000, 0.5)
     assert math.isclose(schedule.bandwidth, 3500)
-    assert not schedule.may_copy("computing", 1399, at(0.0, 0.0))
+    assert not schedule.may_copy(1399, at(0.0, 0.0), bubble=False)
 
 
 def test_digests_are_made_while_copying_if_the_step_takes_longer() -> None:
@@ -353,16 +353,16 @@ def test_on_a_device_sums_are_disturbed_last() -> None:
     for schedule in (host, device):
         schedule.record_copy(1000, 1.0)
         schedule.record_step(at(2.0, 0.5, 0.3))
-    assert host.period(waiting=True, for_sums=True) == "bubble"
-    assert device.period(waiting=True, for_sums=True) == "communication"
-    assert device.period(waiting=True, for_sums=False) == "bubble"
-    assert device.period(waiting=False, for_sums=False) == "computing"
+    assert host.is_bubble(waiting=True, for_sums=True)
+    assert not device.is_bubble(waiting=True, for_sums=True)
+    assert device.is_bubble(waiting=True, for_sums=False)
+    assert not device.is_bubble(waiting=False, for_sums=False)
     # There are 0.2 s of bubbles, of which 0.16 s are relied on; with the sums there would be 0.4 s.
-    assert not host.may_copy("computing", 200, at(0.0, 0.0))
-    assert device.may_copy("computing", 200, at(0.0, 0.0))
-    assert not device.may_copy("computing", 150, at(0.0, 0.0))
-    assert not device.may_copy("communication", 150, at(0.0, 0.3, 0.3)), "the vote will do"
-    assert device.may_copy("communication", 150, at(0.0, 0.5, 0.3)), "left by both others"
+    assert not host.may_copy(200, at(0.0, 0.0), bubble=False)
+    assert device.may_copy(200, at(0.0, 0.0), bubble=False)
+    assert not device.may_copy(150, at(0.0, 0.0), bubble=False)
+    assert not device.may_copy(150, at(0.0, 0.3, 0.3), bubble=False), "the vote will do"
+    assert device.may_copy(150, at(0.0, 0.5, 0.3), bubble=False), "left by both others"
 
 
 @given(st.floats(1.0, 1e12), st.floats(1e-6, 1e3), st.booleans())
