@@ -185,7 +185,7 @@ class Trainer:
         )
         self._mailbox.on_keep_snapshot, self._mailbox.on_repair_write = (
             engine.snapshots.retain,
-            engine.snapshots.enqueue,
+            engine.snapshots.write_repair,
         )
 
     def _profile(self, engine: Engine, prepare: PrepareJob, memory_bytes: int | None) -> ModelProfile:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from runtime.layers.model import Model
@@ -46,26 +47,6 @@ _SLACK_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reserve:
-    size_bytes: int
-    read: frozenset[tuple[int, int]]
-    """Address and size of the memory from which snapshots will be copied."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Retain:
-    step: int
-    pinned: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReleaseAfter:
-    """Release snapshots of later steps, which a rollback undid."""
-
-    after_step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _SlotContent:
     """A snapshot that was completed in a slot."""
 
@@ -74,7 +55,8 @@ class _SlotContent:
     parts: tuple[SnapshotPart, ...]
 
 
-_Task = TrainerCapture | _Reserve | _Retain | _ReleaseAfter | RepairWrite
+_Task = TrainerCapture | Callable[[], object]
+"""A snapshot to write, or another change of the arena."""
 
 
 class SnapshotWriter:
@@ -138,7 +120,7 @@ class SnapshotWriter:
     def begin_generation(self, groups: tuple[LayerGroup, ...], step: int) -> None:
         """Begin a generation at ``step``: save ``groups`` from now on, and release snapshots of later steps."""
         self._groups, self._reserved = groups, False
-        self.enqueue(_ReleaseAfter(after_step=step))
+        self._enqueue(partial(self._release_after, step))
 
     def begin(self, generation: int, step: int, vote: Vote) -> None:
         """Begin to copy the current state, that of the committed ``step``. Small parts are copied before it
@@ -167,7 +149,7 @@ class SnapshotWriter:
         with self._changed:
             self._capture = capture
             self._schedule.discount()
-        self.enqueue(capture)
+        self._enqueue(capture)
 
     def record_step(self, elapsed: StepTimes) -> None:
         """Record the times of a step that was committed.
@@ -184,7 +166,7 @@ class SnapshotWriter:
             with contextlib.suppress(Exception):
                 sized = self._make_capture(0, 0, Vote(loss=0.0, gradient_norm=0.0))
                 size_bytes = sized.size_bytes + _SLACK_BYTES
-                self.enqueue(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
+                self._enqueue(partial(self._reserve, size_bytes, sized.host_ranges()))
 
     def finish(self) -> None:
         """Help to copy what was begun, and return when the state may change."""
@@ -233,9 +215,14 @@ class SnapshotWriter:
 
     def retain(self, step: int, pinned: int = 0) -> None:
         """Release snapshots older than ``step``, except ``pinned``. That of ``step`` is complete on all nodes."""
-        self.enqueue(_Retain(step=step, pinned=pinned))
+        self._enqueue(partial(self._release_older, step, pinned))
 
-    def enqueue(self, task: _Task) -> None:
+    def write_repair(self, repair: RepairWrite) -> None:
+        """Write repaired bytes into a snapshot, if it is still there."""
+        where = repair.step, repair.generation, repair.part, repair.offset
+        self._enqueue(partial(self._arena.rewrite, *where, repair.data))
+
+    def _enqueue(self, task: _Task) -> None:
         """Append a task for the thread."""
         with self._changed:
             self._tasks.append(task)
@@ -312,7 +299,10 @@ class SnapshotWriter:
                     return
                 task = self._tasks[0]
             try:
-                self._execute(task)
+                if isinstance(task, TrainerCapture):
+                    self._write_capture(task)
+                else:
+                    task()
             except Exception as error:
                 # Unexpected errors are included: if the thread ended, the main thread would wait forever.
                 self._abandon(task, error)
@@ -320,25 +310,26 @@ class SnapshotWriter:
                 self._tasks.popleft()
                 self._changed.notify_all()
 
-    def _execute(self, task: _Task) -> None:
-        match task:
-            case TrainerCapture():
-                self._write_capture(task)
-            case _Reserve():
-                self._contents.clear()
-                for slot in self._arena.reserve(task.size_bytes, _SLOTS):
-                    if self._is_async:
-                        self._side.pin(slot.number, slot.view)
-                collapse_pages(task.read)
-            case _Retain():
-                self._retained, self._pinned = task.step, task.pinned
-                steps = [manifest.step for manifest in self._arena.snapshots]
-                self._arena.release(step for step in steps if step < task.step and step != task.pinned)
-            case RepairWrite():
-                self._arena.rewrite(task.step, task.generation, task.part, task.offset, task.data)
-            case _ReleaseAfter():
-                self._contents.clear()  # In a new generation, layers may have other contents and positions.
-                self._arena.release(m.step for m in self._arena.snapshots if m.step > task.after_step)
+    def _reserve(self, size_bytes: int, read: set[tuple[int, int]]) -> None:
+        """Reserve slots.
+
+        :param read: address and size of the memory from which snapshots will be copied.
+        """
+        self._contents.clear()
+        for slot in self._arena.reserve(size_bytes, _SLOTS):
+            if self._is_async:
+                self._side.pin(slot.number, slot.view)
+        collapse_pages(read)
+
+    def _release_older(self, step: int, pinned: int) -> None:
+        self._retained, self._pinned = step, pinned
+        steps = [manifest.step for manifest in self._arena.snapshots]
+        self._arena.release(one for one in steps if one < step and one != pinned)
+
+    def _release_after(self, step: int) -> None:
+        """Release snapshots of later steps, which a rollback undid."""
+        self._contents.clear()  # In a new generation, layers may have other contents and positions.
+        self._arena.release(m.step for m in self._arena.snapshots if m.step > step)
 
     def _write_capture(self, capture: TrainerCapture) -> None:
         self._make_room()
