@@ -15,6 +15,7 @@ from runtime.snapshots.groups import LayerGroup
 from runtime.snapshots.movers import Bytes, Mover
 from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units, source_of
 from statemachine.messages.values import Vote
+from storage.codes import Code
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import padded_size
 from storage.manifest import BLOCK_BYTES, PartDigester, SnapshotPart, digests_of_blocks
@@ -73,19 +74,16 @@ class TrainerCapture:
         """Add what this rank saves of the group, from the current state."""
         bucket = SnapshotBucket(mover)
         images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
-        layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
-        offset = self.shards_bytes
-        self.add_units(shard_units(layout, group.owner, bucket, offset, self.unit_bytes), offset)
-        name = group.name
-        self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
+        self.add_shard(f"{group.name}/shard", group.code, group.owner, bucket)
         small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
-        self.small.append((f"{name}/small", small))
-        self.describe(group, bucket.size_bytes)
+        self.describe(group, bucket.size_bytes, small)
 
-    def add_units(self, units: Iterable[ShardUnit], offset: int) -> None:
-        """Add the units of the shard at ``offset``, and record which of its blocks training does not change."""
+    def add_shard(self, name: str, code: Code, owner: int, bucket: SnapshotBucket) -> None:
+        """Add an owner's shard of a bucket, and record which of its blocks training does not change."""
+        layout, offset = ShardLayout(code=code, bucket_bytes=bucket.size_bytes), self.shards_bytes
+        self.shards.append((name, offset, layout.shard_bytes(owner)))
         frozen: set[int] = set()
-        for unit in units:
+        for unit in shard_units(layout, owner, bucket, offset, self.unit_bytes):
             self.units.append(unit)
             if unit.frozen:
                 first = unit.offset - offset
@@ -114,11 +112,12 @@ class TrainerCapture:
     def _shard_of(self, unit: ShardUnit) -> int:
         return max(offset for _, offset, _ in self.shards if offset <= unit.offset)
 
-    def describe(self, group: LayerGroup, bucket_bytes: int) -> None:
-        """Describe an added group for the manifest.
+    def describe(self, group: LayerGroup, bucket_bytes: int, small: bytes) -> None:
+        """Add a group's small part, and describe the group for the manifest.
 
         :param bucket_bytes: size of the bucket that its owners share, or of this rank's own parts.
         """
+        self.small.append((f"{group.name}/small", small))
         self.groups.append(
             {
                 "first_layer": group.first_layer,

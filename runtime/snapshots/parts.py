@@ -12,7 +12,7 @@ from runtime.precision import dtype_name
 from runtime.snapshots.capture import TrainerCapture, padded_bytes
 from runtime.snapshots.groups import LayerGroup
 from runtime.snapshots.movers import HostMover, Mover
-from runtime.snapshots.shard_units import SnapshotBucket, shard_units, source_of
+from runtime.snapshots.shard_units import SnapshotBucket, source_of
 from runtime.zero.cells import Fractions
 from runtime.zero.part_states import PartState
 from runtime.zero.sharding import ShardedState
@@ -20,14 +20,12 @@ from storage import partimage
 from storage.codes import make_code
 from storage.layerstate import padded_size
 from storage.partimage import LayerPart, PartImage, ShardedImage, TensorRange, WholeLayer
-from storage.shards import ShardLayout
 
 
 def add_parts(
     capture: TrainerCapture, group: LayerGroup, model: Model, sharding: ShardedState, mover: Mover
 ) -> None:
     """Add what this rank saves of the group, from the current state."""
-    name = group.name
     wanted = [("shard", False)] if group.own else []
     if group.replica:
         wanted.append(("replica", True))
@@ -54,15 +52,11 @@ def add_parts(
             )
         if not replica:
             own_bytes = bucket.size_bytes
-        layout = ShardLayout(code=make_code("none", 1), bucket_bytes=bucket.size_bytes)
-        offset = capture.shards_bytes
-        capture.add_units(shard_units(layout, 0, bucket, offset, capture.unit_bytes), offset)
-        capture.shards.append((f"{name}/{kind}", offset, layout.shard_bytes(0)))
+        capture.add_shard(f"{group.name}/{kind}", make_code("none", 1), 0, bucket)
     image = ShardedImage(
         layers=tuple(_whole(layer, model, sharding) for layer in group.layers), held=tuple(held)
     )
-    capture.small.append((f"{name}/small", image.to_bytes()))
-    capture.describe(group, own_bytes)
+    capture.describe(group, own_bytes, image.to_bytes())
 
 
 def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
