@@ -10,34 +10,18 @@ import asyncio
 import re
 import ssl
 from collections.abc import Mapping
-from typing import Protocol, Self, cast
+from typing import Self, cast
 
 from yarl import URL
 
 from ftd.snapshots.shards.protocol import StallDetector
+from ftd.snapshots.shards.receiving import BlockTransfer
 
 MAX_HEAD_BYTES = 8192
 _STATUS = re.compile(r"HTTP/1\.[01] (\d{3})(?: .*)?", re.ASCII)
 _NAME = re.compile(r"[!#-'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
 _MOST_AT_ONCE_BYTES = 1024 * 1024
 """Largest number of bytes received at once, during which the event loop does nothing else."""
-
-
-class ResponseSink(Protocol):
-    """One range of a request, and the memory for its bytes."""
-
-    def check_head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Check the head of the answer.
-
-        :param headers: values by name in lower case.
-        :raises Exception: the answer is not acceptable.
-        """
-
-    def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; empty when all have arrived."""
-
-    def advance(self, size_bytes: int) -> None:
-        """Note that this number of bytes was written there."""
 
 
 class ShardConnection(asyncio.BufferedProtocol):
@@ -53,7 +37,7 @@ class ShardConnection(asyncio.BufferedProtocol):
         self._head = bytearray(MAX_HEAD_BYTES)
         self._filled = 0
         self._transport: asyncio.Transport | None = None
-        self._sink: ResponseSink | None = None
+        self._block: BlockTransfer | None = None
         self._done: asyncio.Future[None] | None = None
         self._body = False
         """Whether the head has arrived and was accepted, and bytes of the body are missing."""
@@ -80,15 +64,15 @@ class ShardConnection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Close at once; nothing is written into anybody's memory from now on."""
-        self._sink = None
+        self._block = None
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
 
-    async def get(self, url: URL, headers: Mapping[str, str], sink: ResponseSink) -> None:
-        """Fill the memory of ``sink`` with the answer. On any error the connection is closed.
+    async def get(self, url: URL, headers: Mapping[str, str], block: BlockTransfer) -> None:
+        """Fill the memory of ``block`` with the answer. On any error the connection is closed.
 
-        What the sink's check of the head raises is raised as well.
+        What the block's check of the head raises is raised as well.
 
         :raises OSError: the connection broke, or it stalled.
         :raises ValueError: the answer is malformed.
@@ -101,7 +85,7 @@ class ShardConnection(asyncio.BufferedProtocol):
             self.close()
             raise ValueError("its earlier answer cannot be requested in one line")
         done = self._loop.create_future()
-        self._sink, self._done = sink, done
+        self._block, self._done = block, done
         self._last = False
         self._heard_at = self._loop.time()
         self._watching = self._loop.call_later(self._stall_s, self._watch)
@@ -112,7 +96,7 @@ class ShardConnection(asyncio.BufferedProtocol):
             self.close()
             raise
         finally:
-            self._sink, self._done = None, None
+            self._block, self._done = None, None
             self._watching.cancel()
         if self._last:
             self.close()
@@ -130,33 +114,33 @@ class ShardConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         # uvloop calls this once more after an answer's last byte.
-        if self._body and self._sink is not None:
-            return self._sink.buffer()[:_MOST_AT_ONCE_BYTES]
+        if self._body and self._block is not None:
+            return self._block.buffer()[:_MOST_AT_ONCE_BYTES]
         return memoryview(self._head)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        sink = self._sink
-        if sink is None or self._done is None or self._done.done():
+        block = self._block
+        if block is None or self._done is None or self._done.done():
             self.close()  # Unsolicited data.
             return
         try:
             if self._body:
-                sink.advance(nbytes)
+                block.advance(nbytes)
                 self._meter.record(nbytes)
             else:
                 self._filled += nbytes
-                self._read_head(sink)
+                self._read_head(block)
             self._heard_at = self._loop.time()
         except Exception as error:
             self._fail(error)
             return
-        if self._body and not len(sink.buffer()):
-            self._sink, self._body, self._filled = None, False, 0
+        if self._body and not len(block.buffer()):
+            self._block, self._body, self._filled = None, False, 0
             self._done.set_result(None)
 
     # --- one answer ------------------------------------------------------------------------------
 
-    def _read_head(self, sink: ResponseSink) -> None:
+    def _read_head(self, block: BlockTransfer) -> None:
         """Read the head as far as it has arrived, and the bytes of the body that follow it."""
         end = self._head.find(b"\r\n\r\n", 0, self._filled)
         if end < 0:
@@ -165,14 +149,14 @@ class ShardConnection(asyncio.BufferedProtocol):
             return
         status, headers = _parsed(self._head[:end].decode("latin-1"))
         self._last = headers.get("connection", "").lower() == "close"
-        sink.check_head(status, headers)
+        block.check_head(status, headers)
         beyond = memoryview(self._head)[end + 4 : self._filled]
         while beyond:
-            place = sink.buffer()[: len(beyond)]
+            place = block.buffer()[: len(beyond)]
             if not place:
                 raise ValueError("more bytes arrived than were requested")
             place[:] = beyond[: len(place)]
-            sink.advance(len(place))
+            block.advance(len(place))
             beyond = beyond[len(place) :]
         self._body, self._meter = True, StallDetector(self._stall_s)
 

@@ -25,6 +25,11 @@ class BlockTransfer:
         """Digest of these bytes as the server computed it, if one was requested."""
 
     def check_head(self, status: int, headers: Mapping[str, str]) -> None:
+        """Check the head of an answer.
+
+        :param headers: values by name in lower case.
+        :raises PeerError, SourceBusy: the answer is not acceptable.
+        """
         source, part = self.location.source, self.location.part
         check_status(source, status, 206)
         first, last = self.first + self.received, self.first + len(self.into) - 1
@@ -40,9 +45,11 @@ class BlockTransfer:
             self.digest = digest
 
     def buffer(self) -> memoryview:
+        """Return the memory for the next bytes; empty when all have arrived."""
         return self.into[self.received :]
 
     def advance(self, size_bytes: int) -> None:
+        """Note that this number of bytes was written there."""
         before, self.received = self.received, self.received + size_bytes
         if before // BLOCK_BYTES < self.received // BLOCK_BYTES or self.received == len(self.into):
             self.progress.set()
