@@ -31,7 +31,6 @@ Bytes = NDArray[np.uint8]
 SLOTS = 3
 """REFT's bound: the memory for at most three snapshots."""
 _PAGE_BYTES = mmap.PAGESIZE
-_MANIFEST = "step-{:012d}.json"
 _DRAFT = "slot-{}.draft"
 """Name of a slot while it grows. If the process is killed then, the file has its full size and holes."""
 
@@ -129,13 +128,13 @@ class Arena:
 
         :raises OSError: the manifest cannot be written; the snapshot is not complete.
         """
-        write_record(self.directory / _MANIFEST.format(manifest.step), manifest)
+        write_record(manifest_path(self.directory, manifest.step), manifest)
         self._manifests[manifest.step] = manifest
 
     def release(self, steps: Iterable[int]) -> None:
         """Release the snapshots of these steps; their slots may be written again."""
         for step in steps:
-            (self.directory / _MANIFEST.format(step)).unlink(missing_ok=True)
+            manifest_path(self.directory, step).unlink(missing_ok=True)
             self._manifests.pop(step, None)
 
     def rewrite(self, step: int, generation: int, name: str, offset: int, data: bytes) -> bool:
@@ -166,12 +165,9 @@ class Arena:
 
     # --- slots -----------------------------------------------------------------------------------
 
-    def _slot_path(self, number: int) -> Path:
-        return self.directory / f"slot-{number}"
-
     def _slot_bytes(self, number: int) -> int:
         try:
-            return self._slot_path(number).stat().st_size
+            return slot_path(self.directory, number).stat().st_size
         except FileNotFoundError:
             return 0
 
@@ -179,7 +175,7 @@ class Arena:
         mapping = self._maps.get(number)
         size = self._slot_bytes(number)
         if mapping is None or len(mapping) != size:
-            with self._slot_path(number).open("r+b") as file:
+            with slot_path(self.directory, number).open("r+b") as file:
                 mapping = self._maps[number] = map_file(file.fileno(), size)
             prefault(mapping)
         return mapping
@@ -200,7 +196,7 @@ class Arena:
         if wanted - here > (free := free_bytes(self.directory)):
             raise self._full_error(wanted, free)
         self._maps.pop(number, None)
-        path, draft = self._slot_path(number), self.directory / _DRAFT.format(number)
+        path, draft = slot_path(self.directory, number), self.directory / _DRAFT.format(number)
         if here:
             path.rename(draft)
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
@@ -235,7 +231,7 @@ class Arena:
         for path in sorted(self.directory.glob("step-*.json")):
             try:
                 manifest = read_record(path, SnapshotManifest)
-                if not 0 <= manifest.slot < SLOTS or path.name != _MANIFEST.format(manifest.step):
+                if not 0 <= manifest.slot < SLOTS or path != manifest_path(self.directory, manifest.step):
                     raise CorruptDataError(f"{path} names slot {manifest.slot} and step {manifest.step}")
                 check_parts(manifest, self._slot_bytes(manifest.slot))
             except (CorruptDataError, OSError) as error:
@@ -247,6 +243,16 @@ class Arena:
         for draft in (*self.directory.glob(".step-*"), *self.directory.glob(_DRAFT.format("*"))):
             with contextlib.suppress(OSError):
                 draft.unlink()
+
+
+def manifest_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's manifest in an arena."""
+    return directory / f"step-{step:012d}.json"
+
+
+def slot_path(directory: Path, number: int) -> Path:
+    """Return the path of a slot of an arena."""
+    return directory / f"slot-{number}"
 
 
 def manifests_in(directory: Path) -> list[SnapshotManifest]:

@@ -51,7 +51,7 @@ class RepairWriter:
                 raise RepairError(f"{part.name} was not repaired within {REPAIR_WRITE_TIMEOUT_S:g} s")
             if held.owner:
                 await self._copies.rewrite(held, part, first, data)
-            elif not self._trainers.trainer_pids(_device(held)):
+            elif not self._trainers.trainer_pids(held.device):
                 self._arenas.write(held, part, first, data)
             elif now - asked_at >= _REPEAT_S:
                 asked_at = now
@@ -62,7 +62,7 @@ class RepairWriter:
                     offset=first,
                     data=data,
                 )
-                self._trainers.send(_device(held), frame)
+                self._trainers.send(held.device, frame)
             await asyncio.sleep(_POLL_S)
 
     def find_own_parts(
@@ -73,7 +73,7 @@ class RepairWriter:
         return [
             (held, part)
             for held in found
-            if not held.owner and device in (None, _device(held))
+            if not held.owner and device in (None, held.device)
             for part in held.manifest.parts
             if part.size_bytes
         ]
@@ -85,7 +85,3 @@ class RepairWriter:
         byte = self._arenas.view(held, part)[at] ^ 1 << bit
         self._arenas.write(held, part, at, bytes([byte]))
         log.warning("bit_flipped", part=part.name, step=held.manifest.step, byte=at, bit=bit)
-
-
-def _device(held: ArenaSnapshot) -> int:
-    return int(held.directory.name.split("-")[1])

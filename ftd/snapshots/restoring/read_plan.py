@@ -15,7 +15,15 @@ import numpy as np
 from ftd.errors import PeerError
 from ftd.snapshots.restoring.holders import ShardHolder
 from ftd.tasks import gather_all
-from storage.shards import Bytes, RangeSources, ShardLayout, decode_bucket, merge_ranges, range_sources, xor_into
+from storage.shards import (
+    Bytes,
+    RangeSources,
+    ShardLayout,
+    decode_bucket,
+    merge_ranges,
+    range_sources,
+    xor_into,
+)
 
 _MIN_BORROWED_BYTES = 256 * 1024
 """Smallest range that is borrowed. Its reader verifies whole blocks, which is not worthwhile for less."""
@@ -312,7 +320,9 @@ async def recompute_shard(
 
     def make_plans() -> list[tuple[int, ReadPlan]]:
         origins = layout.origins(owner, offset, offset + len(target))
-        return [(low - offset, plan_read(layout, usable, start, start + size)) for low, start, size in origins]
+        return [
+            (low - offset, plan_read(layout, usable, start, start + size)) for low, start, size in origins
+        ]
 
     async def add(place: int, plan: ReadPlan) -> None:
         memory = np.empty(plan.size_bytes, dtype=np.uint8)

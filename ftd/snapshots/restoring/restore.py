@@ -40,6 +40,7 @@ from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout
 
+
 class LayerRestoreError(PeerError):
     """The layers cannot be put together.
 
@@ -295,9 +296,7 @@ class Restorer(SnapshotReader):
                 self._report_corruption(holder.node, holder.small.name, str(error))
             else:
                 return image
-        raise LayerRestoreError(
-            f"no node that is present has the headers of {_where(group)}", self._bad
-        )
+        raise LayerRestoreError(f"no node that is present has the headers of {_where(group)}", self._bad)
 
     async def _whole(self, holder: ShardHolder, part: SnapshotPart) -> bytes:
         if holder.held is not None:
@@ -334,9 +333,7 @@ class Restorer(SnapshotReader):
                 )
             except TooManyLossesError as error:
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
-                raise LayerRestoreError(
-                    f"{_where(group)}: {error} ({', '.join(names)})", self._bad
-                ) from None
+                raise LayerRestoreError(f"{_where(group)}: {error} ({', '.join(names)})", self._bad) from None
             if memory is None or len(memory) < plan.size_bytes:
                 memory = await asyncio.to_thread(target.allocate, plan.size_bytes)
             try:

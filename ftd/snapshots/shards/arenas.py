@@ -23,7 +23,7 @@ from msgspec.structs import astuple
 
 from ftd.errors import ConfigurationError
 from statemachine.messages.values import HeldSnapshot
-from storage.arena import Arena
+from storage.arena import Arena, manifest_path, slot_path
 from storage.errors import CorruptDataError
 from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, read_record, record_digest
 from storage.pages import Bytes, map_file, prefault
@@ -60,13 +60,18 @@ class ArenaSnapshot:
     """For a copy, the node whose snapshot it is; empty for this node's own."""
 
     @property
+    def device(self) -> int:
+        """Number of the device whose arena it is, or of which it is a copy."""
+        return int(self.directory.name.split("-")[1])
+
+    @property
     def slot(self) -> Path:
         """File with its bytes."""
-        return self.directory / f"slot-{int(self.manifest.slot)}"
+        return slot_path(self.directory, self.manifest.slot)
 
     def as_borrowed(self) -> BorrowedSnapshot:
         """Return the reference to this snapshot for a reader that borrows its bytes."""
-        path = (self.directory / _manifest_name(self.manifest.step)).absolute()
+        path = manifest_path(self.directory, self.manifest.step).absolute()
         return BorrowedSnapshot(manifest=str(path), digest=record_digest(self.manifest))
 
 
@@ -290,10 +295,11 @@ class NodeArenas:
         held = []
         for directory, owner in self._arenas(job):
             try:
-                manifest = read_record(directory / _manifest_name(step), SnapshotManifest)
+                manifest = read_record(manifest_path(directory, step), SnapshotManifest)
                 if (manifest.job_id, manifest.step) != (job_id, step):
                     raise CorruptDataError(f"it is of step {manifest.step} of job {manifest.job_id[:80]!r}")
-                check_parts(manifest, (directory / f"slot-{int(manifest.slot)}").stat().st_size)
+                one = ArenaSnapshot(manifest=manifest, directory=directory, owner=owner)
+                check_parts(manifest, one.slot.stat().st_size)
             except FileNotFoundError:
                 continue
             except (CorruptDataError, OSError) as error:
@@ -301,7 +307,7 @@ class NodeArenas:
                     "snapshot_unusable", job=job_id, step=step, directory=str(directory), reason=str(error)
                 )
                 continue
-            held.append(ArenaSnapshot(manifest=manifest, directory=directory, owner=owner))
+            held.append(one)
         return tuple(held)
 
     def view(self, held: ArenaSnapshot, part: SnapshotPart) -> memoryview:
@@ -371,10 +377,6 @@ class NodeArenas:
             yield from sorted(directory.iterdir())
         except FileNotFoundError:
             return
-
-
-def _manifest_name(step: int) -> str:
-    return f"step-{step:012d}.json"
 
 
 def _corruptions(manifest: SnapshotManifest, directory: Path, parts: tuple[str, ...]) -> list[Corruption]:

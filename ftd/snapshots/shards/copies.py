@@ -66,9 +66,7 @@ class CopyStore:
     :param changed: called when what is held has changed.
     """
 
-    def __init__(
-        self, arenas: NodeArenas, *, node: str, changed: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, arenas: NodeArenas, *, node: str, changed: Callable[[], None] = lambda: None) -> None:
         self._arenas, self._node, self.changed = arenas, node, changed
         self._job_id: str | None = None
         self._retained_step = 0

@@ -6,7 +6,6 @@ that rejects the copy, breaks the contract or stalls causes a ``PeerError`` that
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from urllib.parse import quote
 
 import aiohttp
@@ -68,8 +67,9 @@ class CopySender:
     async def _attempt(self, held: ArenaSnapshot, to: SnapshotSource) -> str:
         """Offer, send what is missing, and commit; return what arrived corrupt, in words."""
         manifest, session = held.manifest, self._client.session
-        device = _device_of(held.directory)
-        path = f"/v1/{quote(manifest.job_id, safe='')}/{manifest.step}/copies/{quote(self._owner)}/{device}"
+        path = (
+            f"/v1/{quote(manifest.job_id, safe='')}/{manifest.step}/copies/{quote(self._owner)}/{held.device}"
+        )
         async with session.put(
             self._client.url(to, path), data=encode_record(manifest), allow_redirects=False
         ) as response:
@@ -145,7 +145,3 @@ async def _body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     while len(body) < most_bytes and (chunk := await response.content.readany()):
         body += chunk
     return bytes(body[:most_bytes])
-
-
-def _device_of(directory: Path) -> int:
-    return int(directory.name.rpartition("-")[2])

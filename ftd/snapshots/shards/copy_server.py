@@ -35,7 +35,7 @@ class CopyServer:
     def __init__(self, copies: CopyStore, *, stall_s: float) -> None:
         self._copies = copies
         self._stall_s = stall_s
-        self._streams = 0
+        self._streams = asyncio.Semaphore(MAX_RECEIVED)
 
     def add_to(self, app: web.Application) -> None:
         route = "/v1/{job}/{step}/copies/{owner}/{device}"
@@ -75,14 +75,14 @@ class CopyServer:
         if part is None:
             raise web.HTTPNotFound(text="no such part was offered")
         first, end = _range_of(request, part)
-        if self._streams >= MAX_RECEIVED:
+        if self._streams.locked():
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
         if first != draft.received[part.name]:
             raise web.HTTPConflict(text=f"{draft.received[part.name]} bytes of {part.name} have arrived")
-        self._streams += 1
         draft.turn += 1
         try:
-            await self._receive(request, draft, part, end, draft.turn)
+            async with self._streams:
+                await self._receive(request, draft, part, end, draft.turn)
         except (ConnectionError, web.RequestPayloadError):
             raise web.HTTPBadRequest(text="the connection broke") from None  # Nobody reads this answer.
         except TimeoutError:
@@ -90,8 +90,6 @@ class CopyServer:
             if request.transport is not None:
                 request.transport.abort()
             raise web.HTTPRequestTimeout(text="the sender stalled") from None
-        finally:
-            self._streams -= 1
         return web.Response(body=encode_record(CopyProgress(received=dict(draft.received))))
 
     async def _receive(

@@ -82,11 +82,10 @@ class ShardServer:
         self._host = host
         self._port = port
         self.rate = AsyncRateLimiter(rate_bytes_s)
-        self._most_streams = max_streams
+        self._streams = asyncio.Semaphore(max_streams)
         self._stall_s = stall_s
         self._greeting_s = greeting_s
         self._routes = tuple(routes)
-        self._streams = 0
         self._verifying = asyncio.Lock()
         self._verified: tuple[float, tuple[ArenaSnapshot, ...], tuple[str, ...]] = (0.0, (), ())
         self._rejections = RateLimitedLog(log, "unauthorised")
@@ -166,10 +165,9 @@ class ShardServer:
     async def _part(self, request: web.Request) -> web.StreamResponse:
         held, part = self._find_part(request)
         first, end = _range_of(request, part)
-        if self._streams >= self._most_streams:
+        if self._streams.locked():
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
-        self._streams += 1
-        try:
+        async with self._streams:
             memory = self._arenas.view(held, part)[first:end]
             headers = {
                 "Content-Type": "application/octet-stream",
@@ -185,23 +183,18 @@ class ShardServer:
             response = web.StreamResponse(status=status, headers=headers)
             await self._stream(request, response, memory)
             return response
-        finally:
-            self._streams -= 1
 
     async def _link(self, request: web.Request) -> web.StreamResponse:
         """Send zeros, with which another node tests the link to this one."""
         size = request.match_info["size"]
         if not _STEP.fullmatch(size) or not 1 <= int(size) <= LINK_TEST_BYTES:
             raise web.HTTPNotFound(text=f"1 to {LINK_TEST_BYTES} bytes are sent")
-        if self._streams >= self._most_streams:
+        if self._streams.locked():
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
-        self._streams += 1
-        try:
+        async with self._streams:
             response = web.StreamResponse(headers={"Content-Length": size})
             await self._stream(request, response, memoryview(bytes(int(size))))
             return response
-        finally:
-            self._streams -= 1
 
     def _find_part(self, request: web.Request) -> tuple[ArenaSnapshot, SnapshotPart]:
         """Return the part that a request names.

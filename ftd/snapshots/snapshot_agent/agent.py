@@ -14,7 +14,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +51,6 @@ ARENA_NAMES = re.compile(r"(?:rank|copy|parity)-(\d{1,6})()", re.ASCII)
 JOB_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 RUN_FILE = "run.json"
 ProtectionPhase = Literal["pin", "copy", "release"]
-PROTECTION_PHASES: tuple[ProtectionPhase, ...] = ("pin", "copy", "release")
 PIN_TIMEOUT_S = 60.0
 """Limit for a host until all its ranks have a step that rank 0 has."""
 COPY_TIMEOUT_S = 1800.0
@@ -82,6 +81,12 @@ class SnapshotAgent:
         self.root, self.address = root, address
         self._arenas, self._client, self._peers = arenas, client, peers
         self._rate_bytes_s = rate_bytes_s
+        self.phases: dict[ProtectionPhase, Callable[[ProtectRequest], Awaitable[None]]] = {
+            "pin": self.pin,
+            "copy": self.copy,
+            "release": self.release,
+        }
+        """What this host does for a step, in this order; each phase begins when all hosts have ended the one before."""
         self._leading: dict[str, asyncio.Task[None]] = {}
         self._copies: dict[tuple[str, str], Arena] = {}
         """Arenas that this agent writes, by job and name of the directory."""
@@ -191,7 +196,7 @@ class SnapshotAgent:
                 continue
             message = ProtectRequest(run=run, step=newest)
             try:
-                for phase in PROTECTION_PHASES:
+                for phase in self.phases:
                     await gather_all(self._on_all_hosts(message, phase))
             except (PeerError, OSError) as error:
                 if str(error) != last_error:
@@ -202,10 +207,9 @@ class SnapshotAgent:
                 done, last_error, rest_s = newest, "", _POLL_S
 
     def _on_all_hosts(self, message: ProtectRequest, phase: ProtectionPhase) -> list[Awaitable[None]]:
-        here = {"pin": self.pin, "copy": self.copy, "release": self.release}[phase]
         hosts = dict.fromkeys(message.run.hosts + message.run.spare_hosts)
         return [
-            here(message)
+            self.phases[phase](message)
             if host == self.address
             else self._client.send(host, phase, message, PIN_TIMEOUT_S + COPY_TIMEOUT_S)
             for host in hosts

@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import msgspec
 import structlog
@@ -22,7 +23,7 @@ from ftd.errors import ConfigurationError, PeerError
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
-from ftd.snapshots.snapshot_agent.agent import ARENA_NAMES, SnapshotAgent
+from ftd.snapshots.snapshot_agent.agent import ARENA_NAMES, ProtectionPhase, SnapshotAgent
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from ftd.snapshots.snapshot_agent.fetcher import SnapshotFetcher
 from ftd.transport.http_server import listen
@@ -131,7 +132,7 @@ class SnapshotAgentDaemon:
         app.router.add_get("/v1/held/{job}", self._answer(self._get_held_by_all))
         app.router.add_post("/v1/protect", self._answer(self._begin))
         app.router.add_post("/v1/fetch", self._answer(self._fetch))
-        app.router.add_post("/v1/remove/{job}", self._answer(self._remove_everywhere))
+        app.router.add_post("/v1/remove/{job}", self._answer(partial(self._remove, everywhere=True)))
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -150,10 +151,8 @@ class SnapshotAgentDaemon:
     def _routes(self) -> list[web.RouteDef]:
         return [
             web.get("/scripts/held/{job}", self._answer(self._get_held), allow_head=False),
-            web.post("/scripts/pin", self._answer(self._pin)),
-            web.post("/scripts/copy", self._answer(self._copy)),
-            web.post("/scripts/release", self._answer(self._release)),
-            web.post("/scripts/remove/{job}", self._answer(self._remove)),
+            web.post("/scripts/{phase:pin|copy|release}", self._answer(self._protect)),
+            web.post("/scripts/remove/{job}", self._answer(partial(self._remove, everywhere=False))),
         ]
 
     @staticmethod
@@ -192,29 +191,18 @@ class SnapshotAgentDaemon:
     async def _fetch(self, request: web.Request) -> Any:
         return await self._fetcher.fetch(await _read(request, FetchRequest))
 
-    async def _remove_everywhere(self, request: web.Request) -> Any:
-        await self._agent.remove(request.match_info["job"], everywhere=True)
-        return {}
-
     # --- other agents ---------------------------------------------------------------------------
 
     async def _get_held(self, request: web.Request) -> Any:
         return self._agent.held(request.match_info["job"])
 
-    async def _pin(self, request: web.Request) -> Any:
-        await self._agent.pin(await _read(request, ProtectRequest))
+    async def _protect(self, request: web.Request) -> Any:
+        phase = cast(ProtectionPhase, request.match_info["phase"])
+        await self._agent.phases[phase](await _read(request, ProtectRequest))
         return {}
 
-    async def _copy(self, request: web.Request) -> Any:
-        await self._agent.copy(await _read(request, ProtectRequest))
-        return {}
-
-    async def _release(self, request: web.Request) -> Any:
-        await self._agent.release(await _read(request, ProtectRequest))
-        return {}
-
-    async def _remove(self, request: web.Request) -> Any:
-        await self._agent.remove(request.match_info["job"], everywhere=False)
+    async def _remove(self, request: web.Request, *, everywhere: bool) -> Any:
+        await self._agent.remove(request.match_info["job"], everywhere=everywhere)
         return {}
 
 

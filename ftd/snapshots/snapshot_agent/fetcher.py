@@ -10,8 +10,9 @@ import asyncio
 import mmap
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -151,9 +152,7 @@ class SnapshotFetcher:
                 shards = {owner: await self._shard(wanted, owner) for owner in present}
                 plan = await asyncio.to_thread(plan_read, layout, present, 0, layout.bucket_bytes)
                 with _MappedFile(draft, layout.bucket_bytes) as data:
-                    await execute_read(
-                        plan, data, {}, lambda owner, pieces: self._read(wanted, shards[owner], pieces)
-                    )
+                    await execute_read(plan, data, {}, partial(self._read, wanted, shards))
                 return
             except ShardsUnusableError as error:
                 if lost == everybody - here:
@@ -184,7 +183,9 @@ class SnapshotFetcher:
             for number, manifest in enumerate(manifests):
                 layout = manifest.layout
                 if (manifest.generation, layout.get("owner")) == (wanted.generation, owner):
-                    parts = sorted((p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset)
+                    parts = sorted(
+                        (p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset
+                    )
                     bad = [part.name for part in parts if part.name in corrupt]
                     if bad:
                         raise PeerError(f"{source} has a corrupt {bad[0]}")
@@ -194,13 +195,17 @@ class SnapshotFetcher:
             raise ShardsUnusableError([(owner, error)]) from None
 
     async def _read(
-        self, wanted: FetchRequest, shard: "_Shard", pieces: Sequence[tuple[int, Bytes]]
+        self,
+        wanted: FetchRequest,
+        shards: Mapping[int, "_Shard"],
+        owner: int,
+        pieces: Sequence[tuple[int, Bytes]],
     ) -> None:
-        """Read bytes of a shard.
+        """Read bytes of an owner's shard.
 
         :raises PeerError: they are corrupt, or could not be fetched.
         """
-        fetches = []
+        shard, fetches = shards[owner], []
         for first, into in pieces:
             end = first + len(into)
             for part in shard.parts:
@@ -212,9 +217,7 @@ class SnapshotFetcher:
                     await asyncio.to_thread(self._read_here, shard.held, part, low - part.offset, target)
                 else:
                     location = _location(shard.source, wanted, part)
-                    fetches.append(
-                        RangeRequest(location=location, first=low - part.offset, into=target.data)
-                    )
+                    fetches.append(RangeRequest(location=location, first=low - part.offset, into=target.data))
         await self._client.fetch(fetches)
 
     def _read_here(self, held: ArenaSnapshot, part: SnapshotPart, first: int, target: Bytes) -> None:

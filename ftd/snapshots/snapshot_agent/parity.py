@@ -107,11 +107,11 @@ class ParityGroup:
         wanted: list[RangeRequest] = []
         for first, into in pieces:
             into[:] = 0
-            if first >= self._segment_bytes:
-                at, location = first - self._segment_bytes, self._parity[position]
-                wanted.append(RangeRequest(location=location, first=at, into=into.data))
-            else:
-                wanted += self._image_ranges(position, first, into)
+            inside = min(max(self._segment_bytes - first, 0), len(into))
+            wanted += self._image_ranges(position, first, into[:inside])
+            if inside < len(into):
+                location, at = self._parity[position], first + inside - self._segment_bytes
+                wanted.append(RangeRequest(location=location, first=at, into=into[inside:].data))
         await self._client.fetch(wanted)
 
     def _image_ranges(self, position: int, first: int, into: Bytes) -> Iterable[RangeRequest]:

@@ -84,9 +84,7 @@ def test_any_bytes_of_any_shard_are_recomputed_from_the_others(
     first = data.draw(st.integers(0, len(shards[owner]) - 1))
     end = data.draw(st.integers(first + 1, len(shards[owner])))
     found = np.full(end - first, 255, dtype=np.uint8)
-    used = asyncio.run(
-        recompute_shard(layout, owner, present, first, found, reader_of(shards, present))
-    )
+    used = asyncio.run(recompute_shard(layout, owner, present, first, found, reader_of(shards, present)))
     assert used <= present
     assert np.array_equal(found, shards[owner][first:end])
 

@@ -23,7 +23,16 @@ from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSou
 from statemachine.messages.values import ReplicaPeer
 from storage.arena import Arena
 from storage.manifest import BLOCK_BYTES, SnapshotPart, digest_of
-from tests.helpers.kept_snapshots import JOB, TOKEN, Node, flip, held_keys, raw_request, shared_directory, write
+from tests.helpers.kept_snapshots import (
+    JOB,
+    TOKEN,
+    Node,
+    flip,
+    held_keys,
+    raw_request,
+    shared_directory,
+    write,
+)
 
 PART = "group-0/shard"
 SIZE = 3 * STREAM_BYTES + 12345
