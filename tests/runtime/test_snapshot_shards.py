@@ -101,8 +101,7 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str, pooled: bool) -> None:
             capture = TrainerCapture(
                 generation=1, step=1, vote=Vote(loss=0.0, gradient_norm=0.0), unit_bytes=3 * mib // 2
             )
-            capture.add_units(shard_units(layout, owner, bucket, 0, capture.unit_bytes), 0)
-            capture.shards.append(("shard", 0, size_bytes))
+            capture.add_shard("shard", layout.code, owner, bucket)
             assert sum(unit.size_bytes for unit in capture.units) == size_bytes
             if slot is None:
                 slot = np.full(size_bytes, 0xA5, dtype=np.uint8)
