@@ -1,3 +1,3 @@
-"""The ``ftd`` command. Each module registers its commands with ``register(app)`` and imports heavy modules
-inside them.
+"""The ``ftd`` command. Each module has a command or a group of them, which ``main`` lists, and imports heavy
+modules inside them.
 """

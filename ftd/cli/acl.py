@@ -5,10 +5,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    app.command("acl")(acl)
-
-
 def acl(
     nodes: Annotated[
         str, typer.Option(help="Names of the nodes, separated by commas; each node is the user of that name.")

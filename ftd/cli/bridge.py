@@ -8,10 +8,6 @@ import typer
 from ftd.cli.options import ClusterOptions, with_cluster_options
 
 
-def register(app: typer.Typer) -> None:
-    app.command("bridge")(bridge)
-
-
 @with_cluster_options
 def bridge(
     webhook: Annotated[

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ftd.cli import soak
 from ftd.cli.chaos_run import run
 from ftd.cli.options import (
     ClusterOptions,
@@ -17,6 +16,7 @@ from ftd.cli.options import (
     set_parameters,
     with_cluster_options,
 )
+from ftd.cli.soak import soak
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
@@ -46,22 +46,14 @@ SizeOption = Annotated[
 SeedOption = Annotated[int, typer.Option(help="Seed of the random choice of messages.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    chaos = typer.Typer(
-        name="chaos",
-        help="Inject faults into nodes that allow it.\n\n"
-        "Such nodes have chaos = true under [node] in their ftd.toml.\n\n"
-        "Example: ftd chaos kill node-2",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    trainers = kill, term, stop, hang, raise_, slow, flip, corrupt, bad_device
-    for command in (*trainers, disconnect, lossy, fill_memory, fill_disk):
-        chaos.command(command.__name__.rstrip("_").replace("_", "-"))(_fault_command(command))
-    chaos.command("run")(run)
-    chaos.command("soak")(soak.soak)
-    app.add_typer(chaos)
+group = typer.Typer(
+    name="chaos",
+    help="Inject faults into nodes that allow it.\n\n"
+    "Such nodes have chaos = true under [node] in their ftd.toml.\n\n"
+    "Example: ftd chaos kill node-2",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 # Each of these functions declares the options of one fault, and ``_fault_command`` makes its command.
@@ -227,13 +219,13 @@ def fill_disk(node: NodeArgument, size_mib: SizeOption = None, for_s: ShortDurat
 
 def _fault_command(declared: Callable[..., None]) -> Callable[..., None]:
     """Return the command of a fault: with the parameters of ``declared``, then those that all commands have."""
+    do: Any = declared.__name__.rstrip("_")
 
     def command(*, node: str, where: ClusterOptions, as_json: JsonOption = False, **fields: Any) -> None:
-        do: Any = declared.__name__.rstrip("_")
         _inject(where.resolve(), do, node, fields, as_json=as_json)
 
     own, common = (inspect.signature(each).parameters for each in (declared, command))
-    command.__doc__ = declared.__doc__
+    command.__name__, command.__doc__ = do, declared.__doc__
     set_parameters(command, [*own.values(), common["where"], common["as_json"]])
     return with_cluster_options(command)
 
@@ -266,3 +258,10 @@ def _inject(
         print_json({"node": node, "fault": do, "cluster": address.cluster})
     else:
         typer.echo(f"{do} {node}")
+
+
+_OF_TRAINERS = kill, term, stop, hang, raise_, slow, flip, corrupt, bad_device
+for fault in (*_OF_TRAINERS, disconnect, lossy, fill_memory, fill_disk):
+    group.command()(_fault_command(fault))
+group.command()(run)
+group.command()(soak)

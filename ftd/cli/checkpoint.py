@@ -39,11 +39,9 @@ class Dtype(StrEnum):
 
 StepOption = Annotated[int | None, typer.Option(min=0, help="Use the checkpoint of this step.")]
 
-group = typer.Typer(no_args_is_help=True, help="List, verify and export persistent checkpoints.")
-
-
-def register(app: typer.Typer) -> None:
-    app.add_typer(group, name="checkpoint")
+group = typer.Typer(
+    name="checkpoint", no_args_is_help=True, help="List, verify and export persistent checkpoints."
+)
 
 
 @group.command("list")

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("submit")(submit)
-    app.command("status")(status)
-    app.command("events")(events)
-    app.command("story")(story)
-    app.command("drain")(drain)
-    app.command("readmit")(readmit)
-    app.command("stop")(stop)
-
-
 @with_cluster_options
 def submit(
     job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],

@@ -14,19 +14,16 @@ FileOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    config = typer.Typer(
-        name="config",
-        help="Show and check the configuration of the daemons.\n\n"
-        "Example: ftd config check --config /etc/ftd/ftd.toml",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    for command in (show, check, schema, reference):
-        config.command(command.__name__)(command)
-    app.add_typer(config)
+group = typer.Typer(
+    name="config",
+    help="Show and check the configuration of the daemons.\n\n"
+    "Example: ftd config check --config /etc/ftd/ftd.toml",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
+@group.command()
 def show(config: FileOption = None, as_json: JsonOption = False) -> None:
     """Show every key with its value and its origin.
 
@@ -49,6 +46,7 @@ def show(config: FileOption = None, as_json: JsonOption = False) -> None:
         typer.echo(f"{setting.key.name:<{wide}}  {value:<{longest}}  {setting.origin}")
 
 
+@group.command()
 def check(
     config: Annotated[Path, typer.Option("--config", help="Path of this host's ftd.toml.")],
     node: Annotated[
@@ -71,6 +69,18 @@ def check(
     typer.echo(f"{config} is valid: cluster {loaded.cluster}, node {loaded.node}, broker {loaded.broker.url}")
 
 
+@group.command()
+def schema() -> None:
+    """Print the JSON Schema of ftd.toml, for editors and tools.
+
+    Example: ftd config schema > ftd.schema.json
+    """
+    from ftd.config.daemon_file import daemon_schema as made
+
+    typer.echo(json.dumps(made(), indent=2))
+
+
+@group.command()
 def reference() -> None:
     """Print all keys of both files as a Markdown page.
 
@@ -82,13 +92,3 @@ def reference() -> None:
     from ftd.config.job_reference import render_job_reference
 
     typer.echo(f"{render_daemon_reference()}\n{render_job_reference()}", nl=False)
-
-
-def schema() -> None:
-    """Print the JSON Schema of ftd.toml, for editors and tools.
-
-    Example: ftd config schema > ftd.schema.json
-    """
-    from ftd.config.daemon_file import daemon_schema as made
-
-    typer.echo(json.dumps(made(), indent=2))

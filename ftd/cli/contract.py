@@ -6,10 +6,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    app.command("contract")(contract)
-
-
 def contract(
     against: Annotated[
         Path | None,

@@ -10,10 +10,6 @@ import typer
 from ftd.garbage import rare_collections
 
 
-def register(app: typer.Typer) -> None:
-    app.command("coordinator")(coordinator)
-
-
 def coordinator(
     config: Annotated[
         Path | None,

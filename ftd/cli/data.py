@@ -9,7 +9,9 @@ import typer
 
 from ftd.errors import ConfigurationError
 
-group = typer.Typer(no_args_is_help=True, help="Prepare texts for training: tokenizers and token files.")
+group = typer.Typer(
+    name="data", no_args_is_help=True, help="Prepare texts for training: tokenizers and token files."
+)
 
 FilesArgument = Annotated[
     list[str],
@@ -19,10 +21,6 @@ FilesArgument = Annotated[
 ]
 FieldOption = Annotated[str, typer.Option(help="Field with the text, for files with records.")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace existing output.")]
-
-
-def register(app: typer.Typer) -> None:
-    app.add_typer(group, name="data")
 
 
 @group.command()

@@ -10,10 +10,6 @@ from ftd.cli.options import JsonOption, print_json, run_async
 _MARKS = {"ok": "ok     ", "warning": "warning", "failed": "FAILED "}
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
-
-
 def doctor(
     config: Annotated[
         Path | None,

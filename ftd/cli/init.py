@@ -18,10 +18,6 @@ T = TypeVar("T")
 Size = Literal["tiny", "small", "medium", "large"]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("init")(init)
-
-
 def init(
     path: Annotated[Path, typer.Argument(help="Job file to write.", metavar="PATH")] = Path("job.toml"),
     model: Annotated[

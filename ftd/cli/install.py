@@ -6,10 +6,6 @@ from typing import Annotated, Literal
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    app.command("install")(install)
-
-
 def install(
     role: Annotated[Literal["node", "coordinator"], typer.Argument(help="Daemon to install on this host.")],
     config: Annotated[

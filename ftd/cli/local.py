@@ -11,10 +11,6 @@ PLAIN_COLUMNS = 110
 """Width of output to a file or a pipe, which has no terminal width."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("local")(local)
-
-
 def local(
     job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of nodes to start.")],

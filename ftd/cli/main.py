@@ -10,31 +10,25 @@ from typing import Annotated
 import typer
 
 import ftd
-from ftd.cli import (
-    acl,
-    bridge,
-    chaos,
-    checkpoint,
-    client,
-    config,
-    contract,
-    coordinator,
-    data,
-    doctor,
-    init,
-    install,
-    local,
-    node,
-    plan,
-    profile,
-    reliability,
-    replay,
-    report,
-    sim,
-    snapshot,
-    top,
-    trace,
-)
+from ftd.cli import chaos, checkpoint, config, data, snapshot
+from ftd.cli.acl import acl
+from ftd.cli.bridge import bridge
+from ftd.cli.client import drain, events, readmit, status, stop, story, submit
+from ftd.cli.contract import contract
+from ftd.cli.coordinator import coordinator
+from ftd.cli.doctor import doctor
+from ftd.cli.init import init
+from ftd.cli.install import install
+from ftd.cli.local import local
+from ftd.cli.node import node
+from ftd.cli.plan import plan
+from ftd.cli.profile import profile
+from ftd.cli.reliability import reliability
+from ftd.cli.replay import replay
+from ftd.cli.report import report
+from ftd.cli.sim import sim
+from ftd.cli.top import top
+from ftd.cli.trace import trace
 from ftd.errors import ConfigurationError, FtdError
 
 app = typer.Typer(
@@ -43,23 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_RUNNING = (init, local, coordinator, node, client, top, report, snapshot, trace, chaos, bridge)
-for module in (
-    *_RUNNING,
-    plan,
-    profile,
-    reliability,
-    replay,
-    checkpoint,
-    data,
-    config,
-    acl,
-    contract,
-    install,
-    doctor,
-    sim,
-):
-    module.register(app)
+_OF_A_CLUSTER = (submit, status, events, story, drain, readmit, stop, top, report, trace, bridge)
+_WITHOUT_CLUSTER = (plan, profile, reliability, replay, acl, contract, install, doctor, sim)
+for command in (init, local, coordinator, node, *_OF_A_CLUSTER, *_WITHOUT_CLUSTER):
+    app.command()(command)
+for module in (snapshot, chaos, checkpoint, data, config):
+    app.add_typer(module.group)
 
 
 def _print_version(requested: bool) -> None:

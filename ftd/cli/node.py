@@ -9,10 +9,6 @@ import typer
 from ftd.garbage import rare_collections
 
 
-def register(app: typer.Typer) -> None:
-    app.command("node")(node)
-
-
 def node(
     config: Annotated[Path, typer.Option(help="Path of this host's ftd.toml.")],
     snapshots_only: Annotated[

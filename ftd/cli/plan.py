@@ -81,10 +81,7 @@ PlotOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("plan")(with_table_options(PlannerOptions)(plan))
-
-
+@with_table_options(PlannerOptions)
 def plan(
     nodes: NodesOption,
     job: JobArgument = None,

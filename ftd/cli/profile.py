@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from statemachine.messages.values import Job
 
 
-def register(app: typer.Typer) -> None:
-    app.command("profile")(profile)
-
-
 def profile(
     job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
     output: Annotated[

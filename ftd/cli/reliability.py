@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from planner.reliability import Survival
 
 
-def register(app: typer.Typer) -> None:
-    app.command("reliability")(reliability)
-
-
 def reliability(
     cluster: Annotated[
         Path, typer.Argument(help="File that describes the cluster and its failures.", metavar="CLUSTER.toml")

@@ -29,10 +29,6 @@ _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)")
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-def register(app: typer.Typer) -> None:
-    app.command("replay")(replay)
-
-
 def _print_names(requested: bool) -> None:
     if not requested:
         return

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from ftd.transport.address import ClusterAddress
 
 
-def register(app: typer.Typer) -> None:
-    app.command("report")(report)
-
-
 @with_cluster_options
 def report(
     job: Annotated[

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from ftd.faults.sim.simulation_run import SeedResult
 
 
-def register(app: typer.Typer) -> None:
-    app.command("sim")(sim)
-
-
 ScenarioOption = Annotated[
     Path | None,
     typer.Option(

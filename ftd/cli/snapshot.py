@@ -13,14 +13,12 @@ from ftd.cli.options import (
 )
 from ftd.errors import ConfigurationError
 
-snapshot = typer.Typer(no_args_is_help=True, help="Take and configure the running job's snapshots.")
+group = typer.Typer(
+    name="snapshot", no_args_is_help=True, help="Take and configure the running job's snapshots."
+)
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(snapshot, name="snapshot")
-
-
-@snapshot.command("now")
+@group.command("now")
 @with_cluster_options
 def now(*, where: ClusterOptions, as_json: JsonOption = False) -> None:
     """Take a snapshot after the step in flight.
@@ -34,7 +32,7 @@ def now(*, where: ClusterOptions, as_json: JsonOption = False) -> None:
     _request(where, {"now": True}, as_json=as_json, with_outcome=True)
 
 
-@snapshot.command("every")
+@group.command("every")
 @with_cluster_options
 def every(
     interval: Annotated[
@@ -64,7 +62,7 @@ def every(
     _request(where, {"every_steps": steps}, as_json=as_json)
 
 
-@snapshot.command("protect")
+@group.command("protect")
 @with_cluster_options
 def protect(
     scheme: Annotated[

@@ -15,10 +15,6 @@ PAST_EVENTS = 200
 PAST_STEPS = 1000
 
 
-def register(app: typer.Typer) -> None:
-    app.command("top")(top)
-
-
 @with_cluster_options
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,

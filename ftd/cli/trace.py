@@ -20,10 +20,6 @@ _LEAD_S = 0.5
 """Time between the request and the first step, so that all ranks begin with the same step."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("trace")(trace)
-
-
 @with_cluster_options
 def trace(
     steps: Annotated[int, typer.Option(min=1, max=_MOST_STEPS, help="Number of steps to record.")] = 5,
