@@ -4,6 +4,7 @@ bars.
 They take the public cluster state.
 """
 
+import re
 from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -66,19 +67,10 @@ def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> Renderable
     return Group(table, Text(f"… and {counts}", style="dim"))
 
 
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+def natural_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key by which node-10 follows node-9."""
-    parts: list[tuple[int, int, str]] = []
-    digits = ""
-    for character in f"{name}\0":
-        if character.isdigit():
-            digits += character
-            continue
-        if digits:
-            parts.append((0, int(digits), ""))
-            digits = ""
-        parts.append((1, 0, character))
-    return tuple(parts)
+    parts = re.findall(r"\d+|\D+", name)
+    return [(False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts]
 
 
 def _roles(pipelines: Sequence[JsonMap]) -> dict[str, str]:
