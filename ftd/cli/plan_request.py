@@ -1,5 +1,6 @@
 """Turns the options and files of ``ftd plan`` into a profile, a policy and a number of nodes."""
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,12 +239,12 @@ def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | Non
     if known is not None:
         return known
     assert job is not None, "one of the two was given"
-    from ftd.cli.profiling.layers import measure_profile
+    from ftd.cli.profiling.layers import measure_layers
     from ftd.observe.view.progress import delayed_progress
 
     with delayed_progress("measuring layers") as on_progress:
         way = options.activation_checkpointing or job.policy.activation_checkpointing
-        return measure_profile(job, on_progress, activation_checkpointing=way)
+        return asyncio.run(measure_layers(job, on_progress, activation_checkpointing=way)).profile
 
 
 def _policy_of_job(job: "Job", options: PlanOptions) -> Policy:

@@ -1,6 +1,5 @@
 """Measures a job's model layer by layer on this machine's own device."""
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -8,24 +7,8 @@ import msgspec
 from ftd.cli.profiling.process import ProgressCallback, run_measurement
 
 if TYPE_CHECKING:
-    from planner.values import ModelProfile
     from runtime.wire.measurement import LayerMeasurements
     from statemachine.messages.values import Job
-
-
-def measure_profile(
-    job: "Job", on_progress: ProgressCallback = lambda done, total: None, *, activation_checkpointing: str
-) -> "ModelProfile":
-    """Return the profile for the planner, without a measured network.
-
-    :param activation_checkpointing: kind to plan with, whatever the job says.
-    :param on_progress: called with the number of measured layers and of all layers.
-    :raises ConfigurationError: the training function, or what it returns, cannot be used.
-    """
-    from planner.values import ModelProfile
-
-    found = asyncio.run(measure_layers(job, on_progress, activation_checkpointing=activation_checkpointing))
-    return msgspec.convert(msgspec.to_builtins(found.profile), ModelProfile)
 
 
 async def measure_layers(
@@ -33,7 +16,9 @@ async def measure_layers(
 ) -> "LayerMeasurements":
     """Return all measurements, by default with every kind of recomputation.
 
-    :raises ConfigurationError: see ``measure_profile``.
+    :param activation_checkpointing: kind to plan with, whatever the job says.
+    :param on_progress: called with the number of measured layers and of all layers.
+    :raises ConfigurationError: the training function, or what it returns, cannot be used.
     """
     from runtime.wire.measurement import LayerMeasurements
 

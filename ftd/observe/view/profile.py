@@ -7,7 +7,6 @@ from rich.text import Text
 from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, ProfileDocument
 from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import format_size, plural
-from planner.values import Link
 from runtime.wire.measurement import TimingSpread
 
 _MAX_COUNTS = 6
@@ -129,5 +128,4 @@ def _fits(document: ProfileDocument) -> Text:
 
 
 def _link(entry: LinkEntry) -> str:
-    link = Link(latency_ms=entry.latency_ms, bytes_per_s=entry.bytes_per_s)
-    return f"{link.latency_ms:.3f} ms + {link.bytes_per_s / 1e9:.3g} GB/s"
+    return f"{entry.latency_ms:.3f} ms + {entry.bytes_per_s / 1e9:.3g} GB/s"
