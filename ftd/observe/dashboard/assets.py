@@ -1,6 +1,5 @@
 """The page's files, compressed once, and plotly's JavaScript from its wheel, compressed on first use."""
 
-import asyncio
 import gzip
 import hashlib
 import mimetypes
@@ -33,22 +32,12 @@ def load_pages() -> dict[str, Asset]:
     return {path.name: _asset(path.name, path.read_bytes()) for path in sorted(PAGE.iterdir())}
 
 
-class PlotlyAsset:
-    """Plotly's JavaScript, 1.5 MB compressed; a thread compresses it once, for the first browser that asks."""
+@cache
+def load_plotly() -> Asset:
+    """Return plotly's JavaScript, 1.5 MB compressed.
 
-    def __init__(self) -> None:
-        self._making: asyncio.Future[Asset] | None = None
-
-    async def get(self) -> Asset:
-        """Return the file.
-        :raises OSError: plotly is not installed completely.
-        """
-        if self._making is None or (self._making.done() and self._making.exception() is not None):
-            self._making = asyncio.ensure_future(asyncio.to_thread(_plotly))
-        return await asyncio.shield(self._making)
-
-
-def _plotly() -> Asset:
+    :raises OSError: plotly is not installed completely.
+    """
     spec = find_spec("plotly")
     if spec is None or spec.origin is None:
         raise FileNotFoundError("plotly is not installed")

@@ -11,7 +11,7 @@ from aiohttp import web
 from ftd.config.dashboard import DashboardAddress
 from ftd.errors import ConfigurationError
 from ftd.observe.dashboard.access import HEADERS, DashboardAccess
-from ftd.observe.dashboard.assets import PLOTLY, Asset, PlotlyAsset, load_pages
+from ftd.observe.dashboard.assets import PLOTLY, Asset, load_pages, load_plotly
 from ftd.observe.dashboard.feed import DeltaFeed, PositionExpiredError
 from ftd.observe.dashboard.model import DashboardModel
 from ftd.transport.http_server import BoundedHttpServer
@@ -53,7 +53,7 @@ class DashboardServer:
         self._address, self._model, self._feed, self._cluster = address, model, feed, cluster
         self._silence_s = silence_s
         self._access = DashboardAccess(address, cluster)
-        self._plotly = PlotlyAsset()
+        self._compressing = asyncio.Lock()
         self._document: tuple[float, bytes] = (-_FRESH_S, b"")
         self._encoding = asyncio.Lock()
         self._http_server: BoundedHttpServer | None = None
@@ -181,7 +181,8 @@ class DashboardServer:
 
     async def _library(self, request: web.Request) -> web.StreamResponse:
         try:
-            answer = _packed(await self._plotly.get())
+            async with self._compressing:  # The first browser that asks has it compressed, for all of them.
+                answer = _packed(await asyncio.to_thread(load_plotly))
         except OSError as error:
             _log.error("plotly_missing", problem=str(error))
             raise web.HTTPNotFound from None
