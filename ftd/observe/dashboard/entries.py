@@ -1,5 +1,8 @@
-"""Renders an event for the page's list: bounded in size whoever sent it, with its text and its chapter."""
+"""Entries of the page's lists, which only grow. That of an event is bounded in size whoever sent it, and has its
+text and its chapter.
+"""
 
+from collections import deque
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +22,31 @@ _BULKY = frozenset(
 """Details whose size grows with the cluster; the page takes them from the state or does without."""
 
 
-def build_entry(message: EventMessage, number: int, index: ChapterIndex) -> Json:
+class NumberedEntries:
+    """The newest entries of a list, numbered from 1 in their field ``n``."""
+
+    def __init__(self, most: int) -> None:
+        self.newest: deque[Json] = deque(maxlen=most)
+        self.count = 0
+        """Number of entries that were ever added."""
+        self._taken = 0
+
+    def add(self, entry: Json) -> None:
+        self.count += 1
+        self.newest.append({"n": self.count, **entry})
+
+    def last(self, count: int) -> list[Json]:
+        """Return the last ``count`` entries, as far as they are kept."""
+        return [self.newest[index] for index in range(-min(count, len(self.newest)), 0)]
+
+    def take(self) -> list[Json]:
+        """Return the entries that were added since the previous call, as far as they are kept."""
+        fresh = self.last(self.count - self._taken)
+        self._taken = self.count
+        return fresh
+
+
+def build_entry(message: EventMessage, index: ChapterIndex) -> Json:
     """Return the list entry of an event. A node's event may contain anything."""
     name = message.event[:MAX_NAME]
     plain = {
@@ -32,7 +59,6 @@ def build_entry(message: EventMessage, number: int, index: ChapterIndex) -> Json
         "details": message.details,
     }
     return {
-        "n": number,
         "event": name,
         "words": event_title(plain),
         "severity": message.severity,

@@ -5,15 +5,14 @@ opened. ``take_delta`` returns what changed since its previous call, for all pag
 every later delta equals the document at that time.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from ftd.observe.dashboard.buckets import list_buckets
-from ftd.observe.dashboard.entries import MAX_REASON, build_entry, seconds
-from ftd.observe.dashboard.recovery import CompletedRecoveries, encode_recovery
+from ftd.observe.dashboard.entries import MAX_REASON, NumberedEntries, build_entry, seconds
+from ftd.observe.dashboard.recovery import encode_completed, encode_recovery
 from ftd.observe.dashboard.trend import Trend
 from ftd.observe.run_model import (
     EvaluatedFact,
@@ -39,6 +38,7 @@ MAX_IN_DELTA = 300
 """Largest number of events in a delta; a page that misses more fetches the document."""
 PAGE = 500
 MAX_MARKS = 300
+MAX_RECOVERIES = 50
 MAX_EVALUATIONS = 100
 MAX_LAYOUTS = 4
 MAX_ENTRIES = 1000
@@ -62,21 +62,22 @@ class DashboardModel:
 
     def __init__(self) -> None:
         self.trend = Trend()
-        self.recoveries = CompletedRecoveries()
+        self.recoveries = NumberedEntries(MAX_RECOVERIES)
         self._run = RunModel(most=MAX_ENTRIES)
         self._state: Json = {}
         self._nodes: dict[str, Json] = {}
-        self._events: deque[Json] = deque(maxlen=MAX_EVENTS)
-        self._marks: deque[Json] = deque(maxlen=MAX_MARKS)
+        self._events = NumberedEntries(MAX_EVENTS)
+        self._marks = NumberedEntries(MAX_MARKS)
         self._evaluations: list[Json] = []
         self._index = ChapterIndex()
-        self._number = 0
-        self._mark_number = 0
         self._layouts: dict[int, list[Json]] = {}
         self._replica_peers: dict[str, str] = {}
         self._snapshot_layout: Json | None = None
         self._snapshot_layout_source: Json | None = None
-        self._sent = _SentData()
+        self._sent_state: Json = {}
+        self._sent_nodes: dict[str, Json] = {}
+        self._sent: Json = {"snapshot_layout": None, "evaluations": None, "recovery": None}
+        """The parts that deltas replace as a whole, as of the last delta."""
 
     # --- input ---------------------------------------------------------------------------------------
 
@@ -112,8 +113,7 @@ class DashboardModel:
                 self._apply(fact, message)
         if message.event in QUIET_EVENTS:
             return
-        self._number += 1
-        self._events.append(build_entry(message, self._number, self._index))
+        self._events.add(build_entry(message, self._index))
 
     def restore(self, events: Iterable[EventMessage], steps: Iterable[Json], stride: int) -> None:
         """Load the journal's events and steps before anything else arrives.
@@ -159,14 +159,12 @@ class DashboardModel:
             case PhaseEndedFact(event="PlanChosen", generation=int(generation)):
                 self._keep_layout(generation, fact.pipelines)
             case RecoveryCompletedFact() if not fact.recovery.is_start:
-                self.recoveries.add(fact, message.details["recovery"])
+                self.recoveries.add(encode_completed(fact, message.details["recovery"]))
             case Fact(event="SnapshotCompleted"):
                 self._replica_peers, self._snapshot_layout_source = message.details["replica_peers"], None
         if (kind := _MARKS.get(message.event)) is not None:
-            self._mark_number += 1
-            self._marks.append(
+            self._marks.add(
                 {
-                    "n": self._mark_number,
                     "at": fact.at,
                     "kind": kind,
                     "event": message.event,
@@ -216,10 +214,10 @@ class DashboardModel:
             "state": self._state,
             "nodes": {name: _node(node) for name, node in self._nodes.items()},
             "snapshot_layout": self._snapshot_layout,
-            "events": list(self._events)[-FIRST_EVENTS:],
-            "oldest": self._events[0]["n"] if self._events else self._number + 1,
+            "events": self._events.last(FIRST_EVENTS),
+            "oldest": self._events.count - len(self._events.newest) + 1,
             "trend": [0, self.trend.points],
-            "marks": list(self._marks),
+            "marks": list(self._marks.newest),
             "evaluations": self._evaluations,
             "recovery": self.current_recovery,
             "recoveries": list(self.recoveries.newest),
@@ -227,47 +225,30 @@ class DashboardModel:
 
     def events_before(self, number: int) -> list[Json]:
         """Return a page of events before ``number``, oldest first."""
-        newest = self._number
-        skipped = max(0, newest - number + 1)
-        end = max(0, len(self._events) - skipped)
-        return [self._events[index] for index in range(max(0, end - PAGE), end)]
+        events = self._events.newest
+        skipped = max(0, self._events.count - number + 1)
+        end = max(0, len(events) - skipped)
+        return [events[index] for index in range(max(0, end - PAGE), end)]
 
     def take_delta(self) -> Json | None:
         """Return what changed since the last call, or ``None`` if nothing did."""
-        sent = self._sent
-        delta: Json = {}
-        changed = {k: v for k, v in self._state.items() if k not in sent.state or sent.state[k] != v}
-        if changed:
-            delta["state"] = changed
-        if nodes := self._nodes_since(sent.nodes):
-            delta["nodes"] = nodes
-        if self._snapshot_layout != sent.snapshot_layout:
-            delta["snapshot_layout"] = self._snapshot_layout
-        if self._evaluations is not sent.evaluations:
-            delta["evaluations"] = self._evaluations
-        if (count := self._number - sent.events) > 0:
-            delta["events"] = [
-                self._events[i] for i in range(-min(count, MAX_IN_DELTA, len(self._events)), 0)
-            ]
-        if (fresh := self.trend.take()) is not None:
-            delta["trend"] = fresh
-        if (count := self._mark_number - sent.marks) > 0:
-            delta["marks"] = list(self._marks)[-min(count, MAX_MARKS) :]
-        running = self.current_recovery
-        if running != sent.recovery:
-            delta["recovery"] = running
-        if (count := self.recoveries.count - sent.recoveries) > 0:
-            delta["recoveries"] = list(self.recoveries.newest)[-min(count, len(self.recoveries.newest)) :]
-        self._sent = _SentData(
-            state=self._state,
-            nodes=self._nodes,
-            snapshot_layout=self._snapshot_layout,
-            evaluations=self._evaluations,
-            events=self._number,
-            marks=self._mark_number,
-            recovery=running,
-            recoveries=self.recoveries.count,
-        )
+        before = self._sent_state
+        delta: Json = {
+            "state": {k: v for k, v in self._state.items() if k not in before or before[k] != v},
+            "nodes": self._nodes_since(self._sent_nodes),
+            "events": self._events.take()[-MAX_IN_DELTA:],
+            "trend": self.trend.take(),
+            "marks": self._marks.take(),
+            "recoveries": self.recoveries.take(),
+        }
+        delta = {part: changes for part, changes in delta.items() if changes}
+        whole = {
+            "snapshot_layout": self._snapshot_layout,
+            "evaluations": self._evaluations,
+            "recovery": self.current_recovery,
+        }
+        delta |= {part: content for part, content in whole.items() if content != self._sent[part]}
+        self._sent_state, self._sent_nodes, self._sent = self._state, self._nodes, whole
         return delta or None
 
     def _nodes_since(self, before: Mapping[str, Json]) -> Json:
@@ -280,20 +261,6 @@ class DashboardModel:
             if old is None or any(old[field] != node[field] for field in _NODE_FIELDS):
                 changed_nodes[name] = _node(node)
         return changed_nodes | dict.fromkeys(before.keys() - self._nodes.keys())
-
-
-class _SentData:
-    """The data up to which deltas were taken."""
-
-    def __init__(self, **sent: Any) -> None:
-        self.state: Json = sent.get("state", {})
-        self.nodes: dict[str, Json] = sent.get("nodes", {})
-        self.snapshot_layout: Json | None = sent.get("snapshot_layout")
-        self.evaluations: list[Json] | None = sent.get("evaluations")
-        self.events: int = sent.get("events", 0)
-        self.marks: int = sent.get("marks", 0)
-        self.recovery: Json | None = sent.get("recovery")
-        self.recoveries: int = sent.get("recoveries", 0)
 
 
 def _node(node: Mapping[str, Any]) -> Json:

@@ -1,6 +1,5 @@
 """Recoveries in the page's JSON: the one in progress, and those that are complete."""
 
-from collections import deque
 from typing import Any
 
 from ftd.observe.dashboard.entries import MAX_NODES, MAX_REASON
@@ -10,7 +9,6 @@ from ftd.observe.view.text import CAUSE_WORDS
 
 Json = dict[str, Any]
 
-MAX_DONE = 50
 _DROPPED = ("pipelines_before", "pipelines_after")
 
 
@@ -33,32 +31,21 @@ def encode_recovery(timeline: RecoveryTimeline | None) -> Json | None:
     }
 
 
-class CompletedRecoveries:
-    """The newest completed recoveries."""
-
-    def __init__(self) -> None:
-        self.newest: deque[Json] = deque(maxlen=MAX_DONE)
-        self.count = 0
-        """Number of recoveries that were ever added."""
-
-    def add(self, fact: RecoveryCompletedFact, details: Json) -> None:
-        """Add a recovery with the details of its event."""
-        timeline, recovery = fact.timeline, fact.recovery
-        losses = timeline.losses if timeline is not None else ()
-        self.count += 1
-        self.newest.append(
-            {
-                **{key: value for key, value in details.items() if key not in _DROPPED},
-                "nodes": list(recovery.nodes)[:MAX_NODES],
-                "n": self.count,
-                "at": fact.at,
-                "phases": list(shown_phases_ms(recovery).items()),
-                "change": CAUSE_WORDS.get(recovery.cause, recovery.cause),
-                "failure": recovery.failure,
-                "decision": _short(timeline.decision) if timeline is not None else None,
-                "losses": [_loss_json(loss) for loss in losses],
-            }
-        )
+def encode_completed(fact: RecoveryCompletedFact, details: Json) -> Json:
+    """Return a completed recovery.
+    :param details: ``recovery`` in the details of its event.
+    """
+    timeline, recovery = fact.timeline, fact.recovery
+    return {
+        **{key: value for key, value in details.items() if key not in _DROPPED},
+        "nodes": list(recovery.nodes)[:MAX_NODES],
+        "at": fact.at,
+        "phases": list(shown_phases_ms(recovery).items()),
+        "change": CAUSE_WORDS.get(recovery.cause, recovery.cause),
+        "failure": recovery.failure,
+        "decision": _short(timeline.decision) if timeline is not None else None,
+        "losses": [_loss_json(loss) for loss in timeline.losses] if timeline is not None else [],
+    }
 
 
 def _loss_json(loss: DetectionFact) -> Json:
