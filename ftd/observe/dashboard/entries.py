@@ -6,6 +6,8 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ftd.observe.view.lines import event_text, event_title
 from ftd.observe.view.story import ChapterIndex
 from ftd.transport.wire.public import EventMessage, encode_json
@@ -49,20 +51,13 @@ class NumberedEntries:
 def build_entry(message: EventMessage, index: ChapterIndex) -> Json:
     """Return the list entry of an event. A node's event may contain anything."""
     name = message.event[:MAX_NAME]
-    plain = {
-        "event": name,
-        "cause": message.cause[:MAX_NAME],
-        "generation": message.generation,
-        "node": message.node[:MAX_NAME] if message.node else None,
-        "step": message.step,
-        "reason": message.reason,
-        "details": message.details,
-    }
+    node = message.node[:MAX_NAME] if message.node else None
+    plain = asdict(message) | {"event": name, "cause": message.cause[:MAX_NAME], "node": node}
     return {
         "event": name,
         "words": event_title(plain),
         "severity": message.severity,
-        "node": plain["node"],
+        "node": node,
         "nodes": _nodes(message.details),
         "generation": message.generation,
         "step": message.step,

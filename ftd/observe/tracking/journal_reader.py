@@ -42,31 +42,20 @@ class JournalReader:
                 self._seen[kind] = rows[-1][0]
         return found
 
-    def read_steps(self, after: int, limit: int) -> list[LoggedRow]:
-        """Return committed steps after ``after``, oldest first.
+    def read_range(self, kind: Kind, after: int, limit: int, *, last: int = 2**62) -> list[LoggedRow]:
+        """Return the rows of the steps after ``after`` up to ``last``, oldest first.
 
         :raises OSError: the journal cannot be read.
         """
-        return self._range("step", after, None, limit)
-
-    def read_evaluations(self, after: int, last: int, limit: int) -> list[LoggedRow]:
-        """Return evaluations of the steps after ``after`` up to ``last``, oldest first.
-
-        :raises OSError: the journal cannot be read.
-        """
-        return self._range("evaluation", after, last, limit)
-
-    def close(self) -> None:
-        self._db.close()
-
-    def _range(self, kind: Kind, after: int, last: int | None, limit: int) -> list[LoggedRow]:
         query = f"SELECT step, at, generation, details FROM {_TABLES[kind]} WHERE job = ? AND step > ?"
         with _readable():
             rows = self._db.execute(
-                f"{query} AND step <= ? ORDER BY step LIMIT ?",
-                (self._job, after, 2**62 if last is None else last, limit),
+                f"{query} AND step <= ? ORDER BY step LIMIT ?", (self._job, after, last, limit)
             ).fetchall()
         return [_row(kind, *row) for row in rows]
+
+    def close(self) -> None:
+        self._db.close()
 
 
 @contextmanager

@@ -80,10 +80,8 @@ class WriterLock:
         """
         try:
             newest = int(json.loads(self._term_file.read_bytes())["term"])
-        except FileNotFoundError:
-            newest = -1
-        except (ValueError, KeyError, TypeError):
-            newest = -1  # A power failure cut the file off.
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            newest = -1  # There is none yet, or a power failure cut it off.
         if newest > self._term:
             raise NewerWriterError
         if newest < self._term:
@@ -192,10 +190,10 @@ class TrackingWriter:
         contradicted = [row.step for row in new_rows if record.contradicts(row)]
         if contradicted:
             record.supersede(min(contradicted))
-        rows = journal.read_steps(record.last_step, BATCH)
+        rows = journal.read_range("step", record.last_step, BATCH)
         batch = self._contiguous(record, rows)
         newest = batch[-1].step if batch else record.last_step
-        batch += journal.read_evaluations(record.last_evaluation, newest, BATCH)
+        batch += journal.read_range("evaluation", record.last_evaluation, BATCH, last=newest)
         batch.sort(key=lambda row: (row.step, row.kind != "step"))
         if batch:
             record.append(batch)
