@@ -34,6 +34,22 @@ class Cursor:
         return Cursor(step=step, evaluation=evaluation)
 
 
+def append_synced(file: int, data: bytes, size: int) -> int:
+    """Append to a file of ``size`` bytes, sync it to disk, and return its new size.
+
+    :raises OSError: the bytes cannot be written; none of them is.
+    """
+    try:
+        os.pwrite(file, data, size)
+        if os.fstat(file).st_size != size + len(data):
+            raise OSError(28, os.strerror(28))  # A short write: the file system is full.
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, size)
+        raise
+    return size + len(data)
+
+
 class JobRecord:
     """The open record file. One thread writes; other threads may call ``read_rows``."""
 
@@ -128,16 +144,7 @@ class JobRecord:
 
     def _append(self, data: bytes) -> int:
         """Append bytes and return their offset."""
-        begin = self._size
-        try:
-            os.pwrite(self._file, data, begin) if data else 0
-            if os.fstat(self._file).st_size != begin + len(data):
-                raise OSError(28, os.strerror(28))  # A short write: the file system is full.
-            os.fsync(self._file)
-        except OSError:
-            os.ftruncate(self._file, begin)
-            raise
-        self._size = begin + len(data)
+        begin, self._size = self._size, append_synced(self._file, data, self._size)
         return begin
 
     def _read(self) -> None:

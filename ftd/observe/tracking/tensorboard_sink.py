@@ -16,7 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import masked_crc32c
 
-from ftd.observe.tracking.record import Cursor
+from ftd.observe.tracking.record import Cursor, append_synced
 from ftd.observe.tracking.rows import LoggedRow
 
 _HEADER = struct.Struct("<QI")
@@ -71,15 +71,7 @@ class TensorBoardSink:
 
     def _append(self, events: Sequence[Event]) -> None:
         data = b"".join(_framed(event.SerializeToString()) for event in events)
-        try:
-            os.pwrite(self._file, data, self._size)
-            if os.fstat(self._file).st_size != self._size + len(data):
-                raise OSError(28, os.strerror(28))  # A short write: the file system is full.
-            os.fsync(self._file)
-        except OSError:
-            os.ftruncate(self._file, self._size)
-            raise
-        self._size += len(data)
+        self._size = append_synced(self._file, data, self._size)
 
 
 def _event(row: LoggedRow) -> Event:
