@@ -99,18 +99,20 @@ def align_traces(traces: Sequence[TraceData], positions: dict[str, str]) -> list
     ]
 
 
-def sum_copied_bytes(row: RankTrace) -> CopiedBytes:
-    """Sum the copied bytes of a trace. A copy that overlaps a wait in part counts in part."""
-    waits = row.spans_of(*WAITS)
+def sum_copied_bytes(rows: Sequence[RankTrace]) -> CopiedBytes:
+    """Sum the copied bytes of traces. A copy that overlaps a wait in part counts in part."""
     waiting = total = 0.0
-    for span in row.spans_of("copy"):
-        inside = sum(max(0.0, min(span.ended_us, w.ended_us) - max(span.began_us, w.began_us)) for w in waits)
-        waiting += span.size_bytes * (min(1.0, inside / span.took_us) if span.took_us else 0.0)
-        total += span.size_bytes
+    for row in rows:
+        waits = row.spans_of(*WAITS)
+        for span in row.spans_of("copy"):
+            overlaps = (min(span.ended_us, w.ended_us) - max(span.began_us, w.began_us) for w in waits)
+            inside = sum(max(0.0, overlap) for overlap in overlaps)
+            waiting += span.size_bytes * (min(1.0, inside / span.took_us) if span.took_us else 0.0)
+            total += span.size_bytes
     return CopiedBytes(
         waiting_bytes=round(waiting),
         overlapped_bytes=round(total - waiting),
-        stalled_bytes=sum(span.size_bytes for span in row.spans_of("help")),
+        stalled_bytes=sum(span.size_bytes for row in rows for span in row.spans_of("help")),
     )
 
 

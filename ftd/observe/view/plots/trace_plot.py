@@ -16,7 +16,7 @@ from ftd.observe.view.files import write_file
 from ftd.observe.view.plots.image import render_image
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.text import format_size, plural
-from ftd.observe.view.trace import WAITS, CopiedBytes, RankTrace, TraceSpan, sum_copied_bytes
+from ftd.observe.view.trace import WAITS, RankTrace, TraceSpan, sum_copied_bytes
 
 FORWARD = (BLUE, "#4ba3d6")
 """Colours of even and odd microbatches, so that adjacent ones can be told apart."""
@@ -183,17 +183,12 @@ def _header(figure: Figure, rows: Sequence[RankTrace], name: str, height_in: flo
 
 def copied_line(rows: Sequence[RankTrace]) -> str:
     """Return a sentence about when snapshots were copied."""
-    parts = [sum_copied_bytes(row) for row in rows]
-    total = sum(part.total_bytes for part in parts)
+    copied = sum_copied_bytes(rows)
+    total = copied.total_bytes
     if not total:
         return "no snapshot was copied during the trace"
-    shares = CopiedBytes(
-        waiting_bytes=sum(part.waiting_bytes for part in parts),
-        overlapped_bytes=sum(part.overlapped_bytes for part in parts),
-        stalled_bytes=sum(part.stalled_bytes for part in parts),
-    )
     return (
-        f"{format_size(total)} copied for snapshots: {shares.waiting_bytes / total:.0%} while waiting for others, "
-        f"{shares.overlapped_bytes / total:.0%} while computing, "
-        f"{shares.stalled_bytes / total:.0%} while training was stalled"
+        f"{format_size(total)} copied for snapshots: {copied.waiting_bytes / total:.0%} while waiting for others, "
+        f"{copied.overlapped_bytes / total:.0%} while computing, "
+        f"{copied.stalled_bytes / total:.0%} while training was stalled"
     )
