@@ -261,11 +261,6 @@ class RecoveryDetails:
         return (self.detected_at if self.began_at is None else self.began_at) + self.total_ms / 1000
 
     @property
-    def phases_ms(self) -> dict[str, float]:
-        """Duration of each phase by its name; they add up to ``total_ms``."""
-        return phases_ms(self)
-
-    @property
     def is_start(self) -> bool:
         """Whether this is the first plan of a job, which takes the same path and is no recovery."""
         return self.cause == START
@@ -530,7 +525,9 @@ class RunModel:
             case RecoveryCompletedFact():
                 return self._complete(fact)
             case DetectionFact():
-                fact = self._detect(fact)
+                self.detections.append(fact)
+                if fact.event != "NodeDraining":
+                    self._losses = (*self._losses, fact)[-MAX_LOSSES:]
             case FaultInjectedFact():
                 self._put(self.faults, (fact.node, fact.effective_at), fact)
             case QuarantineFact():
@@ -610,12 +607,6 @@ class RunModel:
                 step for step, one in by_step.items() if step > fact.to_step and _is_older(one, fact)
             ]:
                 del by_step[step]
-        return fact
-
-    def _detect(self, fact: DetectionFact) -> DetectionFact:
-        if fact.event != "NodeDraining":
-            self._losses = (*self._losses, fact)[-MAX_LOSSES:]
-        self.detections.append(fact)
         return fact
 
     def _begin_generation(self, fact: GenerationStartedFact) -> None:

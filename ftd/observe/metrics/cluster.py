@@ -18,6 +18,7 @@ from ftd.observe.run_model import (
     RolledBackFact,
     RunModel,
     StepCommittedFact,
+    phases_ms,
 )
 from ftd.transport.wire.public import EventMessage
 from statemachine.effects import EmitEvent
@@ -207,7 +208,7 @@ class ClusterMetrics:
     def _count_recovery(self, recovery: RecoveryDetails) -> None:
         self._recoveries.labels(recovery.cause, recovery.tier).inc()
         self._recovery_s.labels(recovery.cause).observe(recovery.total_ms / 1e3)
-        for phase, took_ms in recovery.phases_ms.items():
+        for phase, took_ms in phases_ms(recovery).items():
             self._phase_s.labels(phase).observe(took_ms / 1e3)
         self._recomputed.inc(recovery.recomputed_steps)
         self._moved.inc(recovery.bytes_moved)

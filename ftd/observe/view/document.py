@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from ftd.observe.run_model import is_failure
+
 SCHEMA_VERSION = 1
 
 Outcome = Literal["finished", "failed", "stopped", "unfinished"]
@@ -164,6 +166,11 @@ class ReportedRecovery:
     """The committed step from which training continued."""
     pipelines_before: tuple[ReportedPipeline, ...]
     pipelines_after: tuple[ReportedPipeline, ...]
+
+    @property
+    def failure(self) -> bool:
+        """Whether the recovery began with a failure."""
+        return is_failure(self.cause, self.rolled_back_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

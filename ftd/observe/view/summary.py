@@ -9,7 +9,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ftd.observe.run_model import is_failure
 from ftd.observe.view.blocks import natural_key, pipeline_lines, plain_table
 from ftd.observe.view.document import (
     Report,
@@ -94,7 +93,7 @@ def _headline(report: Report) -> RenderableType:
     grid.add_column(style="dim")
     grid.add_column()
     total = report.job.steps
-    failures = [r for r in report.recoveries if is_failure(r.cause, r.rolled_back_steps)]
+    failures = [r for r in report.recoveries if r.failure]
     lost = sum(r.rolled_back_steps for r in report.recoveries)
     redone = sum(r.recomputed_steps for r in report.recoveries)
     why = report.outcome_reason if report.outcome != "finished" else ""
@@ -216,8 +215,8 @@ class _Chart:
             history,
             width=options.max_width,
             height=CHART_HEIGHT,
-            failures=[r.step for r in changes if is_failure(r.cause, r.rolled_back_steps)],
-            changes=[r.step for r in changes if not is_failure(r.cause, r.rolled_back_steps)],
+            failures=[r.step for r in changes if r.failure],
+            changes=[r.step for r in changes if not r.failure],
             evaluations=[(one.step, one.loss) for one in self._report.evaluations],
         )
 
@@ -255,8 +254,7 @@ class _RecoveryTable:
 
 
 def _number(index: int, recovery: ReportedRecovery) -> Text:
-    failure = is_failure(recovery.cause, recovery.rolled_back_steps)
-    return Text(str(index), style="red" if failure else "green")
+    return Text(str(index), style="red" if recovery.failure else "green")
 
 
 def _cells(recovery: ReportedRecovery, phases: Sequence[str]) -> list[RenderableType]:

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 from html import escape
 
-from ftd.observe.run_model import is_failure, phases_ms
+from ftd.observe.run_model import phases_ms
 from ftd.observe.view.blocks import natural_key
 from ftd.observe.view.document import Report, ReportedRecovery, SaveSummary
 from ftd.observe.view.pages.page import apply_theme, render_figures, render_page, render_table
@@ -85,7 +85,7 @@ def _outcome(report: Report) -> str:
 
 def _glance(report: Report) -> list[tuple[str, str]]:
     changes = report.recoveries
-    failures = [r for r in changes if is_failure(r.cause, r.rolled_back_steps)]
+    failures = [r for r in changes if r.failure]
     total = report.job.steps
     shown = [
         ("steps committed", f"{report.final.step}{f' of {total}' if total else ''}"),
@@ -133,7 +133,7 @@ def _recoveries(report: Report) -> list[str]:
             f'<p class="faint">The newest {MAX_DESCRIBED}; the {left_out} before are in the table below.</p>'
         )
     for number_, recovery in list(enumerate(report.recoveries, start=1))[left_out:]:
-        kind = "failure" if is_failure(recovery.cause, recovery.rolled_back_steps) else "change"
+        kind = "failure" if recovery.failure else "change"
         title = f"{number_}. {''.join(describe_change(recovery, report))}"
         sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in describe_recovery(recovery, report))
         parts.append(

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftd.errors import ConfigurationError
-from ftd.observe.run_model import is_failure
 from ftd.observe.view.document import Report
 from ftd.observe.view.files import require_format, write_file
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
@@ -115,8 +114,7 @@ def _evaluations(axes: Any, series: Sequence[tuple[float, float]]) -> None:
 
 def _mark(axes: Any, report: Report) -> None:
     for change in report.recoveries:
-        failure = is_failure(change.cause, change.rolled_back_steps)
-        colour, line = (RED, "-") if failure else (FAINT, "--")
+        colour, line = (RED, "-") if change.failure else (FAINT, "--")
         axes.axvline(change.at_s, color=colour, linewidth=0.9, linestyle=line)
         axes.axvspan(change.at_s, change.at_s + change.total_ms / 1000, color=colour, alpha=0.12, linewidth=0)
 
@@ -125,7 +123,7 @@ def _legend(axes: Any, report: Report) -> None:
     """Explain the lines that the image contains."""
     from matplotlib.lines import Line2D
 
-    kinds = {is_failure(change.cause, change.rolled_back_steps) for change in report.recoveries}
+    kinds = {change.failure for change in report.recoveries}
     shown = [
         Line2D([], [], color=RED if kind else FAINT, linestyle="-" if kind else "--", label=label)
         for kind, label in ((True, "failure"), (False, "other change"))
