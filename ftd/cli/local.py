@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftd.cli.options import silence_logs
+from ftd.cli.options import run_until_signal, silence_logs
 
 PLAIN_COLUMNS = 110
 """Width of output to a file or a pipe, which has no terminal width."""
@@ -49,12 +49,9 @@ def local(
 
     Example: ftd local examples/gpt.toml --nodes 4 --chaos examples/demo-chaos.toml --report report.json
     """
-    import asyncio
-
-    import uvloop
     from rich.console import Console
 
-    from ftd.local.run import LocalOptions, cancel_on_signals, run_local
+    from ftd.local.run import LocalOptions, run_local
 
     silence_logs()
     console = Console()
@@ -73,14 +70,4 @@ def local(
         logs=logs,
         cluster=cluster,
     )
-
-    async def run() -> int:
-        task = asyncio.ensure_future(run_local(options, console))
-        caught = cancel_on_signals(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            console.print("stopped: all processes have ended, and temporary files are removed")
-            return 128 + caught["signal"]
-
-    raise typer.Exit(uvloop.run(run()))
+    raise typer.Exit(run_until_signal(run_local(options, console), console.print))

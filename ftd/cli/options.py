@@ -181,6 +181,37 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         raise typer.Exit(130) from None
 
 
+def run_until_signal(work: Coroutine[Any, Any, T], report: Callable[[str], None]) -> T:
+    """Run the coroutine of a command that has processes of its own. Ctrl-C, SIGTERM and a closed terminal cancel it,
+    so that it ends them, and the exit code is that of a command that the signal ended.
+
+    :param report: called with a sentence once all of them have ended.
+    """
+    import asyncio
+    import signal
+
+    import uvloop
+
+    caught: list[int] = []
+
+    async def run() -> T:
+        task = asyncio.ensure_future(work)
+
+        def stop(number: int) -> None:
+            caught.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            report("stopped: all processes have ended, and temporary files are removed")
+            raise typer.Exit(128 + caught[0]) from None
+
+    return uvloop.run(run())
+
+
 def silence_logs() -> None:
     """Turn off logs of the session: for a command, only its result matters."""
     import logging

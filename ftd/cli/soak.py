@@ -1,15 +1,11 @@
 """``ftd chaos soak``: injects random faults into a local cluster and checks invariants for some minutes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ftd.cli.options import JsonOption, silence_logs
-
-if TYPE_CHECKING:
-    from ftd.local.soak.options import SoakOptions
-    from ftd.local.soak.report import SoakReport
+from ftd.cli.options import JsonOption, run_until_signal, silence_logs
 
 JobArgument = Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")]
 StepsOption = Annotated[int | None, typer.Option(min=2, help="Steps per round, instead of the job file's.")]
@@ -81,6 +77,7 @@ def soak(
     from ftd.local.soak.options import SoakOptions
     from ftd.local.soak.plot import FORMATS, plot_soak
     from ftd.local.soak.report import render_lines
+    from ftd.local.soak.soak import run_soak
     from ftd.observe.view.files import require_format, write_file
 
     silence_logs()
@@ -102,34 +99,12 @@ def soak(
         broker=broker,
         logs=logs,
     )
-    found = _run(options, as_json)
+    # Progress goes to stderr if stdout is for JSON.
+    soaking = run_soak(options, lambda line: typer.echo(line, err=as_json))
+    found = run_until_signal(soaking, lambda line: typer.echo(line, err=True))
     typer.echo(found.to_bytes().decode().rstrip() if as_json else "\n".join(render_lines(found)))
     if report is not None:
         write_file(report, found.to_bytes(), "--report")
     if plot is not None:
         plot_soak(found, plot)
     raise typer.Exit(0 if found.passed else 1)
-
-
-def _run(options: "SoakOptions", as_json: bool) -> "SoakReport":
-    """Run the soak; progress goes to stderr if stdout is for JSON. Ctrl-C and SIGTERM end everything."""
-    import asyncio
-
-    import uvloop
-
-    from ftd.local.run import cancel_on_signals
-    from ftd.local.soak.soak import run_soak
-
-    async def run() -> "SoakReport | int":
-        task = asyncio.ensure_future(run_soak(options, lambda line: typer.echo(line, err=as_json)))
-        caught = cancel_on_signals(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            return 128 + caught["signal"]
-
-    found = uvloop.run(run())
-    if isinstance(found, int):
-        typer.echo("stopped: all processes have ended, and temporary files are removed", err=True)
-        raise typer.Exit(found)
-    return found

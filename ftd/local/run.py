@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -362,18 +361,3 @@ def require_writable(report: Path | None) -> None:
         raise ConfigurationError(
             f"{report} cannot be written", field="--report", remedy="choose another file"
         )
-
-
-def cancel_on_signals(task: "asyncio.Task[Any]") -> dict[str, int]:
-    """Cancel ``task`` on Ctrl-C, SIGTERM and a closed terminal. Afterwards ``["signal"]`` of the returned dict
-    says which it was.
-    """
-    caught: dict[str, int] = {}
-
-    def stop(number: int) -> None:
-        caught.setdefault("signal", number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    return caught
