@@ -1,5 +1,6 @@
 """``ftd doctor``: checks a host before it joins a cluster."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,6 @@ def doctor(
     else:
         note(warning("broker", "not checked: its configuration is wrong", "correct the configuration first"))
     if as_json:
-        fields = ("check", "verdict", "detail", "remedy")
-        print_json([{name: getattr(result, name) for name in fields} for result in results])
+        print_json([asdict(result) for result in results])
     if any(result.verdict == "failed" for result in results):
         raise typer.Exit(1)
