@@ -36,6 +36,12 @@ def plain_table(gap: int = 2) -> Table:
     return Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
 
 
+def add_numbers(table: Table, *names: str) -> None:
+    """Add columns for numbers, which are aligned to the right and do not wrap."""
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
 def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> RenderableType:
     """Return a table with one row for each node: its state and what it computes.
 

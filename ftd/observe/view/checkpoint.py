@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ftd.observe.view.blocks import plain_table
+from ftd.observe.view.blocks import add_numbers, plain_table
 from ftd.observe.view.text import JsonMap, format_size
 
 
@@ -19,8 +19,7 @@ def render_checkpoints(document: JsonMap) -> RenderableType:
     table = plain_table()
     table.add_column("step", justify="right")
     table.add_column("written")
-    for name in ("layers", "size", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, "layers", "size", "loss")
     for name in ("job", "model", "ftd"):
         table.add_column(name, no_wrap=True)
     for one in document["checkpoints"]:

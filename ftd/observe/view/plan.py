@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ftd.observe.view.blocks import plain_table
+from ftd.observe.view.blocks import add_numbers, plain_table
 from ftd.observe.view.text import format_number, format_size, layer_range, pipeline_name, plural
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
@@ -24,6 +24,8 @@ MAX_STAGES = 24
 """Largest number of rows in a table of stages; a longer table has one row for each node and omits the middle."""
 MAX_PIPELINES = 3
 """Number of kinds of pipelines that are shown in full."""
+PIPELINE_COLUMNS = ("nodes", "microbatches", "1F1B", "all-reduce", "step", "bubbles", "memory")
+"""Names of what ``pipeline_cells`` returns."""
 _BAR_WIDTH = 10
 _SHARES_BY = {
     "exact": "shares of the batch by the exact method",
@@ -142,11 +144,9 @@ def comparison_line(description: Description, other: Description) -> str:
 
 def _template_table(description: Description) -> Table:
     table = plain_table()
-    for column in ("nodes", "stages"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, "nodes", "stages")
     table.add_column("stages × devices", justify="right", overflow="fold")
-    for column in ("micro-\nbatches", "objective", "optimal\nwithin", "memory"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, "micro-\nbatches", "objective", "optimal\nwithin", "memory")
     table.add_column("", no_wrap=True)
     chosen = {row.nodes for row in description.pipelines}
     for row in _abridged(description.templates, chosen):
@@ -184,25 +184,30 @@ def _abridged(rows: Sequence[TemplateRow], chosen: set[int]) -> Iterator[Templat
 def _pipeline_table(description: Description) -> RenderableType:
     table = plain_table()
     table.add_column("", no_wrap=True)
-    columns = ("nodes", "microbatches", "1F1B", "all-reduce", "step", "bubbles", "memory")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, *PIPELINE_COLUMNS)
     shown = description.pipelines[:MAX_STAGES]
     for index, row in enumerate(shown):
         table.add_row(
             Text.assemble((pipeline_name(index), "bold"), f" × {row.count}" if row.count > 1 else ""),
-            str(row.nodes),
-            str(row.microbatches),
-            format_elapsed(row.makespan_ms),
-            format_elapsed(row.sync_ms),
-            format_elapsed(row.step_ms),
-            f"{row.bubble_ratio:.1%}",
-            format_memory(row.memory_bytes),
+            *pipeline_cells(row),
         )
     hidden = len(description.pipelines) - len(shown)
     if not hidden:
         return table
     return Group(table, Text(f"… and {plural(hidden, 'more kind', 'more kinds')}", style="dim"))
+
+
+def pipeline_cells(row: PipelineRow) -> tuple[str, ...]:
+    """Return the values of a kind of pipelines for ``PIPELINE_COLUMNS``."""
+    return (
+        str(row.nodes),
+        str(row.microbatches),
+        format_elapsed(row.makespan_ms),
+        format_elapsed(row.sync_ms),
+        format_elapsed(row.step_ms),
+        f"{row.bubble_ratio:.1%}",
+        format_memory(row.memory_bytes),
+    )
 
 
 def recomputes(template: TemplateRow) -> bool:
@@ -233,16 +238,13 @@ def _stages_table(template: TemplateRow, limit_bytes: int | None) -> RenderableT
         groups = [(devices_words(stage), (stage,)) for stage in template.stages]
     slowest_ms = max(stage.time_ms for stage in template.stages)
     table = plain_table()
-    table.add_column("node", justify="right", no_wrap=True)
+    add_numbers(table, "node")
     table.add_column("layers", no_wrap=True)
     recomputing = recomputes(template)
     columns = ("stages×GPUs" if deep else "GPUs", *(("recompute",) if recomputing else ()))
-    for column in (*columns, "forward", "backward"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, *columns, "forward", "backward")
     table.add_column("load", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    if limit_bytes is not None:
-        table.add_column("of device", justify="right", no_wrap=True)
+    add_numbers(table, "memory", *(() if limit_bytes is None else ("of device",)))
     half = MAX_STAGES // 2
     for index, (devices, stages) in enumerate(groups):
         if len(groups) > MAX_STAGES and half <= index < len(groups) - half:
@@ -291,8 +293,7 @@ def _bar(part: float) -> str:
 def _comparison(description: Description, other: Description) -> list[RenderableType]:
     table = plain_table()
     table.add_column("", no_wrap=True)
-    for column in ("step", "bubbles"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, "step", "bubbles")
     table.add_column("pipelines", overflow="fold")
     for plan in sorted((description, other), key=lambda one: one.policy.objective):
         table.add_row(

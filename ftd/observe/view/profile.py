@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, ProfileDocument
-from ftd.observe.view.blocks import plain_table
+from ftd.observe.view.blocks import add_numbers, plain_table
 from ftd.observe.view.text import format_size, plural
 from runtime.wire.measurement import TimingSpread
 
@@ -66,10 +66,7 @@ def format_spread(entry: TimingSpread) -> str:
 def _layers(document: ProfileDocument) -> Table:
     table = plain_table(gap=1)
     table.add_column("layer", no_wrap=True, max_width=16)
-    for name in ("forward", "backward"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("params", "optimizer", "activ.", "output"):
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, "forward", "backward", "params", "optimizer", "activ.", "output")
     for number, layer in enumerate(document.layers):
         sizes = (layer.parameter_bytes, layer.optimizer_bytes, layer.activation_bytes, layer.output_bytes)
         table.add_row(
@@ -92,8 +89,7 @@ def _stages(document: ProfileDocument) -> Table:
         counts = [count for count in counts if count & (count - 1) == 0 or count == counts[-1]]
     table = plain_table(gap=1)
     table.add_column("layer", no_wrap=True, max_width=16)
-    for count in (1, *counts):
-        table.add_column(plural(count, "device"), justify="right", no_wrap=True)
+    add_numbers(table, *(plural(count, "device") for count in (1, *counts)))
     for number, layer in enumerate(document.layers):
         times = {1: layer.forward_ms + layer.backward_ms}
         times |= {split.devices: split.forward_ms + split.backward_ms for split in layer.split}
@@ -111,8 +107,7 @@ def _network(network: NetworkEntry) -> Table:
     times = {(1, entry.size_bytes): entry.time for entry in network.point_to_point}
     times |= {(entry.members, entry.size_bytes): entry.time for entry in network.all_reduce}
     table = plain_table(gap=1)
-    for name in ("bytes", "one way", *(f"all-reduce of {count}" for count in members)):
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, "bytes", "one way", *(f"all-reduce of {count}" for count in members))
     for length in sorted({length for _, length in times}):
         cells = (times.get((count, length)) for count in (1, *members))
         table.add_row(format_size(length), *(format_spread(cell) if cell else "–" for cell in cells))

@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ftd.observe.view.blocks import plain_table
+from ftd.observe.view.blocks import add_numbers, plain_table
 from ftd.observe.view.text import format_size, layer_range, plural
 from ftd.snapshots.protection import ReplicaMemory, SnapshotProtection
 from storage.codes import has_buddy
@@ -18,8 +18,7 @@ def render_protection(described: SnapshotProtection) -> RenderableType:
     shape = f"{described.scheme}, {plural(len(described.groups), 'group')} of {plural(owners, 'owner')}"
     table = plain_table()
     table.add_column("layers", no_wrap=True)
-    for column in ("owners", "state", "may be lost"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_numbers(table, "owners", "state", "may be lost")
     shown = described.groups[:MAX_GROUPS]
     for group in shown:
         table.add_row(

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ftd.config.reliability_file import ReliabilityInput
-from ftd.observe.view.blocks import plain_table
+from ftd.observe.view.blocks import add_numbers, plain_table
 from ftd.observe.view.text import JsonMap, plural
 
 _ROWS = (
@@ -23,13 +23,8 @@ def render_reliability(question: ReliabilityInput, answers: JsonMap) -> Renderab
     protection = question.protection
     table = plain_table()
     table.add_column("state in host memory")
-    for title in (
-        "after a day",
-        f"safe for ({question.threshold:g})",
-        "mean to loss",
-        "persist every (Daly)",
-    ):
-        table.add_column(title, justify="right", no_wrap=True)
+    safe_for = f"safe for ({question.threshold:g})"
+    add_numbers(table, "after a day", safe_for, "mean to loss", "persist every (Daly)")
     for key, title in _ROWS:
         curve = answers[key]
         table.add_row(

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ftd.observe.view.blocks import natural_key, pipeline_lines, plain_table
+from ftd.observe.view.blocks import add_numbers, natural_key, pipeline_lines, plain_table
 from ftd.observe.view.document import (
     Report,
     ReportedFailure,
@@ -231,7 +231,7 @@ class _RecoveryTable:
         wide = options.max_width >= _WIDE
         table = plain_table(gap=1)
         table.add_column("", no_wrap=True)
-        table.add_column("step", justify="right", no_wrap=True)
+        add_numbers(table, "step")
         if wide:
             table.add_column("what happened", min_width=18)
             table.add_column("noticed by", min_width=8)
@@ -240,8 +240,7 @@ class _RecoveryTable:
             table.add_column(phase, justify="right", no_wrap=True, min_width=5)
         table.add_column("total", justify="right", no_wrap=True, min_width=6, style="bold")
         table.add_column("moved", justify="right", no_wrap=True, min_width=8)
-        table.add_column("lost", justify="right", no_wrap=True)
-        table.add_column("redone", justify="right", no_wrap=True)
+        add_numbers(table, "lost", "redone")
         for index, recovery in enumerate(self._report.recoveries, start=1):
             who: list[RenderableType] = [_what(recovery, self._report), how_words(recovery.detected_how)]
             table.add_row(

@@ -5,6 +5,7 @@ from html import escape
 from ftd.observe.view.pages.page import apply_theme, render_figures, render_page, render_table
 from ftd.observe.view.plan import (
     MAX_DRAWN,
+    PIPELINE_COLUMNS,
     chosen_line,
     comparison_line,
     devices_of,
@@ -13,6 +14,7 @@ from ftd.observe.view.plan import (
     format_memory,
     format_optimality_gap,
     named_templates,
+    pipeline_cells,
     pipelines_line,
     recomputes,
     shape_line,
@@ -61,21 +63,10 @@ def _comparison(description: Description, other: Description) -> str:
 
 def _pipelines(description: Description) -> str:
     rows = (
-        (
-            pipeline_name(index),
-            f"{row.count}×",
-            str(row.nodes),
-            str(row.microbatches),
-            format_elapsed(row.makespan_ms),
-            format_elapsed(row.sync_ms),
-            format_elapsed(row.step_ms),
-            f"{row.bubble_ratio:.1%}",
-            format_memory(row.memory_bytes),
-        )
+        (pipeline_name(index), f"{row.count}×", *pipeline_cells(row))
         for index, row in enumerate(description.pipelines)
     )
-    columns = ("", "pipelines", "nodes", "microbatches", "1F1B", "all-reduce", "step", "bubbles", "memory")
-    return render_table(columns, rows, left={0})
+    return render_table(("", "pipelines", *PIPELINE_COLUMNS), rows, left={0})
 
 
 def _stages(letter: str, template: TemplateRow, description: Description) -> str:

@@ -330,7 +330,8 @@ def _stage_labels(axes: Axes, template: TemplateRow) -> None:
 def _draw_memory(axes: Axes, template: TemplateRow, description: Description, *, last: bool) -> None:
     """Draw a bar for the memory of each stage, relative to a device's memory."""
     limit = description.memory_limit_bytes
-    fullest = max(row.memory_bytes for row in description.templates if row.nodes in _chosen(description))
+    chosen = {row.nodes for row in description.pipelines}
+    fullest = max(row.memory_bytes for row in description.templates if row.nodes in chosen)
     most = max(fullest, limit or 0)
     factor, unit = next((f, u) for f, u in _SIZES if most >= f or f == 1)
     count = len(template.stages)
@@ -350,7 +351,3 @@ def _draw_memory(axes: Axes, template: TemplateRow, description: Description, *,
 
 
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
-
-
-def _chosen(description: Description) -> set[int]:
-    return {row.nodes for row in description.pipelines}
