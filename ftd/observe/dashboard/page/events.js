@@ -1,10 +1,9 @@
 // Events, newest first; each one opens to its story: all events of its chapter, with times relative to the first.
 
-import { SEVERITIES, clock, duration, eventLook, make, moment, say, show } from "./words.js";
+import { $, SEVERITIES, clock, duration, eventLook, make, moment, say, show } from "./words.js";
 
 const PAGE = 60;
 const MAX_IN_STORY = 200;
-const $ = (id) => document.getElementById(id);
 let shown = PAGE;
 let open = null;
 let first = null;

@@ -1,9 +1,8 @@
 // The key figures.
 
-import { NODE_MARKS, age, duration, learningRate, make, number, percent, plural, rate, say, show, size } from "./words.js";
+import { $, NODE_MARKS, age, duration, learningRate, make, number, percent, plural, rate, say, show, size } from "./words.js";
 
 const AT = 1, PRODUCTIVE = 4, ELAPSED = 5, STEPS = 6, TOKENS = 7, RATE = 8;
-const $ = (id) => document.getElementById(id);
 const tiles = new Map();
 
 /** Share of the time from the first step to now, or to the job's end, that went into steps which still count. */

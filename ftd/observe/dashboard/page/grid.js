@@ -1,11 +1,10 @@
 // Pipelines as a grid: one row each, as wide as the model; a stage is as wide as its share of the layers.
 // A new plan updates existing rows, because most of a large cluster stays the same.
 
-import { NODE_MARKS, NODE_WORDS, hue, layers, make, nodeOf, pipelineName, plural, say, show } from "./words.js";
+import { $, NODE_MARKS, NODE_WORDS, hue, layers, make, nodeOf, pipelineName, plural, say, show } from "./words.js";
 
 const MAX_ROWS = 20;
 const MANY = 8;
-const $ = (id) => document.getElementById(id);
 let drawn = null;
 let frame = null;
 const rows = [];

@@ -1,10 +1,9 @@
 // The header (phase, job, connection, what the cluster waits for) and the page's title; both say if the data is old.
 
-import { PHASE_MARKS, age, clock, plural, say, show } from "./words.js";
+import { $, PHASE_MARKS, age, clock, plural, say, show } from "./words.js";
 
 const QUIET_S = 5;
 const ACTIVE_PHASES = new Set(["RUNNING", "QUIESCING", "RECOVERING"]);
-const $ = (id) => document.getElementById(id);
 
 /** The phase to show: the current one, or that the data is old. */
 function status(store) {

@@ -9,6 +9,7 @@ import { drawGrid } from "./grid.js";
 import { drawRecovery, setUpRecovery, tickRecovery } from "./recovery.js";
 import { Store } from "./store.js";
 import { drawTrends, setUpTrends, themeChanged } from "./trends.js";
+import { $ } from "./words.js";
 
 const PANELS = [
   [["state", "nodes", "trend", "link"], drawHeader],
@@ -20,7 +21,7 @@ const PANELS = [
   [["events"], drawEvents],
   [["trend", "marks", "evaluations"], drawTrends],
 ];
-const view = { node: null, changed: null };
+const view = { node: null };
 let dirty = new Set();
 let asked = false;
 
@@ -62,7 +63,7 @@ setInterval(() => store.document && !document.hidden && tick(store), 1000);
 setInterval(() => store.document && !document.hidden && tickRecovery(store), 250);
 
 function setUpTheme() {
-  const button = document.getElementById("theme");
+  const button = $("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
   const root = document.documentElement;
   const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";

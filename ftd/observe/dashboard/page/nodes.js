@@ -1,11 +1,10 @@
 // Nodes: chips with names if there are few; else small squares, with named chips for the nodes in trouble.
 
-import { NODE_MARKS, NODE_WORDS, byName, hue, layers, make, nodeOf, pipelineName, say, show } from "./words.js";
+import { $, NODE_MARKS, NODE_WORDS, byName, hue, layers, make, nodeOf, pipelineName, say, show } from "./words.js";
 
 const MAX_CHIPS = 40;
 const CROWD = 300;
 const MAX_TROUBLED = 24;
-const $ = (id) => document.getElementById(id);
 const tiles = new Map();
 let order = [];
 let many = null;
@@ -84,7 +83,7 @@ function update(name, node, view) {
 }
 
 function drawTroubled(troubled, nodes, view) {
-  const box = document.getElementById("troubled");
+  const box = $("troubled");
   if (!box) return;
   const rows = troubled.slice(0, MAX_TROUBLED).map((name) => make("button",
     { type: "button", class: "chip", "data-node": name, "data-state": nodes[name].state, "data-chosen": view.node === name ? "yes" : "" },

@@ -1,6 +1,6 @@
 // The recovery in progress with its phases, times and reasons; and the completed ones.
 
-import { clock, duration, make, moment, plural, say, show, size } from "./words.js";
+import { $, clock, duration, make, moment, plural, say, show, size } from "./words.js";
 
 const PHASES = ["detect", "wait", "quiesce", "plan", "state", "resume"];
 const MEANINGS = {
@@ -16,7 +16,6 @@ const NOTICED = {
 };
 const BEGINS = { fault: "from the fault", estimate: "from the last sign of life", detection: "from the detection" };
 const MAX_SHOWN = 20;
-const $ = (id) => document.getElementById(id);
 let live = null;
 let listed = "";
 

@@ -1,14 +1,13 @@
 // Snapshots: the newest one's buckets, their owners, and which losses they survive.
 
 import { every } from "./figures.js";
-import { NODE_MARKS, hue, layers, make, plural, size } from "./words.js";
+import { $, NODE_MARKS, hue, layers, make, plural, size } from "./words.js";
 
 const MAX_BUCKETS = 24;
 const MAX_OWNERS = 12;
-const $ = (id) => document.getElementById(id);
 let drawn = "";
 
-export function drawSnapshots(store, view) {
+export function drawSnapshots(store) {
   const { state, snapshot_layout: layout, nodes } = store.document;
   const { snapshot, snapshot_policy: policy } = state;
   const owners = layout?.buckets?.flatMap((bucket) => bucket.owners.map((name) => nodes[name]?.state ?? "?")) ?? [];

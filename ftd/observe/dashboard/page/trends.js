@@ -1,6 +1,6 @@
 // Losses, throughput, goodput and learning rate over time, with failures marked; drawn by plotly, which loads after the first paint.
 
-import { clock, make, number, percent, plural, say } from "./words.js";
+import { $, clock, make, number, percent, plural, say } from "./words.js";
 
 const STEP = 0, AT = 1, LOSS = 2, SAMPLES = 3, PRODUCTIVE = 4, ELAPSED = 5, TOKENS = 7, RATE = 8;
 const PERIOD_MS = 1000;
@@ -11,7 +11,6 @@ const KINDS = {
   pause: { mark: "■", symbol: "square", words: "paused", colour: "--warn" },
   join: { mark: "✚", symbol: "cross", words: "node joined", colour: "--good" },
 };
-const $ = (id) => document.getElementById(id);
 let plotly = null;
 let loading = false;
 let visible = true;
@@ -109,7 +108,7 @@ function figure(points, marks, evaluations, style, box) {
     line(points.map((p) => p[LOSS]), "y3", "loss", "--accent"),
     line(points.map((p) => (p[ELAPSED] > 0 ? Math.round((10 * p[amount]) / p[ELAPSED]) / 10 : null)), "y2", speed, "--second"),
     line(points.map((p) => (p[ELAPSED] > 0 ? Math.min(1, p[PRODUCTIVE] / p[ELAPSED]) : null)), "y", "goodput", "--good",
-      { fill: "tozeroy", fillcolor: `color-mix(in srgb, ${colour("--good")} 14%, transparent)`, hovertemplate: "%{y:.1%} · step %{customdata}<extra>goodput</extra>" }),
+      { fill: "tozeroy", fillcolor: tint(colour("--good"), 0.15), hovertemplate: "%{y:.1%} · step %{customdata}<extra>goodput</extra>" }),
     ...(learning ? [line(points.map((p) => p[RATE]), "y5", "learning rate", "--accent", { hovertemplate: "%{y:.3~g} · step %{customdata}<extra>learning rate</extra>" })] : []),
     ...(evaluations.length ? [line(evaluations.map((e) => e.loss), "y3", "held-out loss", "--ink", {
       x: evaluations.map((e) => local(e.at)), customdata: evaluations.map((e) => e.step), mode: "lines+markers",
@@ -117,7 +116,6 @@ function figure(points, marks, evaluations, style, box) {
     })] : []),
     ...markers(points, marks, colour, local),
   ];
-  data[2].fillcolor = tint(colour("--good"), 0.15);
   const faint = colour("--line");
   const narrow = box.clientWidth < 520;
   const axis = (domain, more) => ({

@@ -28,6 +28,8 @@ export function plural(count, noun, nouns = `${noun}s`) {
   return `${count.toLocaleString("en")} ${count === 1 ? noun : nouns}`;
 }
 
+const two = (n) => String(n).padStart(2, "0");
+
 /** 98 ms, 1.24 s, 12.4 s, 2:05, 3:04:05, 3 d 4 h. */
 export function duration(seconds) {
   if (seconds == null || !isFinite(seconds)) return "–";
@@ -35,7 +37,6 @@ export function duration(seconds) {
   if (seconds < 59.95) return seconds < 10 ? `${seconds.toFixed(2)} s` : `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
   const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
-  const two = (n) => String(n).padStart(2, "0");
   if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
   return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
@@ -80,7 +81,6 @@ export function percent(share) {
 
 export function clock(seconds) {
   const at = new Date(seconds * 1000);
-  const two = (n) => String(n).padStart(2, "0");
   return `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
@@ -101,6 +101,8 @@ export function pipelineName(index) {
 
 const collator = new Intl.Collator("en", { numeric: true });
 export const byName = (a, b) => collator.compare(a, b);
+
+export const $ = (id) => document.getElementById(id);
 
 /** Creates an element with attributes and children; text is never parsed as HTML. */
 export function make(tag, attributes = {}, ...children) {
