@@ -42,7 +42,9 @@ def test_the_clocks_of_hosts_are_aligned_at_votes() -> None:
 
 def test_copied_bytes_are_summed_by_what_they_overlapped() -> None:
     (row,) = align_traces([data(0, 0, SPANS)], {})
-    assert sum_copied_bytes([row]) == CopiedBytes(waiting_bytes=2048, overlapped_bytes=2048, stalled_bytes=1024)
+    assert sum_copied_bytes([row]) == CopiedBytes(
+        waiting_bytes=2048, overlapped_bytes=2048, stalled_bytes=1024
+    )
     assert "40% while waiting" in copied_line([row]) and "20% while training was stalled" in copied_line(
         [row]
     )
