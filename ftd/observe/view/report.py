@@ -7,7 +7,7 @@ twice, and the event of an injected fault may arrive after the recovery that it 
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -16,10 +16,10 @@ from ftd.observe.run_model import (
     DetectionFact,
     EvaluatedFact,
     Fact,
+    RecoveryDetails,
     RunModel,
     StepCommittedFact,
 )
-from ftd.observe.run_model import RecoveryDetails as Completed
 from ftd.observe.view.document import (
     FinalState,
     Outcome,
@@ -39,6 +39,9 @@ from ftd.observe.view.document import (
 from ftd.observe.view.text import JsonMap
 from statemachine.error_text import mask_numbers
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _OUTCOMES: dict[str, Outcome] = {"JobFinished": "finished", "JobFailed": "failed", "JobStopped": "stopped"}
 _CHANGE_HOW = {
     "node_joined": "prepared",
@@ -56,7 +59,7 @@ MAX_EVENTS = 20_000
 _LAYOUTS = frozenset({"pipelines", "considered", "pipelines_before", "pipelines_after"})
 """Details that the report has elsewhere, and whose size grows with the cluster."""
 
-_SAME_IN_RECOVERIES = {one.name for one in fields(Completed)} & {one.name for one in fields(ReportedRecovery)}
+Reported = TypeVar("Reported", bound="DataclassInstance")
 
 
 def build_report(run: RunModel) -> Report:
@@ -76,7 +79,7 @@ class _Builder:
         owners = _attribute(run)
         steps = tuple(self._step(one) for one in run.exclude_undone(run.steps))
         return Report(
-            job=ReportedJob(name=job.name, job_id=job.id, steps=job.steps, global_batch=job.global_batch),
+            job=_reported(ReportedJob, job, job_id=job.id),
             outcome=_OUTCOMES[end.event] if end else "unfinished",
             outcome_reason=end.reason if end else "the run ended before the job did",
             started_at=run.first_event_time,
@@ -86,15 +89,11 @@ class _Builder:
             recoveries=tuple(self._recovery(one.recovery) for _, one in sorted(run.recoveries.items())),
             faults=tuple(self._fault(key, owners[key]) for key in sorted(owners, key=lambda k: k[1])),
             quarantined=tuple(
-                ReportedQuarantine(
-                    node=str(one.node), at_s=self._since(one.at), cause=one.cause, reason=one.reason
-                )
+                _reported(ReportedQuarantine, one, node=str(one.node), at_s=self._since(one.at))
                 for one in run.quarantined.values()
             ),
             pauses=tuple(
-                ReportedPause(
-                    at_s=self._since(one.at), needed=one.needed, present=one.present, reason=one.reason
-                )
+                _reported(ReportedPause, one, at_s=self._since(one.at))
                 for one in sorted(run.pauses, key=lambda one: one.at)
             ),
             processes={
@@ -172,48 +171,31 @@ class _Builder:
         return round(at - began_at, 6) if began_at is not None else 0.0
 
     def _evaluation(self, fact: EvaluatedFact) -> ReportedEvaluation:
-        return ReportedEvaluation(
-            step=fact.step,
-            loss=_finite(fact.loss),
-            weight=_finite(fact.weight),
-            metrics={name: _finite(value) for name, value in (fact.metrics or {}).items()},
-            took_s=_finite(fact.took_s),
-            generation=fact.generation,
-            at_s=self._since(fact.at),
-        )
+        metrics = {name: _finite(value) for name, value in (fact.metrics or {}).items()}
+        return _reported(ReportedEvaluation, fact, metrics=metrics, at_s=self._since(fact.at))
 
     def _step(self, fact: StepCommittedFact) -> ReportedStep:
-        return ReportedStep(
-            step=fact.step,
-            loss=_finite(fact.loss),
-            gradient_norm=_finite(fact.gradient_norm),
-            skipped=bool(fact.skipped),
-            step_s=_finite(fact.step_s),
-            generation=fact.generation,
-            at_s=self._since(fact.at),
-            learning_rate=_finite(fact.learning_rate) or None,
-            weight=_finite(fact.weight),
+        return _reported(
+            ReportedStep, fact, at_s=self._since(fact.at), learning_rate=_finite(fact.learning_rate) or None
         )
 
-    def _recovery(self, details: Completed) -> ReportedRecovery:
-        same = {name: getattr(details, name) for name in _SAME_IN_RECOVERIES}
-        changed: dict[str, Any] = {
-            "nodes": tuple(details.nodes),
-            "detected_how": self._noticed_by(details),
-            "method": details.method or "",
-            "reason": details.reason or "",
-            "pipelines_before": _pipelines(details.pipelines_before),
-            "pipelines_after": _pipelines(details.pipelines_after),
-        }
-        return ReportedRecovery(
-            **same | changed,
+    def _recovery(self, details: RecoveryDetails) -> ReportedRecovery:
+        return _reported(
+            ReportedRecovery,
+            details,
             node=next(iter(details.nodes), None),
+            nodes=tuple(details.nodes),
+            detected_how=self._noticed_by(details),
             at_s=self._since(details.detected_at),
             commit_gap_ms=self._gap_ms(details.step),
+            method=details.method or "",
+            reason=details.reason or "",
             decision=self._run.decisions.get(details.generation),
+            pipelines_before=_pipelines(details.pipelines_before),
+            pipelines_after=_pipelines(details.pipelines_after),
         )
 
-    def _noticed_by(self, details: Completed) -> str | None:
+    def _noticed_by(self, details: RecoveryDetails) -> str | None:
         """Return how the node of a lost trainer noticed the loss, or else what the coordinator reports."""
         if details.cause == "trainer_lost" and details.nodes:
             begun_at = details.detected_at
@@ -234,11 +216,9 @@ class _Builder:
         total_ms = None
         if generations:
             total_ms = (run.recoveries[generations[0]].recovery.completed_at - at) * 1000
-        return ReportedFault(
-            fault=run.faults[key].fault,
-            target=run.faults[key].target,
-            device=run.faults[key].device,
-            node=node,
+        return _reported(
+            ReportedFault,
+            run.faults[key],
             at_s=self._since(at),
             detected_how=detected.how if detected else None,
             detected_ms=_rounded(detected_ms),
@@ -275,6 +255,15 @@ def _attribute(run: RunModel) -> dict[tuple[str | None, float], list[int]]:
             if owned or details.cause in FAILURE_CAUSES or details.cause == "node_drained":
                 owned.append(generation)
     return owners
+
+
+def _reported(kind: type[Reported], of: object, **changed: Any) -> Reported:
+    """Return the part of a report that has the same fields as ``of``, except for ``changed``. Numbers that are not
+    finite, which JSON cannot express, become ``None``.
+    """
+    names = [one.name for one in fields(kind) if one.name not in changed]
+    values = {name: getattr(of, name) for name in names}
+    return kind(**{name: _finite(v) if isinstance(v, float) else v for name, v in values.items()} | changed)
 
 
 def _first_line(text: str) -> str:
