@@ -76,7 +76,7 @@ def tokenize(
             load_tokenizer(tokenizer),
             field=field,
             end_of_text=end_of_text or not no_end_of_text,
-            report=_report,
+            report=lambda line: typer.echo(line, err=True),
         )
     typer.echo(
         f"{out}: {info.tokens} tokens ({info.dtype}) of {info.documents} documents; "
@@ -133,7 +133,3 @@ def _data_errors(out: Path) -> Iterator[None]:
         raise ConfigurationError(str(error)) from error
     except OSError as error:
         raise ConfigurationError(f"{out} cannot be written: {error}", field="--out") from error
-
-
-def _report(line: str) -> None:
-    typer.echo(line, err=True)

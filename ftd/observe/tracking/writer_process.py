@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ _LINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedJob:
-    """A job to log."""
+    """A job to log; it is the same one while id, term and outcome are the same."""
 
-    job: Job
+    job: Job = field(compare=False)
+    job_id: str
     term: int
     outcome: str | None
     """``FINISHED`` or ``FAILED`` once the job has ended; the writer then logs the rest and ends."""
@@ -60,12 +61,8 @@ class TrackingWriterProcess:
         """:param on_failed: called with the sink and the problem, once for each outage.
         :param on_missing: called with the first and last step that the journal lacks.
         """
-        self._journal, self._on_failed, self._on_missing, self._command = (
-            journal,
-            on_failed,
-            on_missing,
-            command,
-        )
+        self._journal, self._command = journal, command
+        self._on_failed, self._on_missing = on_failed, on_missing
         self._logged: LoggedJob | None = None
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -95,14 +92,9 @@ class TrackingWriterProcess:
         """
         logged = None
         if job is not None and job.logging.directory and job.job_id not in self._logged_jobs:
-            logged = LoggedJob(job=job, term=term, outcome=outcome)
-        before = self._logged
-        if logged is None and before is None:
+            logged = LoggedJob(job=job, job_id=job.job_id, term=term, outcome=outcome)
+        if logged == self._logged:
             return
-        if logged is not None and before is not None:
-            same = logged.job.job_id == before.job.job_id and logged.term == before.term
-            if same and logged.outcome == before.outcome:
-                return
         self._logged = logged
         self._changed.set()
         if self._task is None:
@@ -126,7 +118,7 @@ class TrackingWriterProcess:
             last = self._logged
             tries = tries + 1 if last is not None and last.outcome is not None else 0
             if last is not None and (tries >= _MAX_TRIES or (last is self._finishing and not problem)):
-                self._logged_jobs.add(last.job.job_id)
+                self._logged_jobs.add(last.job_id)
                 self._logged = None
             if problem:
                 self._report(SinkFailed(sink="writer", detail=problem))
@@ -192,10 +184,9 @@ class TrackingWriterProcess:
         self, logged: LoggedJob, stdin: asyncio.StreamWriter, ended: "asyncio.Task[int]"
     ) -> None:
         """Return when this job is no longer to be logged, or the writer has ended."""
-        job = logged.job.job_id
         while True:
             now = self._logged
-            if now is None or (now.job.job_id, now.term) != (job, logged.term):
+            if now is None or (now.job_id, now.term) != (logged.job_id, logged.term):
                 return
             if now.outcome is not None:
                 self._finishing = now

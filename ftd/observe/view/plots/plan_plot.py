@@ -18,17 +18,14 @@ from ftd.errors import ConfigurationError
 from ftd.observe.view.files import write_file
 from ftd.observe.view.plan import MAX_DRAWN, chosen_line, comparison_line, format_elapsed, named_templates
 from ftd.observe.view.plots.image import render_image
-from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
+from ftd.observe.view.plots.palette import BACKWARD, FAINT, FORWARD, GREEN, INK, PAPER, RED, WAITING
 from ftd.observe.view.text import layer_range, plural
-from planner.describe import Description, PipelineRow, TemplateRow, timeline_of
+from planner.describe import Description, PipelineRow, StageRow, TemplateRow, timeline_of
 from planner.reasons import describe_within
 from planner.timeline import Timeline
 
 Floats = NDArray[np.float64]
 
-FORWARD = (BLUE, "#4ba3d6")
-"""Colours of even and odd microbatches, so that adjacent ones can be told apart."""
-BACKWARD = (ORANGE, "#f3c766")
 SYNC, MEMORY, LIMIT = GREEN, "#8a97ab", RED
 
 MAX_SHAPES = 5_000
@@ -297,34 +294,25 @@ def _stage_labels(axes: Axes, template: TemplateRow) -> None:
     """Label the stages; if there are many, label the first stage of some nodes."""
     stages = template.stages
     if len(stages) <= _LABELLED_STAGES and _height_in(template) / len(stages) > 0.18:
-        labels = [
-            f"layers {layer_range(s.first_layer, s.end_layer)}"
-            if s.end_layer - s.first_layer > 1
-            else f"layer {s.first_layer}"
-            for s in stages
-        ]
-        most = max(stage.devices for stage in stages)
-        if most > 1:
-            labels = [
-                f"{label} · {plural(stage.devices, 'GPU')}"
-                + (
-                    ""
-                    if stage.within == "replicate"
-                    else f", {describe_within(stage.within, stage.replicas)}"
-                )
-                for label, stage in zip(labels, stages, strict=True)
-            ]
-        labels = [
-            label if stage.recompute == "none" else f"{label} · recompute {stage.recompute}"
-            for label, stage in zip(labels, stages, strict=True)
-        ]
-        axes.set_yticks(range(len(stages)), labels)
+        several = any(stage.devices > 1 for stage in stages)
+        axes.set_yticks(range(len(stages)), [_stage_label(stage, with_devices=several) for stage in stages])
         return
     firsts = {stage.node_offset: index for index, stage in reversed(list(enumerate(stages)))}
     every = -(-len(firsts) // 12)
     shown = sorted(firsts)[::every]
     labels = [f"node {node + 1} · layer {stages[firsts[node]].first_layer}" for node in shown]
     axes.set_yticks([firsts[node] for node in shown], labels)
+
+
+def _stage_label(stage: StageRow, *, with_devices: bool) -> str:
+    layers = "layer" if stage.end_layer - stage.first_layer == 1 else "layers"
+    parts = [f"{layers} {layer_range(stage.first_layer, stage.end_layer)}"]
+    if with_devices:
+        divided = describe_within(stage.within, stage.replicas) if stage.within != "replicate" else ""
+        parts.append(", ".join(filter(None, [plural(stage.devices, "GPU"), divided])))
+    if stage.recompute != "none":
+        parts.append(f"recompute {stage.recompute}")
+    return " · ".join(parts)
 
 
 def _draw_memory(axes: Axes, template: TemplateRow, description: Description, *, last: bool) -> None:

@@ -14,13 +14,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ftd.observe.view.files import write_file
 from ftd.observe.view.plots.image import render_image
-from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
+from ftd.observe.view.plots.palette import BACKWARD, FAINT, FORWARD, GREEN, INK, PAPER, RED, WAITING
 from ftd.observe.view.text import format_size, plural
 from ftd.observe.view.trace import WAITS, RankTrace, TraceSpan, sum_copied_bytes
 
-FORWARD = (BLUE, "#4ba3d6")
-"""Colours of even and odd microbatches, so that adjacent ones can be told apart."""
-BACKWARD = (ORANGE, "#f3c766")
 SYNC, VOTE, APPLY, STALL = "#c9d1da", "#b4bec9", "#7a5ea8", RED
 COPY_WAITING, COPY_OVERLAPPED = GREEN, "#8a6d3b"
 MAX_ROWS = 64
@@ -157,8 +154,8 @@ def _header(figure: Figure, rows: Sequence[RankTrace], name: str, height_in: flo
     figure.text(left, 1 - 0.34 / height_in, title, fontsize=14, color=INK, weight="bold", va="center")
     figure.text(left, 1 - 0.64 / height_in, copied_line(rows), fontsize=9.5, color=FAINT, va="center")
     legend = [
-        (BLUE, "forward"),
-        (ORANGE, "backward"),
+        (FORWARD[0], "forward"),
+        (BACKWARD[0], "backward"),
         (WAITING, "bubble"),
         (SYNC, "synchronises gradients"),
         (VOTE, "vote"),
