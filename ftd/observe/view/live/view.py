@@ -7,7 +7,6 @@ showing half of an update.
 import time
 from collections.abc import Mapping
 from threading import Lock
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
@@ -22,7 +21,7 @@ PROGRESS_EVERY_S = 2.0
 
 
 class LiveView:
-    """Display of a running job; use it as a context manager, or call ``start`` and ``stop``.
+    """Display of a running job; use it as a context manager.
 
     :param total_steps: steps of the job until a state contains them; ``None`` if unknown.
     """
@@ -40,9 +39,9 @@ class LiveView:
         self._last_key = (-1, "")
         self._last_message_s = time.monotonic()
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """Start to draw. Without a terminal, nothing is printed until something happens."""
-        if self._console.is_terminal and self._live is None:
+        if self._console.is_terminal:
             self._live = Live(
                 console=self._console,
                 get_renderable=self.frame,
@@ -50,23 +49,15 @@ class LiveView:
                 vertical_overflow="crop",
             )
             self._live.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Draw once more and leave the last frame on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
         else:
             self._progress_line(force=True)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def on_state(self, state: Mapping[str, Any]) -> None:
         """Replace the cluster's public state."""
