@@ -17,47 +17,40 @@ if TYPE_CHECKING:
     from ftd.faults.sim.simulation_run import SeedResult
 
 
-ScenarioOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Play this scenario instead of random faults; the default seed is 0.", metavar="SCENARIO.toml"
-    ),
-]
-JobOption = Annotated[
-    Path | None,
-    typer.Option(help="With --scenario: use this job instead of the scenario's.", metavar="JOB.toml"),
-]
-NodesOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=64, help="With --scenario: number of nodes, instead of the scenario's."),
-]
-SkipOption = Annotated[
-    bool, typer.Option("--skip-unsupported", help="Skip faults that the simulator does not support.")
-]
-TriggeredOption = Annotated[
-    bool,
-    typer.Option(
-        "--triggered", help="Inject two to eight more faults, each just after an event of the cluster."
-    ),
-]
-JunitOption = Annotated[
-    Path | None,
-    typer.Option(help="With --scenario: write the results as JUnit XML, for CI.", metavar="FILE.xml"),
-]
-
-
 def sim(
     seed: Annotated[int | None, typer.Option(min=0, help="Run only this seed.")] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Run this many seeds, beginning with --first.")
     ] = None,
     first: Annotated[int, typer.Option(min=0, help="First seed of --seeds.")] = 0,
-    triggered: TriggeredOption = False,
-    scenario: ScenarioOption = None,
-    job: JobOption = None,
-    nodes: NodesOption = None,
-    skip_unsupported: SkipOption = False,
-    junit: JunitOption = None,
+    triggered: Annotated[
+        bool,
+        typer.Option(
+            "--triggered", help="Inject two to eight more faults, each just after an event of the cluster."
+        ),
+    ] = False,
+    scenario: Annotated[
+        Path | None,
+        typer.Option(
+            help="Play this scenario instead of random faults; the default seed is 0.",
+            metavar="SCENARIO.toml",
+        ),
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(help="With --scenario: use this job instead of the scenario's.", metavar="JOB.toml"),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="With --scenario: number of nodes, instead of the scenario's."),
+    ] = None,
+    skip_unsupported: Annotated[
+        bool, typer.Option("--skip-unsupported", help="Skip faults that the simulator does not support.")
+    ] = False,
+    junit: Annotated[
+        Path | None,
+        typer.Option(help="With --scenario: write the results as JUnit XML, for CI.", metavar="FILE.xml"),
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Print every event and effect.")] = False,
     as_json: JsonOption = False,
 ) -> None:

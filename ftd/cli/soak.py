@@ -7,42 +7,9 @@ import typer
 
 from ftd.cli.options import JsonOption, run_until_signal, silence_logs
 
-JobArgument = Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")]
-StepsOption = Annotated[int | None, typer.Option(min=2, help="Steps per round, instead of the job file's.")]
-LimitOption = Annotated[
-    float, typer.Option(min=5, help="Training must resume within this many seconds after a fault ends.")
-]
-ToleranceOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        help="Largest relative difference between a step's loss and that of the run without faults.",
-        show_default="1e-9 in float64, otherwise 1e-2",
-    ),
-]
-BeyondOption = Annotated[
-    bool, typer.Option("--beyond", help="Let more nodes fail at once than the job tolerates.")
-]
-MemoryOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Put snapshots into a memory of this many MiB and also fill it (needs root)."),
-]
-ReportOption = Annotated[
-    Path | None, typer.Option(help="Write the report to this file.", metavar="FILE.json")
-]
-PlotOption = Annotated[
-    Path | None, typer.Option(help="Draw goodput over time to this file.", metavar="FILE.png|FILE.svg")
-]
-LogsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write all logs here; without it, logs are kept only if a rule is broken.", metavar="DIR"
-    ),
-]
-
 
 def soak(
-    job: JobArgument,
+    job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
     minutes: Annotated[
         float, typer.Option(min=0.1, max=10_000, help="Minutes during which faults are injected.")
     ] = 5.0,
@@ -52,15 +19,42 @@ def soak(
     coordinators: Annotated[
         int, typer.Option(min=1, max=9, help="Number of coordinators: one leader, the others standbys.")
     ] = 1,
-    steps: StepsOption = None,
-    limit: LimitOption = 60.0,
-    tolerance: ToleranceOption = None,
-    beyond: BeyondOption = False,
-    memory_mib: MemoryOption = None,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="Steps per round, instead of the job file's.")
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(min=5, help="Training must resume within this many seconds after a fault ends.")
+    ] = 60.0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Largest relative difference between a step's loss and that of the run without faults.",
+            show_default="1e-9 in float64, otherwise 1e-2",
+        ),
+    ] = None,
+    beyond: Annotated[
+        bool, typer.Option("--beyond", help="Let more nodes fail at once than the job tolerates.")
+    ] = False,
+    memory_mib: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Put snapshots into a memory of this many MiB and also fill it (needs root)."
+        ),
+    ] = None,
     broker: Annotated[str, typer.Option(help="Broker to use: embedded or mosquitto.")] = "mosquitto",
-    report: ReportOption = None,
-    plot: PlotOption = None,
-    logs: LogsOption = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the report to this file.", metavar="FILE.json")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw goodput over time to this file.", metavar="FILE.png|FILE.svg")
+    ] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write all logs here; without it, logs are kept only if a rule is broken.", metavar="DIR"
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Inject random faults into a cluster on this machine.
