@@ -10,6 +10,7 @@ from ftd.cli.chaos_run import run
 from ftd.cli.options import (
     ClusterOptions,
     JsonOption,
+    NodeArgument,
     print_cluster,
     print_json,
     run_async,
@@ -22,7 +23,6 @@ from ftd.transport.address import ClusterAddress
 if TYPE_CHECKING:
     from ftd.transport.wire.public import NodeFault
 
-NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 TargetOption = Annotated[
     Literal["node", "trainer"],
     typer.Option("--target", help="node: the daemon and its trainers; trainer: only trainers."),
@@ -43,7 +43,6 @@ SizeOption = Annotated[
         "--size-mib", min=1, help="Largest size to fill, in MiB; fails if more is free.", show_default="1024"
     ),
 ]
-SeedOption = Annotated[int, typer.Option(help="Seed of the random choice of messages.")]
 
 
 group = typer.Typer(
@@ -193,7 +192,7 @@ def lossy(
         float, typer.Option("--late", min=0.0, max=60.0, help="Largest delay of a message, in seconds.")
     ] = 0.0,
     for_s: ShortDurationOption = None,
-    seed: SeedOption = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random choice of messages.")] = 0,
 ) -> None:
     """Lose, duplicate and delay messages of a node.
 

@@ -9,6 +9,7 @@ import typer
 from ftd.cli.options import (
     ClusterOptions,
     JsonOption,
+    NodeArgument,
     print_cluster,
     print_json,
     print_rich,
@@ -20,9 +21,6 @@ from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
     from ftd.transport.wire.public import Answer
-
-
-NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 
 
 @with_cluster_options

@@ -60,6 +60,7 @@ CheckpointingOption = Annotated[
         show_default="the job's, or none",
     ),
 ]
+NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text.")]
 
 

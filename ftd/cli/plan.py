@@ -36,66 +36,56 @@ SCHEMA_VERSION = 2
 PLOT_FORMATS = (".svg", ".png", ".html")
 
 
-JobArgument = Annotated[
-    Path | None,
-    typer.Argument(help="Job file; its model is measured on this machine.", metavar="[JOB.toml]"),
-]
-NodesOption = Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Number of nodes to plan for.")]
-TemplateNodesOption = Annotated[
-    int | None, typer.Option(min=1, help="Show only the template for this many nodes.", show_default="all")
-]
-MicrobatchesOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=MAX_MICROBATCHES,
-        help="Microbatches per step, over all pipelines.",
-        show_default="the job's, or 4 per device",
-    ),
-]
-MemoryOption = Annotated[
-    str | None,
-    typer.Option(help="Memory of one device, such as 80GiB, or in bytes.", show_default="the profile's"),
-]
-CompareOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--compare/--no-compare",
-        help="Also plan with the other objective.",
-        show_default="compare, but not with --json",
-    ),
-]
-CheckOption = Annotated[
-    bool, typer.Option("--check", help="Check the batch distribution against an integer program.")
-]
-ProtectionOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SCHEME",
-        help="Protection of snapshots: none, arc:k, aec, aec2, buddy, joined by +, or auto.",
-        show_default="the job's, if it takes snapshots",
-    ),
-]
-PlotOption = Annotated[
-    Path | None, typer.Option(help="Draw timelines and memory to FILE.svg, FILE.png or FILE.html.")
-]
-
-
 @with_table_options(PlannerOptions)
 def plan(
-    nodes: NodesOption,
-    job: JobArgument = None,
+    nodes: Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Number of nodes to plan for.")],
+    job: Annotated[
+        Path | None,
+        typer.Argument(help="Job file; its model is measured on this machine.", metavar="[JOB.toml]"),
+    ] = None,
     profile: ProfileOption = None,
     gpus_per_node: DevicesOption = None,
-    template_nodes: TemplateNodesOption = None,
-    microbatches: MicrobatchesOption = None,
+    template_nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Show only the template for this many nodes.", show_default="all"),
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_MICROBATCHES,
+            help="Microbatches per step, over all pipelines.",
+            show_default="the job's, or 4 per device",
+        ),
+    ] = None,
     tolerate: TolerateOption = None,
-    memory: MemoryOption = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of one device, such as 80GiB, or in bytes.", show_default="the profile's"),
+    ] = None,
     activation_checkpointing: CheckpointingOption = None,
-    compare: CompareOption = None,
-    check: CheckOption = False,
-    protection: ProtectionOption = None,
-    plot: PlotOption = None,
+    compare: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare/--no-compare",
+            help="Also plan with the other objective.",
+            show_default="compare, but not with --json",
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the batch distribution against an integer program.")
+    ] = False,
+    protection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEME",
+            help="Protection of snapshots: none, arc:k, aec, aec2, buddy, joined by +, or auto.",
+            show_default="the job's, if it takes snapshots",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw timelines and memory to FILE.svg, FILE.png or FILE.html.")
+    ] = None,
     as_json: JsonOption = False,
     **planner: Any,
 ) -> None:

@@ -44,136 +44,120 @@ def _print_names(requested: bool) -> None:
     raise typer.Exit
 
 
-JobArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Name of a model card, a profile of ftd profile (.json), or a job file (.toml).", metavar="JOB"
-    ),
-]
-TraceOption = Annotated[
-    Path | None, typer.Option(help="Replay this availability trace (docs/reference/traces.md).")
-]
-FormatOption = Annotated[
-    str | None, typer.Option("--format", help="With --trace: format of the file.", show_default="recognised")
-]
-SystemOption = Annotated[
-    str | None, typer.Option(help="With --trace: the system of a lanl file whose failures to replay.")
-]
-GapOption = Annotated[
-    str | None,
-    typer.Option(
-        help="With --trace: reject a file with a longer span without records, such as 6h.",
-        metavar="DURATION",
-        show_default="a long span is noted",
-    ),
-]
-FailuresOption = Annotated[
-    Path | None, typer.Option(help="Generate traces from this failure model.", metavar="MODEL.toml")
-]
-NodesOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=100_000,
-        help="With --failures: number of nodes, instead of the model's. With --trace: number of all nodes, for "
-        "formats that record failures only.",
-    ),
-]
-UntilOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Length of the replay, such as 90min, 12h or 30d.",
-        metavar="DURATION",
-        show_default="to the trace's end",
-    ),
-]
-PolicyOption = Annotated[
-    list[str] | None,
-    typer.Option(help="Replay this policy; may be repeated. See --list.", show_default="all"),
-]
-ThroughputOption = Annotated[
-    Literal["common", "published"],
-    typer.Option(
-        help="Throughput without failures: that of the job's best plan for every policy, or for each system the "
-        "published one of the model card."
-    ),
-]
-ParametersOption = Annotated[
-    Path | None,
-    typer.Option(help="Use these parameters of policies instead of those that ship.", metavar="FILE.toml"),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="With --failures: seed of the first trace; each next one has the next seed.",
-        show_default="0",
-    ),
-]
-RepeatOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="With --failures: at most this many traces. Fewer are enough if the confidence intervals are narrow.",
-        show_default="200",
-    ),
-]
-PriceOption = Annotated[
-    float | None, typer.Option(help="Price of a node for an hour: also show what samples cost.")
-]
-BatchOption = Annotated[
-    int | None, typer.Option(min=1, help="Samples of a step, instead of the job's; a profile needs it.")
-]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Draw throughput over time and where the time went; .html is a whole page.",
-        metavar="FILE.png|FILE.svg|FILE.html",
-    ),
-]
-AdviseOption = Annotated[
-    bool,
-    typer.Option(
-        "--advise",
-        help="Instead of comparing policies, advise how ftd should be set: failures to tolerate, protection, intervals "
-        "of snapshots and checkpoints, spare nodes.",
-    ),
-]
-ListOption = Annotated[
-    bool,
-    typer.Option(
-        "--list",
-        callback=_print_names,
-        is_eager=True,
-        help="List model cards, policies and formats, and exit.",
-    ),
-]
-
-
 def replay(
-    job: JobArgument,
-    trace: TraceOption = None,
-    failures: FailuresOption = None,
-    trace_format: FormatOption = None,
-    system: SystemOption = None,
-    max_gap: GapOption = None,
-    nodes: NodesOption = None,
-    until: UntilOption = None,
-    policy: PolicyOption = None,
-    throughput: ThroughputOption = "common",
-    parameters: ParametersOption = None,
-    seed: SeedOption = None,
-    repeat: RepeatOption = None,
-    price: PriceOption = None,
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="Name of a model card, a profile of ftd profile (.json), or a job file (.toml).",
+            metavar="JOB",
+        ),
+    ],
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay this availability trace (docs/reference/traces.md).")
+    ] = None,
+    failures: Annotated[
+        Path | None, typer.Option(help="Generate traces from this failure model.", metavar="MODEL.toml")
+    ] = None,
+    trace_format: Annotated[
+        str | None,
+        typer.Option("--format", help="With --trace: format of the file.", show_default="recognised"),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="With --trace: the system of a lanl file whose failures to replay.")
+    ] = None,
+    max_gap: Annotated[
+        str | None,
+        typer.Option(
+            help="With --trace: reject a file with a longer span without records, such as 6h.",
+            metavar="DURATION",
+            show_default="a long span is noted",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="With --failures: number of nodes, instead of the model's. With --trace: number of all nodes, for "
+            "formats that record failures only.",
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="Length of the replay, such as 90min, 12h or 30d.",
+            metavar="DURATION",
+            show_default="to the trace's end",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Replay this policy; may be repeated. See --list.", show_default="all"),
+    ] = None,
+    throughput: Annotated[
+        Literal["common", "published"],
+        typer.Option(
+            help="Throughput without failures: that of the job's best plan for every policy, or for each system the "
+            "published one of the model card."
+        ),
+    ] = "common",
+    parameters: Annotated[
+        Path | None,
+        typer.Option(
+            help="Use these parameters of policies instead of those that ship.", metavar="FILE.toml"
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --failures: seed of the first trace; each next one has the next seed.",
+            show_default="0",
+        ),
+    ] = None,
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --failures: at most this many traces. Fewer are enough if the confidence intervals are narrow.",
+            show_default="200",
+        ),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Price of a node for an hour: also show what samples cost.")
+    ] = None,
     profile: ProfileOption = None,
-    global_batch: BatchOption = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a step, instead of the job's; a profile needs it.")
+    ] = None,
     tolerate: TolerateOption = None,
     gpus_per_node: DevicesOption = None,
     activation_checkpointing: CheckpointingOption = None,
-    plot: PlotOption = None,
-    advise: AdviseOption = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw throughput over time and where the time went; .html is a whole page.",
+            metavar="FILE.png|FILE.svg|FILE.html",
+        ),
+    ] = None,
+    advise: Annotated[
+        bool,
+        typer.Option(
+            "--advise",
+            help="Instead of comparing policies, advise how ftd should be set: failures to tolerate, protection, "
+            "intervals of snapshots and checkpoints, spare nodes.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
-    show_names: ListOption = False,
+    show_names: Annotated[
+        bool,
+        typer.Option(
+            "--list",
+            callback=_print_names,
+            is_eager=True,
+            help="List model cards, policies and formats, and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Estimate what failures cost under each recovery policy.
 
