@@ -51,7 +51,7 @@ class CoordinatorDaemon:
             leading=lambda: self._coordinator.leadership.connected,
             internal_errors=lambda: self._coordinator.driver.bugs,
         )
-        self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.common.registry)
+        self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.registry)
         self._coordinator = Coordinator(
             Ports(
                 program=Program(version=ftd.__version__, schema=durable.SCHEMA),
@@ -66,7 +66,7 @@ class CoordinatorDaemon:
                     on_published=self._dashboard.on_event,
                     on_broker_alive=self._dashboard.on_broker_message,
                     on_state=self._dashboard.on_state,
-                    on_acknowledged=self._metrics.common.broker_round_trip.observe,
+                    on_acknowledged=self._metrics.broker_round_trip.observe,
                     track_job=lambda *job: self._tracking.set_job(*job),  # noqa: PLW0108  # made later
                     on_status=lambda text: systemd.notify(f"STATUS={text}"),
                     on_stopping=lambda: systemd.notify("STOPPING=1"),

@@ -51,7 +51,7 @@ class NodeDaemon:
         self._directory = config.runtime_dir / str(os.getpid())
         self._compile_cache: dict[str, str] = {}
         self._metrics = NodeMetrics(config.devices, self._now)
-        self._metrics_server = MetricsServer(config.node_metrics, self._metrics.common.registry)
+        self._metrics_server = MetricsServer(config.node_metrics, self._metrics.registry)
         self._rendezvous = RendezvousServer(
             self._secret, host=config.listening_host, port=config.rendezvous_port
         )
@@ -70,7 +70,7 @@ class NodeDaemon:
                 facts=self._facts,
                 observer=NodeObserver(
                     on_event=self._metrics.on_published,
-                    on_acknowledged=self._metrics.common.broker_round_trip.observe,
+                    on_acknowledged=self._metrics.broker_round_trip.observe,
                     on_heartbeat=lambda *beat: self._starvation.record_heartbeat(*beat),  # noqa: PLW0108  # made later
                 ),
             ),

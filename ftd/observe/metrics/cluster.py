@@ -7,8 +7,6 @@ remembers (step, snapshot, nodes) are read from the state.
 from collections.abc import Callable
 from typing import Any, get_args
 
-from prometheus_client.core import GaugeMetricFamily
-
 from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, CommonMetrics, ScrapeCollector
 from ftd.observe.metrics.state import collect_state_metrics
 from ftd.observe.run_model import (
@@ -30,7 +28,7 @@ _MAX_SUPPRESSED = 1_000_000
 LEADING = "1 while this coordinator leads the cluster; 0 while it is a standby or has no broker."
 
 
-class ClusterMetrics:
+class ClusterMetrics(CommonMetrics):
     """Metrics of a coordinator. Pass its events to ``on_event`` and those of the nodes to ``on_node_event``.
 
     :param state: returns the machine's ``public_state``.
@@ -47,17 +45,15 @@ class ClusterMetrics:
         leading: Callable[[], bool],
         internal_errors: Callable[[], int],
     ) -> None:
-        self.common = CommonMetrics("coordinator", connected=connected, internal_errors=internal_errors)
+        super().__init__("coordinator", connected=connected, internal_errors=internal_errors)
         self._clock = clock
         self._run = RunModel(most=MAX_ENTRIES)
         self._checkpoint_at: float | None = None
-        self.common.registry.register(
-            ScrapeCollector(lambda: [GaugeMetricFamily("ftd_leading", LEADING, value=float(leading()))])
-        )
+        self.gauge("ftd_leading", LEADING).set_function(leading)
         self._make_training()
         self._make_snapshots()
         self._make_failures()
-        self.common.registry.register(
+        self.registry.register(
             ScrapeCollector(
                 lambda: collect_state_metrics(
                     state(),
@@ -69,79 +65,73 @@ class ClusterMetrics:
         )
 
     def _make_training(self) -> None:
-        self._steps = self.common.counter(
+        self._steps = self.counter(
             "ftd_committed_steps", "Committed steps; a step that is repeated after a rollback counts again."
         )
-        self._skipped = self.common.counter(
+        self._skipped = self.counter(
             "ftd_skipped_updates", "Committed steps without an update, because gradients were not finite."
         )
-        self._step_s = self.common.histogram("ftd_step_seconds", "Duration of committed steps.", STEP_S)
-        self._undone_s = self.common.counter(
+        self._step_s = self.histogram("ftd_step_seconds", "Duration of committed steps.", STEP_S)
+        self._undone_s = self.counter(
             "ftd_rolled_back_seconds", "Time that was spent on steps which rollbacks undid."
         )
-        self._undone = self.common.counter("ftd_rolled_back_steps", "Committed steps that rollbacks undid.")
-        self._recomputed = self.common.counter(
+        self._undone = self.counter("ftd_rolled_back_steps", "Committed steps that rollbacks undid.")
+        self._recomputed = self.counter(
             "ftd_recomputed_steps", "Steps in flight that a recovery dropped and computed again."
         )
-        self._recoveries = self.common.counter(
+        self._recoveries = self.counter(
             "ftd_recoveries",
             "Completed recoveries from failures, joins and drains.",
             "cause",
             "tier",
         )
-        self._recovery_s = self.common.histogram(
+        self._recovery_s = self.histogram(
             "ftd_recovery_seconds",
             "Time from the fault, or its best estimate, to the next committed step.",
             RECOVERY_S,
             "cause",
         )
-        self._phase_s = self.common.histogram(
+        self._phase_s = self.histogram(
             "ftd_recovery_phase_seconds", "Duration of each phase of a recovery.", RECOVERY_S, "phase"
         )
-        self._moved = self.common.counter(
+        self._moved = self.counter(
             "ftd_recovery_moved_bytes", "State that trainers sent to each other in recoveries."
         )
         for phase in RECOVERY_PHASES:
             self._phase_s.labels(phase)
 
     def _make_snapshots(self) -> None:
-        self._snapshots = self.common.counter(
+        self._snapshots = self.counter(
             "ftd_snapshots_completed", "Snapshots that were completed in the memory of all owners."
         )
-        self._snapshots_abandoned = self.common.counter(
+        self._snapshots_abandoned = self.counter(
             "ftd_snapshots_abandoned", "Snapshots that were abandoned before completion."
         )
-        self._snapshot_s = self.common.histogram(
+        self._snapshot_s = self.histogram(
             "ftd_snapshot_seconds",
             "Time from the order of a snapshot to its completion on all nodes.",
             RECOVERY_S,
         )
-        self._copy_s = self.common.histogram(
+        self._copy_s = self.histogram(
             "ftd_snapshot_copy_seconds", "Time to copy a snapshot on the slowest device.", COPY_S
         )
-        self._stall_s = self.common.histogram(
+        self._stall_s = self.histogram(
             "ftd_snapshot_stall_seconds", "Longest time that a trainer waited for a snapshot.", COPY_S
         )
-        self._checkpoints = self.common.counter(
-            "ftd_checkpoints_written", "Persistent checkpoints completed."
-        )
-        self._checkpoints_abandoned = self.common.counter(
+        self._checkpoints = self.counter("ftd_checkpoints_written", "Persistent checkpoints completed.")
+        self._checkpoints_abandoned = self.counter(
             "ftd_checkpoints_abandoned", "Persistent checkpoints that were abandoned."
         )
-        self._checkpoint_s = self.common.histogram(
+        self._checkpoint_s = self.histogram(
             "ftd_checkpoint_seconds", "Time from the order of a persistent checkpoint to its commit.", WRITE_S
         )
 
     def _make_failures(self) -> None:
-        self._takeovers = self.common.counter(
-            "ftd_takeovers", "Takeovers by this coordinator from another leader."
-        )
-        self._nodes_lost = self.common.counter(
+        self._takeovers = self.counter("ftd_takeovers", "Takeovers by this coordinator from another leader.")
+        self._nodes_lost = self.counter(
             "ftd_nodes_lost", "Nodes that went OFFLINE, by how it was noticed.", "how"
         )
-        self._trainers_lost = self.common.counter(
-            "ftd_trainers_lost", "Trainers that failed, by cause.", "cause"
-        )
+        self._trainers_lost = self.counter("ftd_trainers_lost", "Trainers that failed, by cause.", "cause")
         for how in ("last_will", "silence", "goodbye", "no_answer"):
             self._nodes_lost.labels(how)
         for cause in get_args(FailureCause):
@@ -153,11 +143,11 @@ class ClusterMetrics:
         """Count a node's event, and the suppressed events that it stands for. It may arrive twice."""
         suppressed = message.details.get("suppressed")
         more = suppressed if isinstance(suppressed, int) and 0 <= suppressed <= _MAX_SUPPRESSED else 0
-        self.common.count_event(message.event, 1 + more)
+        self.count_event(message.event, 1 + more)
 
     def on_event(self, event: EmitEvent) -> None:
         """Count an event of this coordinator before its rate limit."""
-        self.common.count_own_event(event.name)
+        self.count_own_event(event.name)
         details = event.details
         envelope = {
             "event": event.name,
@@ -196,7 +186,7 @@ class ClusterMetrics:
             case "TrainerLost":
                 self._trainers_lost.labels(details["cause"]).inc()
             case "BrokerLost":
-                self.common.broker_losses.inc()
+                self.broker_losses.inc()
 
     def _count_step(self, fact: StepCommittedFact) -> None:
         self._steps.inc()

@@ -25,35 +25,30 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class CommonMetrics:
-    """A daemon's registry with the metrics of every daemon: build, broker, bugs, process."""
+    """A daemon's registry, with the metrics that every daemon has: build, broker, bugs, process."""
 
     def __init__(
         self, component: str, *, connected: Callable[[], bool], internal_errors: Callable[[], int]
     ) -> None:
         """:param component: ``coordinator`` or ``node``."""
         self.registry = CollectorRegistry()
-        build = Gauge(
+        build = self.gauge(
             "ftd_build_info",
             "Always 1; the labels name the daemon and its versions.",
-            ("component", "version", "python"),
-            registry=self.registry,
+            "component",
+            "version",
+            "python",
         )
         build.labels(component, ftd.__version__, platform.python_version()).set(1)
-        up = Gauge(
-            "ftd_broker_connected",
-            "1 while the session with the MQTT broker is up.",
-            ("component",),
-            registry=self.registry,
+        up = self.gauge(
+            "ftd_broker_connected", "1 while the session with the MQTT broker is up.", "component"
         )
         up.labels(component).set_function(connected)
-        self.broker_losses = Counter(
-            "ftd_broker_disconnects", "Lost sessions with the MQTT broker.", registry=self.registry
-        )
-        self.broker_round_trip = Histogram(
+        self.broker_losses = self.counter("ftd_broker_disconnects", "Lost sessions with the MQTT broker.")
+        self.broker_round_trip = self.histogram(
             "ftd_broker_round_trip_seconds",
             "Time from publishing a message to the broker's acknowledgement.",
-            registry=self.registry,
-            buckets=ROUND_TRIP_S,
+            ROUND_TRIP_S,
         )
         errors = "Internal exceptions since the daemon's start; each one is a bug."
         self.registry.register(
@@ -61,15 +56,13 @@ class CommonMetrics:
                 lambda: [CounterMetricFamily("ftd_internal_errors", errors, value=internal_errors())]
             )
         )
-        self._events = Counter("ftd_events", "Events by name.", ("event",), registry=self.registry)
+        self._events = self.counter("ftd_events", "Events by name.", "event")
         self._names: set[str] = set()
-        self._ignored = Counter(
-            "ftd_messages_ignored",
-            "Stale messages, from an older generation, incarnation or lineage.",
-            registry=self.registry,
+        self._ignored = self.counter(
+            "ftd_messages_ignored", "Stale messages, from an older generation, incarnation or lineage."
         )
-        self._rejected = Counter(
-            "ftd_messages_rejected", "Malformed, oversized or misaddressed messages.", registry=self.registry
+        self._rejected = self.counter(
+            "ftd_messages_rejected", "Malformed, oversized or misaddressed messages."
         )
         ProcessCollector(registry=self.registry)
 
@@ -88,6 +81,10 @@ class CommonMetrics:
                 name = "other"
             self._names.add(name)
         self._events.labels(name).inc(times)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        """Return a new gauge of this registry."""
+        return Gauge(name, text, labels, registry=self.registry)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """Return a new counter of this registry."""

@@ -92,7 +92,7 @@ def commit(metrics: ClusterMetrics, step: int, step_s: float | None = 1.0) -> No
 
 
 def value(metrics: ClusterMetrics | NodeMetrics, name: str, **labels: str) -> float | None:
-    return metrics.common.registry.get_sample_value(name, labels)
+    return metrics.registry.get_sample_value(name, labels)
 
 
 def test_the_metrics_of_a_coordinator_that_has_just_started(cluster: ClusterMetrics) -> None:
@@ -202,7 +202,7 @@ def test_events_of_nodes_cannot_exhaust_the_coordinators_memory(cluster: Cluster
     assert value(cluster, "ftd_events_total", event="TrainerStarted") == 1
     assert value(cluster, "ftd_events_total", event="MessageRejected") == 5
     assert value(cluster, "ftd_events_total", event="ChaosInjected") == 5
-    (family,) = (f for f in cluster.common.registry.collect() if f.name == "ftd_events")
+    (family,) = (f for f in cluster.registry.collect() if f.name == "ftd_events")
     assert len(family.samples) <= MAX_EVENT_NAMES + 1
     assert (value(cluster, "ftd_events_total", event="other") or 0) > MAX_EVENT_NAMES
     assert value(cluster, "ftd_messages_rejected_total") == 0, "that is for the node to tell"
