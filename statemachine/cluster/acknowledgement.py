@@ -9,7 +9,6 @@ count. Both are repeated until the heartbeats agree, so that one lost message co
 and reports that arrive twice are harmless.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 from statemachine.cluster.membership import inquire, prepare
@@ -66,7 +65,7 @@ def repeat_orders(c: Cluster) -> None:
             if node.alive and node.lost_message is not None and node.lost_message[0] == lost
         ]
         if nodes:
-            _SEND[lost](c, nodes)
+            _repeat(c, lost, nodes)
 
 
 # --- finding lost messages -----------------------------------------------------------------------
@@ -148,35 +147,20 @@ def _lost_of_snapshots(
 # --- repeating orders ----------------------------------------------------------------------------
 
 
-def _send_quiesce(c: Cluster, nodes: list[NodeMachine]) -> None:
-    state = c.state
-    if isinstance(state, Quiescing):
-        c.send_all(nodes, Quiesce(generation=state.generation, mode=state.mode))
-
-
-def _send_resume(c: Cluster, nodes: list[NodeMachine]) -> None:
-    if isinstance(c.state, TrainingGroup):
-        c.send_all(nodes, resume_command(c, c.state))
-
-
-def _send_snapshot_order(c: Cluster, nodes: list[NodeMachine]) -> None:
-    pending = c.snapshots.pending
-    if pending is not None:
-        c.send_all(nodes, TakeSnapshot(generation=pending.generation, after_step=pending.snap_after))
-
-
-def _send_persist_orders(c: Cluster, nodes: list[NodeMachine]) -> None:
-    writing = c.checkpoints.writing
-    for node in nodes:
-        if writing is not None and node.name in writing.unwritten:
-            persisting.send_order(c, node)
-
-
-_SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
-    "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.prepare_sent]),
-    "Quiesce": _send_quiesce,
-    "Resume": _send_resume,
-    "Release": lambda c, nodes: c.send_all(nodes, Release()),
-    "TakeSnapshot": _send_snapshot_order,
-    "Persist": _send_persist_orders,
-}
+def _repeat(c: Cluster, lost: str, nodes: list[NodeMachine]) -> None:
+    state, pending, writing = c.state, c.snapshots.pending, c.checkpoints.writing
+    match lost:
+        case "Prepare":
+            prepare(c, [node for node in nodes if node.prepare_sent])
+        case "Quiesce" if isinstance(state, Quiescing):
+            c.send_all(nodes, Quiesce(generation=state.generation, mode=state.mode))
+        case "Resume" if isinstance(state, TrainingGroup):
+            c.send_all(nodes, resume_command(c, state))
+        case "Release":
+            c.send_all(nodes, Release())
+        case "TakeSnapshot" if pending is not None:
+            c.send_all(nodes, TakeSnapshot(generation=pending.generation, after_step=pending.snap_after))
+        case "Persist" if writing is not None:
+            for node in nodes:
+                if node.name in writing.unwritten:
+                    persisting.send_order(c, node)

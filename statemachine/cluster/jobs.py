@@ -284,9 +284,9 @@ def maybe_start(c: Cluster) -> None:
 
 
 def maybe_finish(c: Cluster, group: Running) -> None:
-    """End the job once every planned node has finished and every step was published."""
+    """End the job, whose planned nodes have finished, once every step was published."""
     job = c.current_job
-    if not group.all_finished or corruption.take_end(c, group):
+    if corruption.take_end(c, group):
         return
     if c.progress.published_step < job.steps:
         known = c.progress.known
@@ -357,7 +357,8 @@ def reconcile(c: Cluster) -> None:
         case Running() as group:
             if job.updates.on_spike == "skip":
                 record_if_complete(c)
-            maybe_finish(c, group)
+            if group.all_finished:
+                maybe_finish(c, group)
             if c.state is group:
                 follow_running(c, group)
             if c.state is group:

@@ -59,7 +59,8 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
         c.publish()
     publish_steps(c)
     c.dirty = True
-    _take_missed(c, node, signal)
+    if signal.requested_first is not None:
+        _take_missed(c, node, signal)
     if signal.requested_first == published_before + 1:
         c.cancel_timer(STEPS)
         if progress.published_step == published_before:

@@ -59,7 +59,7 @@ from statemachine.cluster.snapshots.protections import (
 )
 from statemachine.cluster.snapshots.replica_peers import choose_replica_peers, eligible_peers
 from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
-from statemachine.cluster.snapshots.snapshots import interrupt
+from statemachine.cluster.snapshots.snapshots import interrupt, restore_from
 from statemachine.cluster.state import (
     FIND,
     JOIN,
@@ -584,13 +584,7 @@ def restore_of(c: Cluster, state: Planning) -> Restore | None:
     if state.restore_check is None:
         return None
     assert record is not None, "it was checked"
-    return Restore(
-        job_id=job.job_id,
-        step=record.step,
-        generation=record.generation,
-        groups=record.groups,
-        sources={name: c.nodes[name].facts.snapshot_server for name in state.sources},
-    )
+    return restore_from(c, record, state.sources)
 
 
 def resume_command(c: Cluster, group: TrainingGroup) -> Resume:

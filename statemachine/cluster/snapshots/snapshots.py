@@ -6,7 +6,7 @@ everywhere, whichever node dies or is slow. Heartbeats confirm ``RetainSnapshot`
 ordered before all of them have, since only three fit into a node's memory (``storage.arena``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from planner.reasons import join_names
 from planner.values import Plan
@@ -377,10 +377,13 @@ def _send_retain(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None
 
 def _parts_of(c: Cluster, record: Snapshot) -> Restore:
     """Return all parts and their present locations, which a node needs to repair its own part."""
-    key = key_of(c, record)
-    names = sorted({*record.owners, *record.replica_peers.values()} & set(c.nodes))
+    return restore_from(c, record, sorted({*record.owners, *record.replica_peers.values()} & set(c.nodes)))
+
+
+def restore_from(c: Cluster, record: Snapshot, names: Iterable[str]) -> Restore:
+    """Return how to restore a snapshot from these nodes."""
     return Restore(
-        job_id=key.job_id,
+        job_id=c.current_job.job_id,
         step=record.step,
         generation=record.generation,
         groups=record.groups,
