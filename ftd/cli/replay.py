@@ -181,22 +181,17 @@ def replay(
         )
     of_trace = {"--format": trace_format, "--system": system, "--max-gap": max_gap}
     of_failures = {"--seed": seed, "--repeat": repeat}
-    for option, value in (of_failures if failures is None else of_trace).items():
-        if value is not None:
-            needed = "--failures" if failures is None else "--trace"
-            raise ConfigurationError(f"it belongs to {needed}", field=option, remedy="leave it out")
+    needed, misplaced = ("--failures", of_failures) if failures is None else ("--trace", of_trace)
+    _reject(misplaced, f"it belongs to {needed}", "leave it out")
     if price is not None and not 0 < price < float("inf"):
         raise ConfigurationError(f"{price} is not a price", field="--price", remedy="write a number above 0")
     if advise:
         published = None if throughput == "common" else throughput
-        _reject_with_advise(
-            {
-                "--policy": policy,
-                "--plot": plot,
-                "--price": price,
-                "--throughput": published,
-                "--tolerate": tolerate,
-            }
+        of_comparison = {"--policy": policy, "--plot": plot, "--price": price, "--throughput": published}
+        _reject(
+            {**of_comparison, "--tolerate": tolerate},
+            "advice replays the policy ftd with varied settings",
+            "leave it out with --advise",
         )
     until_s = None if until is None else _parse_duration(until, "--until")
     max_gap_s = None if max_gap is None else _parse_duration(max_gap, "--max-gap")
@@ -253,14 +248,11 @@ def replay(
         print_rich(render_replay(report))
 
 
-def _reject_with_advise(options: Mapping[str, object]) -> None:
+def _reject(options: Mapping[str, object], problem: str, remedy: str) -> None:
+    """:raises ConfigurationError: one of the options was given."""
     for option, value in options.items():
         if value is not None:
-            raise ConfigurationError(
-                "advice replays the policy ftd with varied settings",
-                field=option,
-                remedy="leave it out with --advise",
-            )
+            raise ConfigurationError(problem, field=option, remedy=remedy)
 
 
 def _advise(

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import mimetypes
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -45,9 +44,8 @@ def load_plotly() -> Asset:
 
 
 def _asset(name: str, content: bytes) -> Asset:
-    kind = _TYPES.get(Path(name).suffix) or mimetypes.guess_type(name)[0] or "application/octet-stream"
     return Asset(
-        kind=kind,
+        kind=_TYPES[Path(name).suffix],
         packed=gzip.compress(content, 6, mtime=0),
         tag=f'"{hashlib.sha256(content).hexdigest()[:24]}"',
     )

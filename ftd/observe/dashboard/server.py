@@ -102,11 +102,8 @@ class DashboardServer:
                 ) from error
             _log.warning("not_served", problem=problem, remedy="set dashboard.listen to another address")
             return
-        _log.info(
-            "serving",
-            url=f"http://{_bracketed(address.host)}:{self.port}/",
-            token=self._access.requires_token,
-        )
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        _log.info("serving", url=f"http://{host}:{self.port}/", token=self._access.requires_token)
 
     async def close(self) -> None:
         """Close the server and its connections."""
@@ -266,7 +263,3 @@ def _json(packed: bytes) -> web.Response:
     answer = web.Response(body=packed, content_type="application/json")
     answer.headers["Content-Encoding"] = "gzip"
     return answer
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -277,7 +277,8 @@ class LiveFrame:
             since = self._away_since
             return f"the broker is unreachable: this is the state at {since}; training continues without it"
         if quiet_s > QUIET_S and phase in _ACTIVE_PHASES:
-            return f"no message for {_whole_seconds(quiet_s)}: is the broker down?"
+            age = f"{quiet_s:.0f} s" if quiet_s < 60 else format_duration(quiet_s)
+            return f"no message for {age}: is the broker down?"
         if phase == "UNREACHABLE":
             reason = self._state.get("reason") or "it is not connected"
             return f"no coordinator: {reason}; training continues without it"
@@ -368,7 +369,3 @@ def _one_line(text: Text) -> Text:
     """Cut the text off at the edge of a narrow terminal."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
-
-
-def _whole_seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 60 else format_duration(seconds)
