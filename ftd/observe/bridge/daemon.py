@@ -66,9 +66,8 @@ class Bridge:
             stopped = asyncio.ensure_future(stop.wait())
             await asyncio.wait([stopped, delivering], return_when=asyncio.FIRST_COMPLETED)
             if delivering.done():
-                await (
-                    delivering
-                )  # It ends by itself only through a bug; raise it, so that systemd restarts the bridge.
+                # It ends by itself only through a bug; raise it, so that systemd restarts the bridge.
+                await delivering
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)

@@ -25,6 +25,7 @@ def list_buckets(pipelines: Sequence[Json], protection: str, replica_peers: Mapp
     found: list[Json] = []
     for first, end in pairwise(cuts):
         owners = [_owner(pipeline, first) for pipeline in pipelines]
+        peer = replica_peers.get(owners[0])
         found.append(
             {
                 "first_layer": first,
@@ -32,10 +33,8 @@ def list_buckets(pipelines: Sequence[Json], protection: str, replica_peers: Mapp
                 "owners": owners[:MAX_OWNERS],
                 "more": max(0, len(owners) - MAX_OWNERS),
                 "share": describe_share(protection, len(owners)),
-                "tolerance": describe_tolerance(
-                    protection, len(owners), replica_peer=replica_peers.get(owners[0])
-                ),
-                "replica_peer": replica_peers.get(owners[0]) if len(owners) == 1 else None,
+                "tolerance": describe_tolerance(protection, len(owners), replica_peer=peer),
+                "replica_peer": peer if len(owners) == 1 else None,
             }
         )
     return found[:MAX_BUCKETS]

@@ -80,12 +80,8 @@ def seconds(at: str) -> float:
 def _text(event: Json) -> str:
     try:
         return event_text(event["event"], event)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ):  # A node's event under the name of a coordinator's event.
+    except (KeyError, TypeError, ValueError, AttributeError):
+        # A node's event under the name of a coordinator's event.
         return " ".join(event["reason"].split())
 
 

@@ -124,30 +124,12 @@ class DashboardModel:
             self.on_event(message, own=message.source == "coordinator")
         self._run.current_recovery = None  # No recovery continues: the coordinator has just started.
         for row in steps:
-            details = row["details"]
-            self.trend.commit(
-                row["step"],
-                seconds(row["at"]),
-                details.get("loss"),
-                details.get("step_s") or 0.0,
-                details.get("samples_per_s"),
-                stride,
-                tokens_per_s=details.get("tokens_per_s"),
-                learning_rate=details.get("learning_rate"),
-            )
+            self._add_step(row["step"], seconds(row["at"]), row["details"], stride)
 
     def _apply(self, fact: Fact, message: EventMessage) -> None:
         match fact:
             case StepCommittedFact():
-                self.trend.commit(
-                    fact.step,
-                    fact.at,
-                    fact.loss,
-                    fact.step_s or 0.0,
-                    fact.samples_per_s,
-                    tokens_per_s=fact.tokens_per_s,
-                    learning_rate=fact.learning_rate,
-                )
+                self._add_step(fact.step, fact.at, message.details)
             case EvaluatedFact():
                 self._keep_evaluation(fact)
             case RolledBackFact():
@@ -172,6 +154,18 @@ class DashboardModel:
                     "text": message.reason[:MAX_REASON],
                 }
             )
+
+    def _add_step(self, step: int, at_s: float, details: Json, stride: int = 1) -> None:
+        self.trend.commit(
+            step,
+            at_s,
+            details.get("loss"),
+            details.get("step_s") or 0.0,
+            details.get("samples_per_s"),
+            stride,
+            tokens_per_s=details.get("tokens_per_s"),
+            learning_rate=details.get("learning_rate"),
+        )
 
     def _keep_evaluation(self, fact: EvaluatedFact) -> None:
         """Add an evaluation to a new list, so that the change is noticed; a full list is thinned by half."""

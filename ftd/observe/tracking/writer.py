@@ -301,10 +301,8 @@ def _make_sink(name: str, assignment: WriterAssignment, directory: Path) -> Trac
 
 def main() -> None:
     """Read the assignment from stdin and carry it out."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # These signals go to the whole process group; the coordinator ends us.
+    # These signals go to the whole process group; the coordinator ends us.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     out = os.dup(1)
@@ -312,10 +310,8 @@ def main() -> None:
     configure_logs(daemon="tracking")
 
     def report(message: FromWriter) -> None:
-        try:
-            os.write(
-                out, msgspec.json.encode(message) + b"\n"
-            )  # A single write keeps the lines of several threads apart.
+        try:  # A single write keeps the lines of several threads apart.
+            os.write(out, msgspec.json.encode(message) + b"\n")
         except OSError:
             _log.warning("report_failed", message=msgspec.to_builtins(message))
 

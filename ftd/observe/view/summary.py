@@ -13,7 +13,6 @@ from ftd.observe.view.blocks import add_numbers, natural_key, pipeline_lines, pl
 from ftd.observe.view.document import (
     Report,
     ReportedFailure,
-    ReportedFault,
     ReportedPipeline,
     ReportedRecovery,
     SaveSummary,
@@ -75,11 +74,8 @@ def render_summary(report: Report) -> RenderableType:
         parts += ["", Text("Failures and their reasons", style="bold"), _failures(report.failures)]
     unmatched = [f for f in report.faults if not f.generations]
     if unmatched:
-        parts += [
-            "",
-            Text("Injected faults without a recovery", style="bold"),
-            _unmatched(unmatched),
-        ]
+        parts += ["", Text("Injected faults without a recovery", style="bold")]
+        parts += [Text(f"{f.fault} {f.node or ''} after {format_duration(f.at_s)}") for f in unmatched]
     for aside in report.quarantined:
         parts.append(Text(aside.reason, style="red"))
     for pause in report.pauses:
@@ -335,7 +331,3 @@ def _failures(failures: Sequence[ReportedFailure]) -> RenderableType:
     if (more := len(failures) - MAX_FAILURES) > 0:
         parts.append(Text(f"and {more} more, in ftd report --json", style="dim"))
     return Group(*parts)
-
-
-def _unmatched(faults: Sequence[ReportedFault]) -> Text:
-    return Text("\n".join(f"{f.fault} {f.node or ''} after {format_duration(f.at_s)}" for f in faults))
