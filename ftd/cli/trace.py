@@ -85,7 +85,8 @@ async def request_traces(
 
     async with ClusterClient(address) as client:
         state = await client.state()
-        devices = _devices(state)
+        keys = (key.rpartition("/") for key in _places(state))
+        devices = [(name, int(index)) for name, _, index in keys]
         if state.get("phase") != "RUNNING" or not devices:
             raise FtdError(f"no job is training (the cluster is {state.get('phase', 'unknown')})")
         ahead = 1 + int(_LEAD_S / step_s) if (step_s := float(state.get("step_s") or 0.0)) > 0 else 1
@@ -118,7 +119,3 @@ def _places(state: dict[str, Any]) -> dict[str, str]:
         for index, stage in enumerate(pipeline["stages"])
         for device in stage["devices"]
     }
-
-
-def _devices(state: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(name, int(index)) for name, _, index in (key.rpartition("/") for key in _places(state))]

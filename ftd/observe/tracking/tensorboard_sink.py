@@ -5,6 +5,7 @@ even after another coordinator took over. All numbers of a step are one record. 
 ``SessionLog.START`` with the first repeated step makes TensorBoard drop its values from that step on.
 """
 
+import io
 import os
 import socket
 import struct
@@ -14,12 +15,13 @@ from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import masked_crc32c
+from tensorboard.summary.writer.record_writer import RecordWriter, masked_crc32c
 
 from ftd.observe.tracking.record import Cursor, append_synced
 from ftd.observe.tracking.rows import LoggedRow
 
 _HEADER = struct.Struct("<QI")
+"""Length of a record and its checksum; then come the bytes and their checksum."""
 _FOOTER = struct.Struct("<I")
 _LARGEST_RECORD = 1 << 24
 _OURS = ".ftd"
@@ -70,23 +72,15 @@ class TensorBoardSink:
             os.close(file)
 
     def _append(self, events: Sequence[Event]) -> None:
-        data = b"".join(_framed(event.SerializeToString()) for event in events)
-        self._size = append_synced(self._file, data, self._size)
+        records = io.BytesIO()
+        for event in events:
+            RecordWriter(records).write(event.SerializeToString())
+        self._size = append_synced(self._file, records.getvalue(), self._size)
 
 
 def _event(row: LoggedRow) -> Event:
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.scalars().items()]
     return Event(wall_time=row.wall_time, step=row.step, summary=Summary(value=values))
-
-
-def _framed(data: bytes) -> bytes:
-    """Return a record in TensorFlow's format: length, its checksum, the bytes, their checksum."""
-    length = struct.pack("<Q", len(data))
-    return b"".join((length, _crc(length), data, _crc(data)))
-
-
-def _crc(data: bytes) -> bytes:
-    return struct.pack("<I", masked_crc32c(data))
 
 
 def _before(cursor: Cursor, step: int) -> Cursor:
@@ -100,8 +94,8 @@ def _scan(path: Path) -> tuple[Cursor, int, int]:
     cursor, marks, end = Cursor(), 0, 0
     with path.open("rb") as stream:
         while len(header := stream.read(_HEADER.size)) == _HEADER.size:
-            size, crc = _HEADER.unpack(header)
-            if size > _LARGEST_RECORD or _crc(header[:8]) != struct.pack("<I", crc):
+            size, checksum = _HEADER.unpack(header)
+            if size > _LARGEST_RECORD or masked_crc32c(header[:8]) != checksum:
                 break
             data, footer = stream.read(size), stream.read(_FOOTER.size)
             if len(data) < size or len(footer) < _FOOTER.size:

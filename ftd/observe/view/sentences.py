@@ -93,7 +93,9 @@ def describe_decision(recovery: ReportedRecovery) -> str | None:
         why = _ROLLBACKS.get(recovery.cause, "no live replica was left")
         return f"{why}: back to step {recovery.step} with {source}; {undone} undone and computed again"
     sentence = _DECISIONS.get(recovery.decision or "")
-    return sentence.format(step=recovery.step, next=_in_flight(recovery)) if sentence else None
+    # After a roll-forward, training continued from the step that was in flight.
+    in_flight = recovery.step if recovery.decision == "roll_forward" else recovery.step + 1
+    return sentence.format(step=recovery.step, next=in_flight) if sentence else None
 
 
 def step_of(recovery: ReportedRecovery) -> int:
@@ -184,8 +186,3 @@ def _clock(report: Report, at_s: float) -> str:
         return f"After {at_s:.1f} s"
     began = datetime.fromisoformat(report.started_at)
     return (began + timedelta(seconds=at_s)).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _in_flight(recovery: ReportedRecovery) -> int:
-    """Return the step that was in flight: after a roll-forward, the one from which training continued."""
-    return recovery.step if recovery.decision == "roll_forward" else recovery.step + 1
