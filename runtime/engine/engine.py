@@ -321,7 +321,7 @@ class Engine:
         self._provide(assignment, world)
         if self.sharding is not None:
             received_bytes = self.sharding.enter(
-                resume, communicator, transfers, buckets, self.complete_layers, self.states.digest
+                resume, communicator, transfers, self.complete_layers, self.states.digest
             )
         else:
             exchange = StateExchange(

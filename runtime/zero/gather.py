@@ -1,24 +1,24 @@
-"""Gathering of parameters after an update of parts (ZeRO-1): each owner of a bucket gets what others have
+"""Gathering of parameters after an update of parts (ZeRO-1): each owner of a cell gets what others have
 updated.
 
-The ranks of a bucket's group send each other the ranges that ``runtime.zero.parts.gather_ranges`` returns,
-in chunks of equal size, so that no second copy of the whole model is needed.
+The ranks that have a cell (``runtime.zero.cells``) send each other the ranges that
+``runtime.zero.parts.gather_ranges`` returns, in chunks of equal size, so that no second copy of the whole
+model is needed.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from runtime.groups.communicator import Communicator, Members, PendingOperation
-from runtime.layers.model import Model
+from runtime.layers.world import is_sharded, stages_of_layer
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.cells import common_cells
-from runtime.zero.parts import ParameterLayout, ParameterSlice, Range, cell_gather_ranges, gather_ranges
+from runtime.zero.parts import ParameterLayout, ParameterSlice, Range, gather_ranges
 from statemachine.messages.trainer import WorldData
-from storage.buckets import Bucket
 
 CHUNK_BYTES = 2 * 1024 * 1024
 """Bytes received by one operation, from all members together."""
@@ -37,57 +37,57 @@ class _Chunk:
     unpacking: Copies
 
 
+@dataclass(slots=True)
+class _Joined:
+    """Cells of one dtype that the same ranks have, one after the other."""
+
+    ranges: dict[int, list[Range]]
+    """Ranges that each member sends."""
+    runs: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Memory of elements by the first element, ascending."""
+    numel: int = 0
+
+
 class ParameterGather:
     """The gathering operations of one generation.
 
     They are not reused, because after an abort a stuck operation may still write into its buffers.
+
+    :param value_of: returns the memory of elements that this rank has.
     """
 
-    def __init__(self, device: torch.device, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        shape: ParameterLayout,
+        world: WorldData,
+        value_of: Callable[[ParameterSlice], Tensor],
+        communicator: Communicator,
+        device: torch.device,
+    ) -> None:
         self._communicator = communicator
         self._device = device
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._chunks: list[_Chunk] = []
-
-    def add_buckets(
-        self, model: Model, shape: ParameterLayout, buckets: Collection[Bucket], world: WorldData
-    ) -> None:
-        """Add the gathering of whole parameters.
-
-        :param buckets: buckets of the whole model, as for the gradients, whose groups are used here, too.
-        """
-        values = {
-            name: parameter.detach().view(-1)
-            for name, parameter in model.named_parameters(range(model.layer_count))
-            if not parameter.is_meta
-        }
-        for bucket in sorted(buckets, key=lambda b: b.index):
-            if self._communicator.rank not in bucket.owners:
-                continue
-            ranges = gather_ranges(shape, bucket, world)
-            if ranges:
-                places = list(zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True))
-                runs = [(offset, values[name][:numel]) for name, offset, numel in places]
-                self._plan_chunks(bucket.owners, bucket.dtype, ranges, runs)
-
-    def add_cells(
-        self, shape: ParameterLayout, world: WorldData, value_of: Callable[[ParameterSlice], Tensor]
-    ) -> None:
-        """Add the gathering of this rank's elements of trained vectors, for worlds in which stages shard.
-
-        :param value_of: returns the memory of elements that this rank has.
-        """
+        found: dict[tuple[Members, str], _Joined] = {}
         for vector in [one for one in shape.vectors if one.trained]:
+            stages = stages_of_layer(world, vector.layer)
             for cell in common_cells(world, vector.layers):
                 start, end = cell.elements(vector.numel)
                 owners = cell.owners
-                if self._communicator.rank not in owners or len(owners) < 2 or start == end:
+                if communicator.rank not in owners or len(owners) < 2 or start == end:
                     continue
-                runs = [
-                    (vector.parameter_range(one.name)[0] + one.start - start, value_of(one))
+                if len(stages) == 1 and not is_sharded(stages[0]) and set(owners) == set(stages[0].ranks):
+                    continue  # Each owner updates the whole vector.
+                joined = found.setdefault((owners, vector.dtype), _Joined({rank: [] for rank in owners}))
+                for rank, ranges in gather_ranges(vector, cell, world).items():
+                    joined.ranges[rank] += [(joined.numel + low, joined.numel + high) for low, high in ranges]
+                joined.runs += [
+                    (joined.numel + vector.parameter_range(one.name)[0] + one.start - start, value_of(one))
                     for one in vector.slices(start, end)
                 ]
-                self._plan_chunks(owners, vector.dtype, cell_gather_ranges(vector, cell, world), runs)
+                joined.numel += end - start
+        for (members, dtype), joined in found.items():
+            self._plan_chunks(members, dtype, joined)
 
     def run(self, monitor: ProgressMonitor) -> None:
         """Make the parameters of all layers of this rank whole.
@@ -110,13 +110,9 @@ class ParameterGather:
         _copy(chunk.unpacking)
         monitor.tick()
 
-    def _plan_chunks(
-        self, members: Members, name: str, ranges: dict[int, list[Range]], runs: list[tuple[int, Tensor]]
-    ) -> None:
-        """Plan the chunks of one group.
-        :param ranges: ranges that each member sends.
-        :param runs: memory of elements by the first element, ascending.
-        """
+    def _plan_chunks(self, members: Members, name: str, joined: _Joined) -> None:
+        """Plan the chunks of one group."""
+        ranges = joined.ranges
         dtype = getattr(torch, name)
         most = max(CHUNK_BYTES // dtype.itemsize // len(members), 1)
         left = max(sum(end - start for start, end in ranges[rank]) for rank in members)
@@ -128,7 +124,7 @@ class ParameterGather:
             for index, rank in enumerate(members):
                 own = rank == self._communicator.rank
                 place = sent if own else received[index * count : (index + 1) * count]
-                for value, offset in _values_of(runs, ranges[rank], done, done + count):
+                for value, offset in _values_of(joined.runs, ranges[rank], done, done + count):
                     part = place[offset : offset + value.numel()]
                     targets, sources = packing if own else unpacking
                     targets.append(part if own else value)

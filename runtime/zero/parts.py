@@ -22,7 +22,7 @@ from typing import Literal
 from runtime.layers.world import is_sharded, owners_of_layer, stages_of_layer
 from runtime.zero.cells import Cell, owned_parts, replica_parts
 from statemachine.messages.trainer import PartData, WorldData
-from storage.buckets import Bucket, ParameterSize
+from storage.buckets import ParameterSize
 from storage.layerstate import DTYPE_BYTES
 
 MoveContent = Literal["parameters", "optimizer", "rest"]
@@ -173,33 +173,12 @@ def initial_holdings(world: WorldData, *, zero1: bool = False) -> tuple[PartData
 # --- gathering -----------------------------------------------------------------------------------
 
 
-def gather_ranges(shape: ParameterLayout, bucket: Bucket, world: WorldData) -> dict[int, list[Range]]:
-    """Return for each owner of the bucket the ranges of it that this owner sends after an update.
+def gather_ranges(vector: ParameterVector, cell: Cell, world: WorldData) -> dict[int, list[Range]]:
+    """Return for each owner of a cell (``common_cells``) the ranges of it that this owner sends after an update,
+    in elements from the cell's first one.
 
-    Together they cover each element of the bucket once: the ranks of a stage divide the elements that all
-    of them have. The result is empty if every owner already has the whole bucket.
-    """
-    found: dict[int, list[Range]] = {rank: [] for rank in bucket.owners}
-    homes = {name: vector for vector in shape.vectors for name in vector.names}
-    owning = [stages_of_layer(world, homes[name].layer) for name in bucket.parameters]
-    if all(len(stages) == 1 and set(stages[0].ranks) == set(bucket.owners) for stages in owning):
-        return {}
-    for name, offset, stages in zip(bucket.parameters, bucket.offsets, owning, strict=True):
-        vector = homes[name]
-        first, last = vector.parameter_range(name)
-        for number, stage in enumerate(stages):
-            low, high = vector.part_range(number, number + 1, len(stages))
-            for index, rank in enumerate(stage.ranks):
-                start = max(first, low + (high - low) * index // len(stage.ranks))
-                end = min(last, low + (high - low) * (index + 1) // len(stage.ranks))
-                if start < end:
-                    found[rank].append((offset + start - first, offset + end - first))
-    return {rank: _merged(ranges) for rank, ranges in found.items()}
-
-
-def cell_gather_ranges(vector: ParameterVector, cell: Cell, world: WorldData) -> dict[int, list[Range]]:
-    """Return ``gather_ranges`` for a cell of stages that shard (``common_cells``), in elements from the cell's
-    first one.
+    Together they cover each element of the cell once: the ranks of a stage divide the elements that all of them
+    have updated.
     """
     begin, end = cell.elements(vector.numel)
     found: dict[int, list[Range]] = {rank: [] for rank in cell.owners}

@@ -22,7 +22,7 @@ from runtime.layers.optimizer import state_tensors
 from runtime.layers.state import PayloadTarget, StateError
 from runtime.layers.tensor_plan import TensorPlan
 from runtime.layers.transfer import StateExchange
-from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel, replica_ranks, stage_of
+from runtime.layers.world import is_sharded, is_tensor_parallel, replica_ranks, stage_of
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.cells import Fractions, owned_parts, replica_assignments, replica_parts, share_of
 from runtime.zero.gather import ParameterGather
@@ -40,7 +40,6 @@ from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
 from runtime.zero.shards import ShardMemory, StageShards
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages.trainer import ResumeRank, WorldData, WorldStage
-from storage.buckets import Bucket
 from storage.layerstate import LayerHeader
 
 _DIGEST_BYTES = 16
@@ -206,7 +205,6 @@ class ShardedState:
         resume: ResumeRank,
         communicator: Communicator,
         transfers: Sequence[PartTransfer],
-        buckets: Collection[Bucket],
         complete: set[int],
         digest: Callable[[int], str],
     ) -> int:
@@ -256,11 +254,8 @@ class ShardedState:
         self._world, self._communicator = world, communicator
         self._aor = aor and len(world.pipelines) > 1
         if self._zero1:
-            self._gather = ParameterGather(self._model.device, communicator)
-            if has_shards(world):
-                self._gather.add_cells(self.shape, world, self._optimization.value_of)
-            else:
-                self._gather.add_buckets(self._model, self.shape, buckets, world)
+            value_of, device = self._optimization.value_of, self._model.device
+            self._gather = ParameterGather(self.shape, world, value_of, communicator, device)
         return received_bytes
 
     def _allocate(self, stage: WorldStage, own: list[int], communicator: Communicator) -> None:

@@ -23,13 +23,12 @@ from runtime.zero.cells import (
 from runtime.zero.parts import (
     ParameterLayout,
     PartsError,
-    cell_gather_ranges,
     gather_ranges,
     initial_holdings,
     plan_transfers,
 )
 from statemachine.messages.trainer import PartData, WorldData, WorldPipeline, WorldStage
-from storage.buckets import ParameterSize, derive_buckets
+from storage.buckets import ParameterSize
 
 LAYERS = 5
 
@@ -190,35 +189,7 @@ def test_every_needed_element_has_one_source_that_holds_it(
 
 @settings(max_examples=100)
 @given(shapes(), worlds())
-def test_gather_ranges_cover_each_bucket_once_and_match_the_parts(
-    described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
-) -> None:
-    shape, sizes = described
-    world = without_shards(world)
-    layers = {name: vector.layers for vector in shape.vectors for name in vector.names}
-    mine = optimizer_elements(shape, world)
-    for bucket in derive_buckets(layers, owners_of_layer(world), sizes):
-        found = gather_ranges(shape, bucket, world)
-        if not found:
-            assert len(world.pipelines) == 1
-            continue
-        assert tuple(sorted(found)) == bucket.owners
-        elements = [e for ranges in found.values() for start, end in ranges for e in range(start, end)]
-        assert sorted(elements) == list(range(bucket.numel))
-        places = {
-            bucket_offset + e: (number, vector.parameter_range(name)[0] + e)
-            for number, vector in enumerate(shape.vectors)
-            for name, bucket_offset in zip(bucket.parameters, bucket.offsets, strict=True)
-            if name in vector.names
-            for e in range(sizes[name].numel)
-        }
-        for rank, ranges in found.items():
-            assert all(places[e] in mine[rank] for start, end in ranges for e in range(start, end))
-
-
-@settings(max_examples=100)
-@given(shapes(), worlds())
-def test_cell_gather_ranges_cover_each_cell_once_and_match_the_parts(
+def test_gather_ranges_cover_each_cell_once_and_match_the_parts(
     described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, _ = described
@@ -226,7 +197,7 @@ def test_cell_gather_ranges_cover_each_cell_once_and_match_the_parts(
     for number, vector in enumerate(shape.vectors):
         for cell in common_cells(world, vector.layers):
             begin, end = cell.elements(vector.numel)
-            found = cell_gather_ranges(vector, cell, world)
+            found = gather_ranges(vector, cell, world)
             assert tuple(sorted(found)) == cell.owners
             elements = [e for ranges in found.values() for first, last in ranges for e in range(first, last)]
             assert sorted(elements) == list(range(end - begin))
