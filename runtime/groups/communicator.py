@@ -133,13 +133,6 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        """Fill ``target`` with the members' ``source`` tensors in order; all have the same length.
-
-        :param members: more than one rank, one of the groups given to ``form``.
-        """
-
-    @abstractmethod
-    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         """Fill ``target``, a whole vector, with the members' ranges of it (``member_range``).
 
         :param source: this rank's range of the vector.
@@ -255,9 +248,6 @@ class SoloCommunicator(Communicator):
         return PendingOperation(done=True)
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        raise ValueError("a world of one rank has no peer to gather from")
-
-    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         raise ValueError("a world of one rank has no peer to gather from")
 
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:

@@ -160,12 +160,6 @@ class GlooCommunicator(Communicator):
         return self._post(("reduce", 0), tensor, lambda: self._groups[members].allreduce([tensor]))
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        # The work itself keeps ``source`` alive.
-        return self._post(
-            ("gather", 0), target, lambda: self._groups[members]._allgather_base(target, source)
-        )
-
-    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         # On loopback, direct transfers between all pairs take a quarter of the time of gloo's own
         # all-gather.
         def post() -> _CombinedWork:

@@ -184,11 +184,8 @@ class NcclCommunicator(Communicator):
         return self._issue(lambda: self._groups[members].allreduce([tensor]))
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        return self._issue(lambda: self._groups[members]._allgather_base(target, source))
-
-    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         if target.numel() % len(members) == 0:
-            return self.all_gather(target, source, members)
+            return self._issue(lambda: self._groups[members]._allgather_base(target, source))
         ranges = _ranges(target, len(members))
         return self._issue(lambda: self._groups[members].allgather([ranges], [source]))
 

@@ -70,9 +70,6 @@ class StagedGlooCommunicator(GlooCommunicator):
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         return self._exchange(super().all_gather, target, source, members)
 
-    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        return self._exchange(super().all_gather_uneven, target, source, members)
-
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         return self._exchange(super().reduce_scatter, target, source, members)
 

@@ -396,7 +396,7 @@ class StageShards:
         own = self.values[number]
         # Allocate new memory each time: after an abort a stuck thread may still write into the old one.
         whole = torch.empty(self._shape.vectors[number].numel, dtype=own.dtype, device=own.device)
-        return whole, self._communicator.all_gather_uneven(whole, own, self._members)
+        return whole, self._communicator.all_gather(whole, own, self._members)
 
     def reduce(self, number: int, gradient: Tensor) -> None:
         """Begin to reduce a vector's gradient of one microbatch, which is complete here."""

@@ -221,7 +221,7 @@ class StageTensorParts(StageShards):
             start, end = member_range(x.numel(), self._index, len(self._members))
             run, total = terms.new_empty(end - start), torch.empty_like(terms)
             self._wait(self._communicator.reduce_scatter(run, terms, self._members))
-            self._wait(self._communicator.all_gather_uneven(total, run, self._members))
+            self._wait(self._communicator.all_gather(total, run, self._members))
             return total.view(x.shape).to(x.dtype)
 
     def gather_features(self, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class StageTensorParts(StageShards):
         with _disable_current_modes():
             count = len(self._members)
             flat = x.new_empty(count * x.numel())
-            self._wait(self._communicator.all_gather_uneven(flat, x.reshape(-1), self._members))
+            self._wait(self._communicator.all_gather(flat, x.reshape(-1), self._members))
             return flat.view(count, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], count * x.shape[-1])
 
     def slice_features(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def run_operations(one: Communicator, runtime: DeviceRuntime) -> list[list[float
     pendings.append(one.all_reduce(summed, members))
     gathered, ranges, part = torch.empty(6 * size), torch.empty(2 * size), torch.empty(2)
     pendings.append(one.all_gather(gathered, own * 3, members))
-    pendings.append(one.all_gather_uneven(ranges, own[:2] * 5, members))
+    pendings.append(one.all_gather(ranges, own[:2] * 5, members))
     pendings.append(one.reduce_scatter(part, torch.arange(2.0 * size) * (rank + 1), members))
     for pending in reversed(pendings):
         one.wait(pending)

@@ -106,7 +106,7 @@ def test_ranges_of_a_vector_are_gathered_and_reduced(server: ServerThread, numel
         start, end = member_range(numel, rank, 3)
         gathered = torch.full((numel,), -1.0, dtype=torch.float64)
         own = torch.arange(start, end, dtype=torch.float64)
-        communicator.wait(communicator.all_gather_uneven(gathered, own, members))
+        communicator.wait(communicator.all_gather(gathered, own, members))
         reduced = torch.empty(end - start, dtype=torch.float64)
         whole = torch.arange(numel, dtype=torch.float64) * (rank + 1)
         communicator.wait(communicator.reduce_scatter(reduced, whole, members))

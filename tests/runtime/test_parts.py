@@ -190,21 +190,26 @@ def test_every_needed_element_has_one_source_that_holds_it(
 @settings(max_examples=100)
 @given(shapes(), worlds())
 def test_gather_ranges_cover_each_cell_once_and_match_the_parts(
-    described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
+    described: tuple[ParameterLayout, dict[str, ParameterSize]], drawn: WorldData
 ) -> None:
     shape, _ = described
-    mine = optimizer_elements(shape, world)
-    for number, vector in enumerate(shape.vectors):
-        for cell in common_cells(world, vector.layers):
-            begin, end = cell.elements(vector.numel)
-            found = gather_ranges(vector, cell, world)
-            assert tuple(sorted(found)) == cell.owners
-            elements = [e for ranges in found.values() for first, last in ranges for e in range(first, last)]
-            assert sorted(elements) == list(range(end - begin))
-            for rank, ranges in found.items():
-                assert all(
-                    (number, begin + e) in mine[rank] for first, last in ranges for e in range(first, last)
-                )
+    for world in (drawn, without_shards(drawn)):
+        mine = optimizer_elements(shape, world)
+        for number, vector in enumerate(shape.vectors):
+            for cell in common_cells(world, vector.layers):
+                begin, end = cell.elements(vector.numel)
+                found = gather_ranges(vector, cell, world)
+                assert tuple(sorted(found)) == cell.owners
+                elements = [
+                    e for ranges in found.values() for first, last in ranges for e in range(first, last)
+                ]
+                assert sorted(elements) == list(range(end - begin))
+                for rank, ranges in found.items():
+                    assert all(
+                        (number, begin + e) in mine[rank]
+                        for first, last in ranges
+                        for e in range(first, last)
+                    )
 
 
 @settings(max_examples=100)
