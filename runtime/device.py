@@ -10,10 +10,9 @@ sees a result only after it has waited for it. All code in this package that dep
 import contextlib
 import ctypes
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,24 +32,33 @@ def device_time_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class DeviceEvent(Protocol):
-    """A position in the work of a stream; ``record`` may be called again for another position."""
+class DeviceEvent:
+    """A position in the work of a stream; ``record`` may be called again for another position.
+
+    On a CPU all work that was given before is complete, so only the time is recorded.
+    """
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
 
     def record(self) -> None:
         """Mark the end of the work that the current stream was given so far."""
+        self._at_s = time.perf_counter()
 
     def done(self) -> bool:
         """Return whether the device has reached the position, without waiting."""
+        return True
 
     def synchronize(self) -> None:
         """Make the host wait until the device has reached the position."""
 
     def ms_since(self, earlier: Any) -> float:
         """Return milliseconds from an earlier event of this device to this one; wait for both."""
+        return float(1e3 * (self._at_s - earlier._at_s))
 
 
-class DeviceStream(Protocol):
-    """A queue of work for a device."""
+class DeviceStream:
+    """A queue of work for a device. On a CPU, work is complete when it is given."""
 
     def wait(self, event: Any) -> None:
         """Let work that is given from now on begin after ``event``; the host does not wait."""
@@ -59,9 +67,9 @@ class DeviceStream(Protocol):
         """Make the host wait until all work that was given so far is complete."""
 
 
-class DeviceRuntime(ABC):
-    """The operations of one device. Any thread may use it; each has its own current stream, at first the
-    default one.
+class DeviceRuntime:
+    """The operations of one device: of a CPU, unless a method is overridden. Any thread may use it; each has its
+    own current stream, at first the default one.
 
     :param device: device of the tensors.
     """
@@ -69,50 +77,47 @@ class DeviceRuntime(ABC):
     is_async = False
     """Whether the host runs ahead of the device, so that it must wait before it reads a result."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
 
-    @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor is in the device's own memory, not the host's."""
+        return False
 
-    @abstractmethod
     def event(self) -> DeviceEvent:
         """Return a new event, which is not recorded yet."""
+        return DeviceEvent()
 
-    @abstractmethod
     def stream(self) -> DeviceStream:
         """Return a new stream in addition to the default one."""
+        return DeviceStream()
 
-    @abstractmethod
     def current(self) -> DeviceStream:
         """Return the calling thread's current stream."""
+        return DeviceStream()
 
-    @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Return a context in which ``stream`` is the calling thread's current stream."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def prepare_thread(self) -> None:
         """Prepare a thread other than the main thread to use the device."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Make the host wait for all work of all streams."""
 
-    @abstractmethod
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialised host memory that the device can copy from and to asynchronously."""
+        return torch.empty(numel, dtype=dtype)
 
-    @abstractmethod
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor in host memory (itself if it is there); wait for the current stream."""
+        return tensor.detach()
 
-    @abstractmethod
     def register(self, address: int, size_bytes: int) -> bool:
         """Pin existing host memory, and return whether that succeeded; copies are slower if not."""
+        return False
 
-    @abstractmethod
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
 
@@ -121,77 +126,7 @@ class DeviceRuntime(ABC):
         return self.to_host(tensor).tolist()
 
 
-class HostEvent:
-    """The time at which it was recorded; all earlier work was complete by then."""
-
-    def __init__(self) -> None:
-        self._at_s = 0.0
-
-    def record(self) -> None:
-        self._at_s = time.perf_counter()
-
-    def done(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def ms_since(self, earlier: "HostEvent") -> float:
-        return 1e3 * (self._at_s - earlier._at_s)
-
-
-class HostStream:
-    """A stream whose work is complete when it is given."""
-
-    def wait(self, event: DeviceEvent) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class HostRuntime(DeviceRuntime):
-    """A CPU."""
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        super().__init__(device)
-        self._only = HostStream()
-
-    def holds(self, tensor: Tensor) -> bool:
-        return False
-
-    def event(self) -> HostEvent:
-        return HostEvent()
-
-    def stream(self) -> HostStream:
-        return self._only
-
-    def current(self) -> HostStream:
-        return self._only
-
-    def on(self, stream: HostStream) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def prepare_thread(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    def register(self, address: int, size_bytes: int) -> bool:
-        return False
-
-    def unregister(self, address: int) -> None:
-        pass
-
-
-class CudaEvent:
+class CudaEvent(DeviceEvent):
     """An event of a CUDA device, with its time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -207,19 +142,19 @@ class CudaEvent:
     def synchronize(self) -> None:
         self.event.synchronize()
 
-    def ms_since(self, earlier: "CudaEvent") -> float:
+    def ms_since(self, earlier: Any) -> float:
         earlier.synchronize()
         self.synchronize()
         return float(earlier.event.elapsed_time(self.event))
 
 
-class CudaStream:
+class CudaStream(DeviceStream):
     """A stream of a CUDA device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
 
-    def wait(self, event: CudaEvent) -> None:
+    def wait(self, event: Any) -> None:
         self.stream.wait_event(event.event)
 
     def synchronize(self) -> None:
@@ -297,4 +232,4 @@ def create_cuda_context() -> None:
 
 def device_runtime(device: torch.device) -> DeviceRuntime:
     """Return the runtime of a device."""
-    return CudaRuntime(device) if device.type == "cuda" else HostRuntime(device)
+    return CudaRuntime(device) if device.type == "cuda" else DeviceRuntime(device)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from runtime.device import DeviceEvent, DeviceRuntime, HostRuntime
+from runtime.device import DeviceEvent, DeviceRuntime
 from runtime.groups.communicator import Communicator, PendingOperation
 from runtime.monitoring.tracing import TraceRecorder
 from statemachine.messages.values import BuildProgress, BuildStage
@@ -69,7 +69,7 @@ class ProgressMonitor:
         waits.
         """
         self.trace = TraceRecorder()
-        self.runtime: DeviceRuntime = HostRuntime()
+        self.runtime = DeviceRuntime()
         """The device that the main thread uses."""
         self._untimed: deque[tuple[StepWait | None, DeviceEvent, DeviceEvent]] = deque()
         """Waits whose ends the device has not reached."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.device import HostRuntime
+from runtime.device import DeviceRuntime
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import (
     MAX_GROUP_TIMEOUT_S,
@@ -281,7 +281,7 @@ def test_fifty_formations_leave_nothing_behind(server: ServerThread, others: set
 
 def test_a_world_of_one_needs_no_rendezvous() -> None:
     nowhere = Rendezvous(host="127.0.0.1", port=1, token="", generation=1)
-    alone: Communicator = make_communicator("gloo", nowhere, 0, ["127.0.0.1"], HostRuntime())
+    alone: Communicator = make_communicator("gloo", nowhere, 0, ["127.0.0.1"], DeviceRuntime())
     assert isinstance(alone, SoloCommunicator)
     alone.form([(0,)])
     tensor = torch.ones(2)
