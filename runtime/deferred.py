@@ -1,6 +1,6 @@
 """Construction of a model without memory for its large tensors, each of which can be made later, bit for bit.
 
-While a factory runs in a ``ModelRecorder``, a large tensor gets an address but no memory, since pages get
+While a factory runs in the context ``recorded``, a large tensor gets an address but no memory, since pages get
 memory only when they are written to. Operations that would write to it are *recorded* instead. A random
 operation also runs on scratch memory, so that the generator advances as if the tensor had been filled, and
 the generator's earlier state is recorded. ``Recording.make`` repeats, from these states, the operations on
@@ -16,7 +16,7 @@ import ctypes
 import mmap
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -220,19 +220,17 @@ class Recording:
         alike = (
             target.device.type == "cpu" and target.dtype == place.dtype and target.stride() == place.stride
         )
-        size = target.numel() * target.element_size()
-        if alike and size == self._sizes[place.storage] == target.untyped_storage().nbytes():
+        in_place = alike and target.nbytes == self._sizes[place.storage] == target.untyped_storage().nbytes()
+        if in_place:
             memory[place.storage] = target.untyped_storage()
-            self._contents({place.storage}, memory)
-        else:
-            self._contents({place.storage}, memory)
+        self._contents({place.storage}, memory)
+        if not in_place:
             target.copy_(place.within(memory[place.storage]))
 
     def values_of(self, arguments: Any) -> Any:
         """Return the arguments with values in fresh memory in place of views."""
-        leaves = tree.tree_leaves(arguments, is_leaf=_is_place)
         memory = _Memory(self._sizes)
-        self._contents({leaf.storage for leaf in leaves if _is_place(leaf)}, memory)
+        self._contents(_storages(arguments), memory)
         return _filled(arguments, memory)
 
     def scratch(self, arguments: Any) -> Any:
@@ -240,11 +238,11 @@ class Recording:
 
         The next call gets the same memory, because clearing fresh pages takes longer than drawing values.
         """
-        leaves = [leaf for leaf in tree.tree_leaves(arguments, is_leaf=_is_place) if _is_place(leaf)]
-        needed = max((self._sizes[leaf.storage] for leaf in leaves), default=0)
+        storages = _storages(arguments)
+        needed = max((self._sizes[storage] for storage in storages), default=0)
         if self._scratch is None or self._scratch.nbytes() < needed:
             self._scratch = _reserved(needed).untyped_storage()
-        return _filled(arguments, {leaf.storage: self._scratch for leaf in leaves})
+        return _filled(arguments, dict.fromkeys(storages, self._scratch))
 
     def track(self, tensor: Tensor) -> StorageView:
         """Begin to record operations on a tensor whose memory has not been written to, and return its view."""
@@ -288,7 +286,7 @@ class Recording:
         self._scratch = None
         self._ended = True
 
-    def _contents(self, storages: set[int], memory: "_Memory") -> None:
+    def _contents(self, storages: Collection[int], memory: "_Memory") -> None:
         """Execute the operations on which the content of the storages depends."""
         needed, chosen = set(storages), []
         for operation in reversed(self._operations):
@@ -336,29 +334,24 @@ class _Memory(dict[int, torch.UntypedStorage]):
         return self[key]
 
 
-class ModelRecorder:
-    """A context for the code that makes a model: ``with ModelRecorder(recording):``.
+@contextmanager
+def recorded(
+    recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES
+) -> Iterator[None]:
+    """Return a context for the code that makes a model.
 
     :param exact: give large tensors the values that they would have if the model was built at once, which
         takes the time to draw all of them. Otherwise each tensor is drawn from a stream of its own when it
         is made.
     :param large_bytes: size from which a tensor gets no memory.
     """
-
-    def __init__(self, recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES) -> None:
-        streams = None if exact else random.Random(int(torch.randint(2**62, ())))
-        self._generators = _Generators()
-        self._operations = _Operations(recording, self._generators, streams, large_bytes)
-        self._access = _Access(recording)
-
-    def __enter__(self) -> None:
-        self._operations.__enter__()  # type: ignore[no-untyped-call]
-        self._access.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._access.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._operations.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._generators.settle(torch.default_generator)
+    streams = None if exact else random.Random(int(torch.randint(2**62, ())))
+    generators = _Generators()
+    try:
+        with _Operations(recording, generators, streams, large_bytes), _Access(recording):
+            yield
+    finally:
+        generators.settle(torch.default_generator)
 
 
 class Weights(Protocol):
@@ -560,8 +553,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = args, kwargs or {}
         placed = tree.tree_map_only(Tensor, lambda t: self._recording.view_of(t) or t, given)
-        some = any(_is_place(leaf) for leaf in tree.tree_leaves(placed, is_leaf=_is_place))
-        if (not some and function not in _FACTORIES) or function.is_view or function in _VIEWS:
+        if (not _storages(placed) and function not in _FACTORIES) or function.is_view or function in _VIEWS:
             return self._execute(function, given)
         written = _written(function, *given)
         if function._schema.name.partition("::")[2] in _RESHAPING:
@@ -581,7 +573,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = frozenset(place.storage for place in places if place is not None)
         whole = (
             function in _OVERWRITES
-            and written[0].numel() * written[0].element_size() == written[0].untyped_storage().nbytes()
+            and written[0].nbytes == written[0].untyped_storage().nbytes()
         )
         reads = _storages(placed if not whole else (placed[0][1:], placed[1]))
         self._add(function, placed, (), writes, reads, drawn_into=written[0])
@@ -596,7 +588,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:
             like = None  # The shape of the result depends on values.
         results = [] if like is None else _tensors(like)
-        if not results or sum(t.numel() * t.element_size() for t in results) < self._large_bytes:
+        if not results or sum(t.nbytes for t in results) < self._large_bytes:
             return self._execute(function, self._recording.values_of(placed))
         made = {id(t): _unwritten(t) for t in results}
         places = tuple(self._recording.track(made[id(t)]) for t in results)
@@ -670,10 +662,6 @@ def _unwritten(like: Tensor) -> Tensor:
     return empty.set_(memory.untyped_storage(), 0, like.size(), like.stride())
 
 
-def _is_place(leaf: Any) -> bool:
-    return isinstance(leaf, StorageView)
-
-
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the dicts of the module's own parameters and buffers."""
     return module._parameters, module._buffers
@@ -735,15 +723,13 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 
 def _storages(placed: Any) -> frozenset[int]:
-    leaves = tree.tree_leaves(placed, is_leaf=_is_place)
-    return frozenset(leaf.storage for leaf in leaves if _is_place(leaf))
+    """Return the storages of the views among the arguments of a call."""
+    return frozenset(leaf.storage for leaf in tree.tree_leaves(placed) if isinstance(leaf, StorageView))
 
 
-def _filled(arguments: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
-    def fill(leaf: Any) -> Any:
-        return leaf.within(memory[leaf.storage]) if _is_place(leaf) else leaf
-
-    return tree.tree_map(fill, arguments, is_leaf=_is_place)
+def _filled(placed: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
+    """Return the arguments of a call with tensors in ``memory`` in place of views."""
+    return tree.tree_map_only(StorageView, lambda view: view.within(memory[view.storage]), placed)
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from runtime.data.reading import check_dataset
-from runtime.deferred import DeferredModule, ModelFactory, ModelRecorder, Recording, UntrackedWriteError
+from runtime.deferred import DeferredModule, ModelFactory, Recording, UntrackedWriteError, recorded
 from runtime.device import create_cuda_context
 from runtime.errors import TrainingError
 from runtime.import_conflicts import OUR_PACKAGES, find_import_conflict
@@ -325,7 +325,7 @@ def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | Deferred
         return _checked(model, function).to(dtype)
     recording = Recording()
     try:
-        with ModelRecorder(recording, exact=not isinstance(model, ModelFactory) or model.exact):
+        with recorded(recording, exact=not isinstance(model, ModelFactory) or model.exact):
             made = model.build() if isinstance(model, ModelFactory) else model()
             if isinstance(made, nn.Module):
                 made.to(dtype)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.deferred import DeferredModule, ModelRecorder, Noise, Recording, UntrackedWriteError
+from runtime.deferred import DeferredModule, Noise, Recording, UntrackedWriteError, recorded
 from runtime.layers.model import Model
 from tests.helpers.architecture_runs import job_of
 from tests.helpers.architectures import ARCHITECTURES, build, lora
@@ -106,7 +106,7 @@ def at_once(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, Te
 def deferred(make: Callable[[], nn.Module], seed: int = 3, **options: Any) -> tuple[nn.Module, Recording]:
     torch.manual_seed(seed)
     recording = Recording()
-    with ModelRecorder(recording, **options):
+    with recorded(recording, **options):
         made = make()
     return made, recording
 
@@ -257,7 +257,7 @@ def test_streams_differ_from_tensor_to_tensor_and_are_the_same_every_time() -> N
 MEMORY = """
 import torch
 from torch import nn
-from runtime.deferred import DeferredModule, ModelRecorder, Recording, UntrackedWriteError
+from runtime.deferred import DeferredModule, Recording, UntrackedWriteError, recorded
 
 def peak_mib():
     lines = open("/proc/self/status").read().splitlines()
@@ -267,7 +267,7 @@ torch.set_num_threads(1)
 nn.Linear(10, 10)(torch.zeros(1, 10))
 before = peak_mib()
 recording = Recording()
-with ModelRecorder(recording):
+with recorded(recording):
     made = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))
 module = DeferredModule(made, recording)
 for number in range(24):
