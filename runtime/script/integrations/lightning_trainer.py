@@ -14,7 +14,7 @@ from runtime.script.random_states import random_states
 from runtime.script.snapshotter import Snapshotter
 
 
-def protect_trainer(trainer: Any, name: str, every: int, missing: Any, options: dict[str, Any]) -> None:
+def protect_trained(trainer: Any, name: str, every: int, missing: Any, options: dict[str, Any]) -> None:
     """Add the callback to the trainer, after its other callbacks."""
     package = next(p for k in type(trainer).__mro__ if (p := _package_of(k)))
     callback = import_module(f"{package}.callbacks").Callback

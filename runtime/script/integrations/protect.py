@@ -1,5 +1,6 @@
 """``protect``: one line that protects a script, for the trainers that ftd knows and for loops of one's own."""
 
+from importlib import import_module
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -13,7 +14,9 @@ _TRAINERS = {
     ("lightning", "Trainer"): "lightning_trainer",
     ("torchtitan", "CheckpointManager"): "torchtitan_checkpoints",
 }
-"""The module that protects a class, by the package that defines the class and the class's name."""
+"""The module whose ``protect_trained`` protects a class, by the package that defines the class and the class's
+name.
+"""
 
 
 def protect(trained: Any, name: str, /, *, every: int = 1, missing: str = "raise", **options: Any) -> Any:
@@ -50,25 +53,15 @@ def protect(trained: Any, name: str, /, *, every: int = 1, missing: str = "raise
         raise SnapshotError(f"protect: every must be a number of steps from 1 on, not {every!r}")
     if isinstance(trained, DataLoader):
         return ProtectedLoader(trained, name, every, missing, **options)
-    match _module_of(trained):
-        case "transformers_trainer":
-            from runtime.script.integrations import transformers_trainer
-
-            transformers_trainer.protect_trainer(trained, name, every, missing, options)
-        case "lightning_trainer":
-            from runtime.script.integrations import lightning_trainer
-
-            lightning_trainer.protect_trainer(trained, name, every, missing, options)
-        case "torchtitan_checkpoints":
-            from runtime.script.integrations import torchtitan_checkpoints
-
-            torchtitan_checkpoints.protect_checkpoints(trained, name, every, missing, options)
-        case _:
-            raise SnapshotError(
-                f"protect cannot protect a {type(trained).__qualname__}: pass a Trainer of transformers or "
-                "Lightning, torchtitan's trainer.checkpointer, or your data loader (of torch or accelerate). For "
-                "any other loop use Snapshotter"
-            )
+    module = _module_of(trained)
+    if module is None:
+        raise SnapshotError(
+            f"protect cannot protect a {type(trained).__qualname__}: pass a Trainer of transformers or "
+            "Lightning, torchtitan's trainer.checkpointer, or your data loader (of torch or accelerate). For "
+            "any other loop use Snapshotter"
+        )
+    integration = import_module(f"runtime.script.integrations.{module}")
+    integration.protect_trained(trained, name, every, missing, options)
     return trained
 
 

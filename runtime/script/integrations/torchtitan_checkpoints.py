@@ -14,7 +14,7 @@ _PARTS = {"model": "model", "optimizer": "optimizers"}
 """The states that hold several objects, and the attribute that lists them."""
 
 
-def protect_checkpoints(manager: Any, name: str, every: int, missing: Any, options: dict[str, Any]) -> None:
+def protect_trained(manager: Any, name: str, every: int, missing: Any, options: dict[str, Any]) -> None:
     """Replace ``load`` and ``save`` of this manager.
 
     :raises SnapshotError: in ``load``, if it should read a checkpoint of some step while there are snapshots.

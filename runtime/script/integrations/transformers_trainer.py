@@ -27,7 +27,7 @@ _NO_CHECKPOINT = os.devnull
 """A path in which the ``Trainer`` finds no file with random states, since ftd sets them."""
 
 
-def protect_trainer(trainer: Any, name: str, every: int, missing: Any, options: dict[str, Any]) -> None:
+def protect_trained(trainer: Any, name: str, every: int, missing: Any, options: dict[str, Any]) -> None:
     """Add the callback, and let the ``Trainer`` begin with the step after the restored one.
 
     :raises SnapshotError: this version of transformers runs its epochs in another way.
