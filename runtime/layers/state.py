@@ -122,13 +122,21 @@ class LayerStates:
         """Return a reader of what ``pack`` would return. The layer must not change while it is read."""
         return PayloadReader(*self.describe(layer))
 
-    def writer(self, layer: int, header: bytes, payload_bytes: int) -> "PayloadWriter":
+    def writer(
+        self, layer: int, header: bytes, payload_bytes: int, complete: set[int]
+    ) -> "PayloadWriter":
         """Hold ``layer`` and return a writer that fills it.
 
+        :param complete: layers to which this one is added when all of it has arrived.
         :raises StateError: the header does not fit this model or the payload; nothing was changed.
         """
         targets, states = self._allocate(layer, header, payload_bytes, None)
-        return PayloadWriter(targets, lambda: self._take(states))
+
+        def take() -> None:
+            self._take(states)
+            complete.add(layer)
+
+        return PayloadWriter(targets, take)
 
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
         """Hold ``layer`` with the state in ``payload``.
@@ -329,7 +337,7 @@ class PayloadWriter:
         """Staging buffers for tensors that are not row-major, by offset in the payload."""
 
     def write(self, start: int, chunk: Tensor) -> None:
-        """Write ``chunk`` to the payload's bytes from ``start`` on."""
+        """Write ``chunk`` to the payload's bytes from ``start`` on. Chunks arrive in order."""
         end = start + chunk.numel()
         for entry, tensor in self._tensors:
             low, high = max(start, entry.offset), min(end, entry.offset + entry.size_bytes)
@@ -342,7 +350,10 @@ class PayloadWriter:
                         tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
 
     def finish(self) -> None:
-        """Take the optimizer's state after all bytes have been written."""
+        """Take the optimizer's state after all bytes have been written.
+
+        :raises StateError: the bytes belong to something else.
+        """
         self._take()
 
     def _bytes(self, entry: Entry, tensor: Tensor) -> Tensor:

@@ -67,26 +67,13 @@ class OutgoingPayload(Protocol):
         """
 
 
-class IncomingPayload(Protocol):
-    """State that is being received."""
-
-    def write(self, start: int, chunk: Tensor) -> None:
-        """Write ``chunk`` to the payload's bytes from ``start`` on. Chunks arrive in order."""
-
-    def finish(self) -> None:
-        """Complete the item after all bytes have arrived.
-
-        :raises StateError: the bytes belong to something else.
-        """
-
-
 class TransferEndpoint(Protocol[Item_contra]):
     """Conversion between items and bytes, on both ends of a transfer."""
 
     def open_send(self, item: Item_contra) -> OutgoingPayload:
         """Return the payload of an item that this rank sends."""
 
-    def open_receive(self, item: Item_contra, header: bytes, size_bytes: int) -> IncomingPayload:
+    def open_receive(self, item: Item_contra, header: bytes, size_bytes: int) -> PayloadWriter:
         """Prepare to receive an item.
 
         :raises StateError: the header belongs to something else.
@@ -110,26 +97,8 @@ class LayerEndpoint:
         parked = self._parked.get(item.layer)
         return self._states.reader(item.layer) if parked is None else parked
 
-    def open_receive(self, item: TransferData, header: bytes, size_bytes: int) -> IncomingPayload:
-        return _CompletedLayer(
-            self._states.writer(item.layer, header, size_bytes), item.layer, self._complete
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _CompletedLayer:
-    """A layer that counts as complete once all of it has arrived."""
-
-    writer: PayloadWriter
-    layer: int
-    complete: set[int]
-
-    def write(self, start: int, chunk: Tensor) -> None:
-        self.writer.write(start, chunk)
-
-    def finish(self) -> None:
-        self.writer.finish()
-        self.complete.add(self.layer)
+    def open_receive(self, item: TransferData, header: bytes, size_bytes: int) -> PayloadWriter:
+        return self._states.writer(item.layer, header, size_bytes, self._complete)
 
 
 @dataclass(slots=True)

@@ -134,7 +134,7 @@ def test_a_layer_that_arrived_partly_takes_no_memory_in_the_next_generation(
     fleet.steps(1)
     first = fleet.engines[0]
     header, payload = fleet.engines[2].states.pack(2)
-    writer = first.states.writer(2, header, payload.numel())
+    writer = first.states.writer(2, header, payload.numel(), set())
     writer.write(0, payload[:1000])
     assert 2 in first.model.held_layers and 2 not in first.complete_layers
     fleet.enter(fleet.engines, THREE)

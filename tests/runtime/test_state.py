@@ -56,7 +56,7 @@ def test_a_layer_travels_in_chunks_that_end_anywhere() -> None:
         assert turned
     reader, (header, payload) = old.states.reader(1), old.states.pack(1)
     assert (reader.header, reader.size_bytes) == (header, len(payload))
-    writer = new.states.writer(1, header, len(payload))
+    writer = new.states.writer(1, header, len(payload), set())
     for start in range(0, len(payload), 77):
         assert new.optimization.parameter_state("1.norm_1.weight") == {}
         chunk = reader.read(start, min(start + 77, len(payload)))
