@@ -57,7 +57,7 @@ def state_bytes(engine: Engine) -> int:
     if engine.sharding is None:
         layers = range(engine.model.layer_count)
         parameters = sum(p.nbytes for _, p in engine.model.named_parameters(layers))
-        return parameters + sum(engine.states.state_bytes(layer) for layer in layers)
+        return parameters + sum(engine.states.describe(layer)[0].size_bytes for layer in layers)
     total = 0
     for part in engine.sharding.states.held:
         for one in part.slices:

@@ -75,33 +75,44 @@ class LayerStates:
     def describe(self, layer: int) -> tuple[LayerHeader, list[Tensor]]:
         """Return the header that ``pack`` would return, and the tensor of each entry, not copied."""
         self._check_held(layer)
-        tensors, scalars = self._collect(layer)
-        entries: list[TensorEntry] = []
+        found: list[tuple[TensorEntry, Tensor]] = []
+        scalars: dict[str, dict[str, Scalar]] = {}
         end = 0
-        for name, role, key, tensor in tensors:
-            size_bytes = tensor.numel() * tensor.element_size()
-            entries.append(
-                TensorEntry(
-                    name=name,
-                    role=role,
-                    key=key,
-                    dtype=dtype_name(tensor.dtype),
-                    shape=tuple(tensor.shape),
-                    on_host=tensor.device.type == "cpu",
-                    offset=end,
-                    size_bytes=size_bytes,
-                )
+
+        def add(name: str, role: Literal["parameter", "buffer", "optimizer"], key: str, value: Tensor) -> None:
+            nonlocal end
+            tensor = value.detach()
+            entry = TensorEntry(
+                name=name,
+                role=role,
+                key=key,
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
+                on_host=tensor.device.type == "cpu",
+                offset=end,
+                size_bytes=tensor.nbytes,
             )
-            end += padded_size(size_bytes)
+            found.append((entry, tensor))
+            end += padded_size(entry.size_bytes)
+
+        for shared in self._model.tensors_of(layer):
+            add(shared.name, shared.kind, "", shared.value)
+            if not shared.trainable:
+                continue
+            for key, value in self._optimization.parameter_state(shared.name).items():
+                if isinstance(value, Tensor):
+                    add(shared.name, "optimizer", key, value)
+                else:
+                    scalars.setdefault(shared.name, {})[key] = value
         header = LayerHeader(
             format=HEADER_FORMAT,
             layer=layer,
-            entries=tuple(entries),
+            entries=tuple(entry for entry, _ in found),
             scalars=scalars,
             schedule=self._optimization.schedule(),
             size_bytes=end,
         )
-        return header, [tensor for _, _, _, tensor in tensors]
+        return header, [tensor for _, tensor in found]
 
     def frozen_parameters(self, layer: int) -> frozenset[str]:
         """Return the names of the layer's parameters that training does not change."""
@@ -110,13 +121,10 @@ class LayerStates:
 
     def pack(self, layer: int) -> tuple[bytes, Tensor]:
         """Return the header and a copy of the payload; training may continue while the copy is sent."""
-        header, tensors = self.describe(layer)
-        payload = torch.empty(header.size_bytes, dtype=torch.uint8)
-        for entry, tensor in zip(header.entries, tensors, strict=True):
-            _view(payload, entry.offset, tensor).copy_(tensor)
-            padding = entry.offset + entry.size_bytes
-            payload[padding : padding + -padding % ALIGNMENT_BYTES].zero_()
-        return msgspec.msgpack.encode(header), payload
+        reader = self.reader(layer)
+        payload = torch.zeros(reader.size_bytes, dtype=torch.uint8)
+        reader.read_into(payload)
+        return reader.header, payload
 
     def reader(self, layer: int) -> "PayloadReader":
         """Return a reader of what ``pack`` would return. The layer must not change while it is read."""
@@ -220,12 +228,6 @@ class LayerStates:
         which = entry.name, entry.key
         return old if reused.setdefault(old.data_ptr(), which) == which else None
 
-    def state_bytes(self, layer: int) -> int:
-        """Return the size of the payload in bytes without packing it."""
-        self._check_held(layer)
-        tensors, _ = self._collect(layer)
-        return sum(padded_size(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
-
     def digest(self, layer: int) -> str:
         """Return a SHA-256 over the layer's parameters (names, shapes, bytes), which all owners share at the
         same step.
@@ -252,25 +254,6 @@ class LayerStates:
                 yield tensor.value.detach()
                 if tensor.trainable:
                     yield from state_tensors(self._optimization.parameter_state(tensor.name))
-
-    def _collect(
-        self, layer: int
-    ) -> tuple[
-        list[tuple[str, Literal["parameter", "buffer", "optimizer"], str, Tensor]],
-        dict[str, dict[str, Scalar]],
-    ]:
-        tensors: list[tuple[str, Literal["parameter", "buffer", "optimizer"], str, Tensor]] = []
-        scalars: dict[str, dict[str, Scalar]] = {}
-        for shared in self._model.tensors_of(layer):
-            tensors.append((shared.name, shared.kind, "", shared.value.detach()))
-            if not shared.trainable:
-                continue
-            for key, value in self._optimization.parameter_state(shared.name).items():
-                if isinstance(value, Tensor):
-                    tensors.append((shared.name, "optimizer", key, value.detach()))
-                else:
-                    scalars.setdefault(shared.name, {})[key] = value
-        return tensors, scalars
 
     def _check_held(self, layer: int) -> None:
         if layer not in self._model.held_layers | self._model.sharded_layers:
@@ -385,4 +368,4 @@ def _check_entry(layer: int, entry: TensorEntry, shared: ModelTensor) -> None:
 
 def _view(payload: Tensor, start: int, like: Tensor) -> Tensor:
     """Return the payload's bytes from ``start`` on as a view with the dtype and shape of ``like``."""
-    return payload[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+    return payload[start : start + like.nbytes].view(like.dtype).view(like.shape)

@@ -25,7 +25,7 @@ def test_a_joiner_continues_training_exactly(precision: str) -> None:
         header, payload = old.states.pack(layer)
         assert payload.dtype == torch.uint8
         assert payload.is_contiguous()
-        assert len(payload) == old.states.state_bytes(layer)
+        assert len(payload) == old.states.describe(layer)[0].size_bytes
         new.states.unpack(layer, header, payload)
     assert new.model.held_layers == set(new.layers)
     assert new.digests() == old.digests()
