@@ -56,16 +56,16 @@ def explain_out_of_memory(
     :param rows: rows of a microbatch.
     """
     named = model.named_parameters(layers)
-    trained = sum(_size(parameter) for _, parameter in named)
+    trained = sum(parameter.nbytes for _, parameter in named)
     held = {id(t.value): t.value for layer in layers for t in model.tensors_of(layer) if not t.value.is_meta}
-    parameters = sum(_size(value) for value in held.values())
+    parameters = sum(value.nbytes for value in held.values())
     states = 0
     for name, _ in named:
         try:
             state = optimization.parameter_state(name)
         except RuntimeError:
             continue  # It is divided among ranks under ZeRO-1.
-        states += sum(_size(value) for value in state.values() if isinstance(value, Tensor))
+        states += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
     first, last = min(layers, default=0), max(layers, default=0)
     return (
         f"out of memory in the stage of layers {first} to {last} ({model.layer_name(first)} to "
@@ -77,7 +77,3 @@ def explain_out_of_memory(
         "training.zero1, or more nodes with a smaller planner.device_memory_mib, so that a stage holds fewer "
         f"layers. The allocation that failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     )
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

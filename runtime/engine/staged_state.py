@@ -237,7 +237,7 @@ class StagedStateLoader:
     ) -> tuple[list[_Target], list[tuple[Bytes, Tensor]]]:
         """Return the memory for the payload's bytes, ascending, and the tensors to be copied from the buffer."""
         own = [_memory(tensor, self._states.runtime) for _, tensor in places]
-        sizes = [tensor.numel() * tensor.element_size() for _, tensor in places]
+        sizes = [tensor.nbytes for _, tensor in places]
         buffer.begin(
             sum(padded_size(size) for size, memory in zip(sizes, own, strict=True) if memory is None)
         )

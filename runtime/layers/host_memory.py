@@ -19,5 +19,5 @@ def allocate_host_memory(size_bytes: int, device: torch.device) -> Tensor:
 
 def copy_to_host_memory(tensor: Tensor) -> Tensor:
     """Return a copy of the tensor in host memory."""
-    flat = allocate_host_memory(tensor.numel() * tensor.element_size(), tensor.device)
+    flat = allocate_host_memory(tensor.nbytes, tensor.device)
     return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -181,13 +181,12 @@ class StateExchange(Generic[Item]):
         under_way = sum(s.size_bytes for s in self._sending)
         while self._next is not None:
             message, target = self._next
-            size_bytes = message.numel() * message.element_size()
-            if self._sending and under_way + size_bytes > WINDOW_BYTES:
+            if self._sending and under_way + message.nbytes > WINDOW_BYTES:
                 return
             self._monitor.tick()
             pending = self._communicator.send(message, target, "state")
-            self._sending.append(_Send(size_bytes, pending))
-            under_way += size_bytes
+            self._sending.append(_Send(message.nbytes, pending))
+            under_way += message.nbytes
             self._next = next(self._to_send, None)
 
     def _messages(self, items: list[Item]) -> Iterator[tuple[Tensor, int]]:

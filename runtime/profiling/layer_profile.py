@@ -249,7 +249,7 @@ def _layer_signature(given: _LayerInput) -> Hashable:
 def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_bytes: int) -> LayerProfile:
     """Return the layer's sizes in bytes that do not depend on the case; its times are not known yet."""
     tensors = model.tensors_of(layer)
-    sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
+    sizes = {t.name: t.value.nbytes for t in tensors}
     return LayerProfile(
         forward_ms=0.0,
         backward_ms=0.0,
@@ -431,7 +431,7 @@ def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, i
             output = loss if model.needs_batch else output
     detached = tuple(t.detach() for t in flatten(output))
     passed: Activation = detached if isinstance(output, tuple) else detached[0]
-    output_bytes = sum(t.numel() * t.element_size() for t in detached)
+    output_bytes = sum(t.nbytes for t in detached)
     return sum(saved.values()) + sum(selected.values()), passed, output_bytes
 
 
@@ -442,7 +442,7 @@ def _tensor_split(given: _LayerInput) -> TensorSplit | None:
     linears = [one for one in plan.linears if one.layer == layer] if plan is not None else []
     if plan is None or regions is None or not linears:
         return None
-    sizes = {t.name: t.value.numel() * t.value.element_size() for t in model.tensors_of(layer)}
+    sizes = {t.name: t.value.nbytes for t in model.tensors_of(layer)}
     parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
     saved: dict[int, int] = {}
 
@@ -541,9 +541,7 @@ def _state_bytes(
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return {
-        name: sum(
-            v.numel() * v.element_size() for v in optimizer.state[parameter].values() if isinstance(v, Tensor)
-        )
+        name: sum(v.nbytes for v in optimizer.state[parameter].values() if isinstance(v, Tensor))
         for name, parameter in named
         if name in stepped
     }

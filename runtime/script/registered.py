@@ -346,6 +346,6 @@ def _state_after_trial_step(optimizer: Optimizer, dtype: torch.dtype) -> list[tu
         # that is wrong, the first snapshot only has to allocate more.
         return [(True, max(4, dtype.itemsize)), (True, max(4, dtype.itemsize))]
     return [
-        (True, t.element_size()) if t.numel() == parameter.numel() else (False, t.numel() * t.element_size())
+        (True, t.element_size()) if t.numel() == parameter.numel() else (False, t.nbytes)
         for t in found
     ]

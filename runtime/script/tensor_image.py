@@ -283,7 +283,7 @@ def _examine(tensor: Tensor, address: int) -> KnownTensor:
         on_host=inner.device.type == "cpu",
         sharded=hasattr(tensor, "to_local"),
         offset=0,
-        size_bytes=inner.numel() * inner.element_size(),
+        size_bytes=inner.nbytes,
         global_shape=tuple(tensor.shape) if placement is not None else None,
         offsets=placement.box.offsets if placement is not None else None,
         replicas=placement.replicas if placement is not None else 1,

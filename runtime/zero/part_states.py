@@ -379,7 +379,7 @@ class PartStates:
                 start=one.start,
                 count=None if key and tensor.dim() == 0 else tensor.numel(),
                 offset=end,
-                size_bytes=tensor.numel() * tensor.element_size(),
+                size_bytes=tensor.nbytes,
             )
             found.append((entry, tensor))
             end += padded_size(entry.size_bytes)
