@@ -19,49 +19,39 @@ MAX_UNRECEIVED = 2
 """Limit of the activations that a stage of ``forward_only`` has sent and the next stage has not received."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveActivation:
+@dataclass(frozen=True)
+class _OfMicrobatch:
+    """One operation of a stage on a microbatch."""
+
+    microbatch: int
+
+
+class ReceiveActivation(_OfMicrobatch):
     """Receipt of the input of ``Forward(microbatch)`` from the previous stage."""
 
-    microbatch: int
+
+class Forward(_OfMicrobatch):
+    """The forward pass of the stage's layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendActivation:
+class SendActivation(_OfMicrobatch):
     """Sending of the output of ``Forward(microbatch)`` to the next stage."""
 
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class ReceiveGradient:
+class ReceiveGradient(_OfMicrobatch):
     """Receipt of the gradient of ``SendActivation(microbatch)`` from the next stage."""
 
-    microbatch: int
+
+class Backward(_OfMicrobatch):
+    """The backward pass of the stage's layers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
-    microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendGradient:
+class SendGradient(_OfMicrobatch):
     """Sending of the gradient of ``ReceiveActivation(microbatch)`` to the previous stage."""
 
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class AwaitReceived:
+class AwaitReceived(_OfMicrobatch):
     """Wait until the next stage has received the activations of ``SendActivation(microbatch)``."""
-
-    microbatch: int
 
 
 Operation = ReceiveActivation | Forward | SendActivation | ReceiveGradient | Backward | SendGradient
