@@ -580,7 +580,7 @@ class Engine:
                 ballot[index] = number
         pending = self._communicator.all_reduce(ballot, self._communicator.world)
         with self.monitor.idle("vote"):
-            self._communicator.confirm(pending)
+            self._communicator.wait(pending)
         sums: list[float] = self.monitor.read_values(ballot)
         return sums
 

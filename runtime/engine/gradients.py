@@ -192,12 +192,9 @@ class GradientBuffers:
             for bucket_slice in queue:
                 bucket_slice.missing.clear()
             self._launch(members)
+        # Being ready is a promise to peers that roll forward: the sums must really be here.
         for pending in self._pending:
             monitor.wait(self._communicator, pending, "sync")
-        if self._pending:
-            with monitor.idle("sync"):
-                # Being ready is a promise to peers that roll forward: the sums must really be here.
-                self._communicator.confirm(self._pending[-1])
 
     def squared_norm(self) -> tuple[Tensor | float, Tensor | int]:
         """Return the squared norm of the slices whose lowest owner is this rank, and the number of slices that

@@ -42,7 +42,7 @@ def check_model_agreement(
     sums = sums.to(device)
     pending = communicator.all_reduce(sums, communicator.world)
     with monitor.idle():
-        communicator.confirm(pending)
+        communicator.wait(pending)
     unlike = [
         layer
         for layer, words in enumerate(monitor.read_values(sums))

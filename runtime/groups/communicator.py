@@ -179,12 +179,6 @@ class Communicator(ABC):
                 self._condition.wait()
         self.check()
 
-    def confirm(self, pending: PendingOperation) -> None:
-        """Wait, and check that no abort has come: data for a decision (VOTE) must really be there and be
-        valid.
-        """
-        self.wait(pending)
-
     def check(self) -> None:
         """Raise if ``abort`` was called.
 

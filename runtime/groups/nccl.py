@@ -14,7 +14,7 @@ NCCL differs from gloo in three ways:
   receive first would wait forever. Each channel and direction therefore has a group of its own. Activations
   and gradients cross each other in 1F1B, and two ranks may send each other state.
 * Communicators *can* be aborted. Kernels that wait for a dead peer then end with garbage in their buffers,
-  which nobody reads because ``confirm`` raises.
+  which nobody reads because ``wait`` raises.
 
 torch's own watchdog would end the process of every survivor when it notices that a peer is gone or that an
 abort takes long. The control plane decides that instead, so the watchdog is configured to ignore errors,

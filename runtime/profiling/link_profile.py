@@ -96,7 +96,7 @@ class LinkBenchmark:
         payload = self._payload(size_bytes)
 
         def sum_up() -> None:
-            self._communicator.confirm(self._communicator.all_reduce(payload, members))
+            self._communicator.wait(self._communicator.all_reduce(payload, members))
 
         times_s = self._repeat(sum_up, members, always)
         if not times_s or not self.is_first:
@@ -107,10 +107,10 @@ class LinkBenchmark:
         return torch.zeros(size_bytes // 4, dtype=torch.float32, device=self._device)
 
     def _send(self, payload: Tensor, peer: int) -> None:
-        self._communicator.confirm(self._communicator.send(payload, peer, "activation"))
+        self._communicator.wait(self._communicator.send(payload, peer, "activation"))
 
     def _receive(self, payload: Tensor, peer: int) -> None:
-        self._communicator.confirm(self._communicator.receive(payload, peer, "activation"))
+        self._communicator.wait(self._communicator.receive(payload, peer, "activation"))
 
     def _repeat(self, run: Callable[[], None], members: Members, always: bool) -> list[float]:
         """Return the seconds of each run after a first one, which warms up and shows how many repeats there is
@@ -126,7 +126,7 @@ class LinkBenchmark:
     def _broadcast(self, number: int, members: Members) -> int:
         """Return rank 0's number on all members."""
         value = torch.tensor([float(number) if self.is_first else 0.0], device=self._device)
-        self._communicator.confirm(self._communicator.all_reduce(value, members))
+        self._communicator.wait(self._communicator.all_reduce(value, members))
         return int(value.item())
 
     def _time(self, run: Callable[[], None]) -> float:
@@ -184,7 +184,7 @@ def run_rank(
             communicator, device, order.budget_s, report if rank == 0 else lambda progress: None
         )
         # No rank leaves while another is still receiving.
-        communicator.confirm(communicator.all_reduce(torch.zeros(1, device=device), communicator.world))
+        communicator.wait(communicator.all_reduce(torch.zeros(1, device=device), communicator.world))
     if rank == 0:
         over = "NCCL between the GPUs of one host" if order.backend == "nccl" else "gloo over loopback"
         report(LinkMeasurements(where=f"{size} processes of one host, {over}", sent=sent, reduced=reduced))

@@ -30,7 +30,7 @@ def main() -> None:
             return
         one.form([], [("activation", source, (source + 1) % size) for source in world])
         print(json.dumps(run_operations(one, runtime)))
-        one.confirm(one.all_reduce(torch.zeros(1), world))
+        one.wait(one.all_reduce(torch.zeros(1), world))
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def test_abort_frees_every_kind_of_wait(server: ServerThread, others: set[thread
             lambda c: c.wait(c.receive(torch.ones(10), 1, "activation")),
             lambda c: c.wait(c.send(torch.ones(10), 1, "state")),
             lambda c: c.wait_any([c.receive(torch.ones(10), 1, "state")]),
-            lambda c: c.confirm(c.all_reduce(torch.ones(10), (0, 1))),
+            lambda c: c.wait(c.all_reduce(torch.ones(10), (0, 1))),
         ],
         start=1,
     ):

@@ -131,7 +131,7 @@ def test_a_sum_that_arrives_after_an_abort_is_not_taken_for_the_result() -> None
         one.abort()
         one._finish(asked, None)
         with pytest.raises(CommunicationAborted):
-            one.confirm(pending)
+            one.wait(pending)
 
 
 def test_an_abort_frees_a_rank_that_waits_for_a_peer_of_its_device() -> None:
