@@ -241,20 +241,6 @@ class PretrainedWeights:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def load_into(
-    tensors: Mapping[str, Tensor], directory: str | Path, model: nn.Module, *, new: Sequence[str] = ()
-) -> PretrainedWeights:
-    """Fill ``tensors``, keyed by any of their names in ``model``, from the files in ``directory``.
-
-    To fill layers one after the other, make one ``PretrainedWeights`` instead.
-
-    :raises TrainingError: see ``PretrainedWeights``.
-    """
-    weights = PretrainedWeights(directory, model, new=new)
-    weights.load_into(tensors)
-    return weights
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files in ``directory``.
 

@@ -1,5 +1,7 @@
 """Small random Hugging Face models, created from configurations; nothing is downloaded."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
 )
+
+from runtime.pretrained import PretrainedWeights
 
 VOCABULARY = 100
 _SMALL = {
@@ -86,3 +90,12 @@ def lasting(model: nn.Module) -> dict[str, torch.Tensor]:
     kept = model.state_dict()
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: value for name, value in named.items() if name in kept}
+
+
+def load_into(
+    tensors: Mapping[str, torch.Tensor], directory: Path, model: nn.Module, *, new: Sequence[str] = ()
+) -> PretrainedWeights:
+    """Fill tensors, keyed by any of their names in the model, from the files in a directory."""
+    weights = PretrainedWeights(directory, model, new=new)
+    weights.load_into(tensors)
+    return weights

@@ -18,7 +18,6 @@ from runtime.description import describe
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
-from runtime.pretrained import load_into
 from runtime.training import Training
 from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
@@ -26,7 +25,7 @@ from storage.safetensors_file import FLOATING, convert_dtype
 from tests.helpers.exporting import checkpoint_of
 from tests.helpers.kept_checkpoints import about
 from tests.helpers.runtime_support import data_for
-from tests.helpers.small_models import MODELS, config_of, lasting, logits_of, model_of
+from tests.helpers.small_models import MODELS, config_of, lasting, load_into, logits_of, model_of
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "x"}
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from runtime.errors import TrainingError
-from runtime.pretrained import PretrainedWeights, load_into
-from tests.helpers.small_models import MODELS, config_of, lasting, logits_of, model_of
+from runtime.pretrained import PretrainedWeights
+from tests.helpers.small_models import MODELS, config_of, lasting, load_into, logits_of, model_of
 
 
 def on_meta(kind: str, auto: Any = None, **options: Any) -> Any:
