@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.sources.errors import DataError
+from runtime.sources.errors import DataError, check_number
 from runtime.sources.tokenizer import load_tokenizer
 
 IGNORED_LABEL = -100
@@ -32,14 +32,10 @@ class PadCollate:
         :param length: length to which all batches are padded; None for the longest sample of each batch.
         :raises DataError: a number is out of range.
         """
-        for name, number, least in (
-            ("pad_token_id", pad_token_id, 0),
-            ("multiple_of", multiple_of, 1),
-            ("length", length, 1),
-        ):
-            missing = number is None and name != "pad_token_id"
-            if not missing and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-                raise DataError(f"{name} must be a whole number of at least {least}, not {number!r}")
+        check_number("pad_token_id", pad_token_id, 0)
+        for name, number in (("multiple_of", multiple_of), ("length", length)):
+            if number is not None:
+                check_number(name, number)
         self._pad_token_id = pad_token_id
         self._multiple_of = multiple_of or 1
         self._length = length

@@ -40,16 +40,15 @@ def find_files(files: str | Sequence[str], what: str) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def check_length(length: int) -> int:
-    """Return ``length``, the tokens of a sample.
+def check_number(what: str, number: object, least: int = 1) -> None:
+    """:raises DataError: the number is not a whole number of at least ``least``."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise DataError(f"{what} must be a whole number of at least {least}, not {number!r}")
 
-    :raises DataError: the length is not a whole number above 0.
-    """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise DataError(
-            f"length, the tokens of a sample, must be a whole number of at least 1, not {length!r}"
-        )
-    return length
+
+def check_length(length: object) -> None:
+    """:raises DataError: the length is not a whole number above 0."""
+    check_number("length, the tokens of a sample,", length)
 
 
 def import_package(name: str, purpose: str) -> ModuleType:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.sources.errors import DataError, check_length
+from runtime.sources.errors import DataError, check_length, check_number
 
 Tokens = npt.NDArray[np.integer[Any]]
 SCAN_TOKENS = 1 << 24
@@ -66,8 +66,11 @@ class PackedTokens:
         :raises DataError: no stream is as long as a sample, or a number is out of range.
         """
         self._streams = tuple(streams)
-        self._length = check_length(length)
-        self._stride = length if stride is None else _check_stride(stride)
+        check_length(length)
+        if stride is not None:
+            check_number("stride, the tokens between samples,", stride)
+        self._length = length
+        self._stride = length if stride is None else stride
         counts = [max(0, (len(stream) - length) // self._stride + 1) for stream in self._streams]
         self._ends = list(accumulate(counts))
         if not self._ends or not self._ends[-1]:
@@ -135,11 +138,3 @@ def check_index(index: int, length: int) -> int:
     if not -length <= index < length:
         raise IndexError(f"sample {index} of a data set with {length} samples")
     return index % length
-
-
-def _check_stride(stride: int) -> int:
-    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 1:
-        raise DataError(
-            f"stride, the tokens between samples, must be a whole number of at least 1, not {stride!r}"
-        )
-    return stride
