@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -70,16 +70,13 @@ class BatchLoader:
         self._pinned = pinned
         self._pool = _Pool(self._readers, workers, pinned=pinned) if workers else None
 
-    def plan(self, keys: Iterable[tuple[int, int] | MicrobatchKey]) -> None:
+    def plan(self, keys: Iterator[MicrobatchKey]) -> None:
         """Announce what will be loaded next, in order; this replaces the previous plan.
 
-        :param keys: keys of the microbatches, perhaps endless; ``load`` consumes them gradually. A pair is
-            a microbatch of training: (step, microbatch).
+        :param keys: keys of the microbatches, perhaps endless; ``load`` consumes them gradually.
         """
         if self._pool is not None:
-            self._pool.plan(
-                key if isinstance(key, MicrobatchKey) else MicrobatchKey(key[0], 0, key[1]) for key in keys
-            )
+            self._pool.plan(keys)
 
     def load(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Return a whole microbatch: rows ``[microbatch * microbatch_rows, …)`` of the step's global batch.

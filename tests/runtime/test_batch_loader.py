@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from runtime.data.batches import leaves_of
 from runtime.data.loader import BatchLoader
+from runtime.data.reading import MicrobatchKey
 from runtime.data.sampling import Sampler, sample_indices
 from runtime.errors import TrainingError
 
@@ -63,6 +64,11 @@ def keys_of(*steps: int) -> list[tuple[int, int]]:
     return [(step, microbatch) for step in steps for microbatch in range(GLOBAL_BATCH // ROWS)]
 
 
+def planned(keys: Iterable[tuple[int, int]]) -> Iterator[MicrobatchKey]:
+    """Yield the keys of microbatches of training, given as (step, microbatch)."""
+    return (MicrobatchKey(step, 0, microbatch) for step, microbatch in keys)
+
+
 def same(one: Any, other: Any) -> bool:
     pairs = zip(leaves_of(one), leaves_of(other), strict=True)
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
@@ -71,7 +77,7 @@ def same(one: Any, other: Any) -> bool:
 def test_workers_give_the_batches_of_the_trainer_itself() -> None:
     keys = keys_of(1, 2, 3, 4)
     with loader(Noisy()) as alone, loader(Noisy(), workers=2) as shared:
-        shared.plan(keys)
+        shared.plan(planned(keys))
         batches = [shared.load(*key) for key in keys]
         assert all(same(batch, alone.load(*key)) for key, batch in zip(keys, batches, strict=True))
         assert same(shared.load(2, 1), batches[4])  # No plan announced it.
@@ -194,7 +200,7 @@ def test_workers_read_ahead_in_the_order_of_the_plan_and_no_further(tmp_path: Pa
                 yield key
 
     with loader(dataset, workers=2) as shared:
-        shared.plan(endless())
+        shared.plan(planned(endless()))
         eventually(lambda: dataset.microbatches_read() == {(1, 0), (1, 1), (1, 2), (2, 0)})
         time.sleep(0.1)
         assert len(dataset.microbatches_read()) == 4 and taken <= 4
@@ -206,7 +212,7 @@ def test_workers_read_ahead_in_the_order_of_the_plan_and_no_further(tmp_path: Pa
 def test_a_new_plan_reuses_what_is_needed_and_waits_for_nothing(tmp_path: Path) -> None:
     dataset, sampler = Logged(tmp_path), Sampler(LENGTH, GLOBAL_BATCH, 7)
     with loader(dataset, workers=2) as shared:
-        shared.plan(keys_of(1, 2, 3))
+        shared.plan(planned(keys_of(1, 2, 3)))
         eventually(lambda: len(dataset.microbatches_read()) == 4)
         shared.load(1, 0)
         wanted = {*sampler.indices(1), *sampler.indices(2)[: 2 * ROWS]}
@@ -216,7 +222,7 @@ def test_a_new_plan_reuses_what_is_needed_and_waits_for_nothing(tmp_path: Path) 
         dataset.gate.touch()
         started = time.monotonic()
         # Microbatch (1, 2) went to another pipeline, and step 1 is repeated.
-        shared.plan([(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
+        shared.plan(planned([(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]))
         assert time.monotonic() - started < 1
         assert shared.load(2, 0).tolist() and shared.load(2, 1).tolist()
         # Next are read step 1's first microbatch again, and the third step.
@@ -230,11 +236,11 @@ def test_a_new_plan_reuses_what_is_needed_and_waits_for_nothing(tmp_path: Path) 
 def test_a_step_that_is_redone_is_read_by_all_workers_though_later_ones_are_ready(tmp_path: Path) -> None:
     dataset = Logged(tmp_path)
     with loader(dataset, workers=2) as shared:
-        shared.plan(keys_of(2, 3))
+        shared.plan(planned(keys_of(2, 3)))
         eventually(lambda: len(dataset.microbatches_read()) == 4)
         time.sleep(0.1)
         dataset.gate.touch()
-        shared.plan(keys_of(1, 2, 3))
+        shared.plan(planned(keys_of(1, 2, 3)))
         eventually(lambda: len(dataset.microbatches_read() & {(1, 0), (1, 1)}) == 2)
         dataset.gate.unlink()
         loaded = [shared.load(*key) for key in keys_of(1, 2)]
@@ -246,10 +252,10 @@ def test_a_read_in_progress_that_is_not_needed_is_dropped(tmp_path: Path) -> Non
     dataset = Logged(tmp_path)
     with loader(dataset, workers=2) as shared:
         dataset.gate.touch()
-        shared.plan(keys_of(1))
+        shared.plan(planned(keys_of(1)))
         eventually(lambda: len(dataset.microbatches_read()) == 2)
-        shared.plan(keys_of(3))
-        shared.plan(keys_of(1))
+        shared.plan(planned(keys_of(3)))
+        shared.plan(planned(keys_of(1)))
         dataset.gate.unlink()
         loaded = [shared.load(*key) for key in keys_of(1)]
     assert torch.cat(loaded).flatten().tolist() == Sampler(LENGTH, GLOBAL_BATCH, 7).indices(1)
@@ -269,7 +275,7 @@ def test_every_sample_is_used_exactly_once_an_epoch_whatever_the_pipelines(tmp_p
                 for number, trainer in enumerate(trainers[:pipelines])
             }
             for trainer, its in mine.items():
-                trainer.plan((s, m) for s in itertools.count(step) for m in its)
+                trainer.plan(planned((s, m) for s in itertools.count(step) for m in its))
             for _ in range(steps):
                 rows = {m: trainer.load(step, m) for trainer, its in mine.items() for m in its}
                 committed += torch.cat([rows[m] for m in range(microbatches)]).flatten().tolist()
@@ -301,7 +307,7 @@ class Broken(Noisy):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_index_that_raises_is_named_with_the_users_line(workers: int) -> None:
     with loader(Broken(), workers=workers) as shared:
-        shared.plan(keys_of(1))
+        shared.plan(planned(keys_of(1)))
         with pytest.raises(TrainingError) as caught:
             shared.load(1, 0)
         # The job's state is intact: the other samples can still be read.
@@ -518,7 +524,7 @@ def test_closing_ends_everything_at_once_and_twice(tmp_path: Path, others: set[i
     dataset = Logged(tmp_path)
     dataset.gate.touch()
     with loader(dataset, workers=2) as shared:
-        shared.plan(keys_of(1))
+        shared.plan(planned(keys_of(1)))
         eventually(lambda: len(dataset.read()) == 2)
         [server] = new_children(others)
         started = time.monotonic()
@@ -545,6 +551,7 @@ def test_no_worker_outlives_its_trainer(tmp_path: Path) -> None:
     code = f"""
 import socket, sys, time
 from runtime.data.loader import BatchLoader
+from runtime.data.reading import MicrobatchKey
 from runtime.data.sampling import Sampler
 
 peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -554,7 +561,7 @@ class Rows:
     def __getitem__(self, index): time.sleep(60)
 
 shared = BatchLoader(Rows(), None, Sampler({LENGTH}, 4, 1), microbatch_rows=4, seed=1, workers=2)
-shared.plan([(1, 0), (2, 0)])
+shared.plan(MicrobatchKey(step, 0, 0) for step in (1, 2))
 peer.sendall(b"!")
 time.sleep(60)
 """
