@@ -20,7 +20,7 @@ _FIRST_STEP = -16
 class HeldOutSampler:
     """The evaluations of one job: when they are due, and which rows they read."""
 
-    length: int
+    dataset_length: int
     """Number of samples of the held-out data set."""
     global_batch: int
     microbatch_rows: int
@@ -33,13 +33,13 @@ class HeldOutSampler:
     @property
     def batches(self) -> int:
         """Number of global batches of one evaluation."""
-        there = -(-self.length // self.global_batch)
+        there = -(-self.dataset_length // self.global_batch)
         return min(there, self.max_batches or there)
 
     @property
     def samples(self) -> int:
         """Number of rows of one evaluation."""
-        return min(self.length, self.batches * self.global_batch)
+        return min(self.dataset_length, self.batches * self.global_batch)
 
     @property
     def last_microbatch_rows(self) -> int:
@@ -67,11 +67,6 @@ class HeldOutSampler:
     def batch_of(self, step: int) -> int:
         """Return the batch of a step that ``pseudo_step`` returned."""
         return _FIRST_STEP - step
-
-    @property
-    def dataset_length(self) -> int:
-        """Number of samples of the held-out data set, for ``SampleOrder``."""
-        return self.length
 
     def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
         """Return rows ``[first_row, first_row + rows)`` of a batch, as far as they exist.

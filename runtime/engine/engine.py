@@ -539,7 +539,7 @@ class Engine:
             for batch in range(held_out.batches):
                 totals = evaluator.run(self.committed_step, batch)
                 took_s = time.monotonic() - started
-                own = [stop_requested(), held_out.length, took_s, *totals.to_list(names)]
+                own = [stop_requested(), held_out.dataset_length, took_s, *totals.to_list(names)]
                 stops, length, took_s, *more = self._summed(own)
                 self._check_length(length, held_out)
                 sums = [total + part for total, part in zip(sums, more, strict=True)]
@@ -562,9 +562,9 @@ class Engine:
         :raises TrainingError: the lengths differ.
         """
         assert self._communicator is not None
-        if total != held_out.length * self._communicator.size:
+        if total != held_out.dataset_length * self._communicator.size:
             raise TrainingError(
-                f"Training.evaluation has {held_out.length} samples here and a different number elsewhere: "
+                f"Training.evaluation has {held_out.dataset_length} samples here and a different number elsewhere: "
                 f"{total / self._communicator.size:g} on average. Every trainer must have the same held-out "
                 "data set; look for files that differ between hosts"
             )
@@ -863,7 +863,7 @@ def make_held_out(training: Training, data: TrainingData) -> HeldOutSampler | No
     if data.evaluation_every_steps < 1 or training.evaluation is None:
         return None
     return HeldOutSampler(
-        length=len(training.evaluation),
+        dataset_length=len(training.evaluation),
         global_batch=data.global_batch,
         microbatch_rows=data.microbatch_rows,
         steps=data.steps,

@@ -19,12 +19,6 @@ class TensorShape:
     """Shape without dim 0, which counts the rows."""
     dtype: torch.dtype
 
-    def size_bytes(self, rows: int) -> int:
-        size = rows * self.dtype.itemsize
-        for length in self.row_shape:
-            size *= length
-        return size
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationShape:
@@ -32,9 +26,6 @@ class ActivationShape:
 
     tensors: tuple[TensorShape, ...]
     is_tuple: bool
-
-    def size_bytes(self, rows: int) -> int:
-        return sum(tensor.size_bytes(rows) for tensor in self.tensors)
 
     def allocate(self, rows: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return uninitialised buffers for ``rows`` rows."""

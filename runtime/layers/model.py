@@ -160,11 +160,13 @@ class Model:
         self._trainable = [t for t in self._parameters if t.trainable]
         count = self._structure.layer_count
         self._of_layer = [[t for t in self._tensors if i in t.layers] for i in range(count)]
-        self._held = frozenset(range(count) if self._initial is None else ())
+        self.held_layers = frozenset(range(count) if self._initial is None else ())
+        """Layers whose parameters have memory here."""
         self._shards: ShardedParameters | None = None
-        self._shared: frozenset[int] = frozenset()
-        """Layers whose parameters are in shards; their buffers are whole here."""
-        self._version = 0
+        self.sharded_layers: frozenset[int] = frozenset()
+        """Layers that run with parameters from shards; their buffers are whole here."""
+        self.parameter_version = 0
+        """Number that changes whenever parameter objects are replaced."""
         self._check: Callable[[], None] = _no_check
         self._values: FiniteValues | None = None
         self._dropout = [False] * count
@@ -287,16 +289,6 @@ class Model:
         return self._structure.kind(layer)
 
     @property
-    def held_layers(self) -> frozenset[int]:
-        """Layers whose parameters have memory here."""
-        return self._held
-
-    @property
-    def parameter_version(self) -> int:
-        """Number that changes whenever parameter objects are replaced."""
-        return self._version
-
-    @property
     def parameter_layers(self) -> dict[str, tuple[int, ...]]:
         """All trainable parameters in model order, each with the layers that use it."""
         return {t.name: tuple(t.layers) for t in self._trainable}
@@ -342,14 +334,10 @@ class Model:
 
         :returns: ``None`` if no such batch has been run yet.
         """
-        if isinstance(self._structure, LayerChain):
-            signature = None
         return self._shapes.get(signature, {}).get(layer)
 
     def set_output_shape(self, layer: int, signature: Any, shape: ActivationShape) -> None:
         """Record the shape of a layer's output for batches with this signature."""
-        if isinstance(self._structure, LayerChain):
-            signature = None
         self._shapes.setdefault(signature, {})[layer] = shape
 
     # --- held layers ----------------------------------------------------------------------------
@@ -359,21 +347,21 @@ class Model:
         for tensor in self._parameters:
             if not tensor.value.is_contiguous():
                 tensor.replace(tensor.value.detach().contiguous())
-                self._version += 1
+                self.parameter_version += 1
 
     def drop(self, layers: Collection[int]) -> None:
         """Free the memory of ``layers``, except for tensors that they share with a layer that stays."""
-        self._held -= frozenset(layers)
-        self._version += 1
+        self.held_layers -= frozenset(layers)
+        self.parameter_version += 1
         for tensor in self._tensors:
-            kept = self._held if tensor.kind == "parameter" else self._held | self._shared
+            kept = self.held_layers if tensor.kind == "parameter" else self.held_layers | self.sharded_layers
             if kept.isdisjoint(tensor.layers) and not tensor.value.is_meta:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device="meta"))
 
     def materialise(self, layer: int) -> None:
         """Allocate the layer's parameters and persistent buffers, uninitialised if they were dropped."""
-        self._held |= {layer}
-        self._version += 1
+        self.held_layers |= {layer}
+        self.parameter_version += 1
         self._allocate(self.tensors_of(layer))
 
     def park(self, layers: Collection[int], own: Collection[int], whole: Collection[int]) -> None:
@@ -387,7 +375,7 @@ class Model:
             moves = not set(layers).isdisjoint(tensor.layers) and set(stays).isdisjoint(tensor.layers)
             if moves and not tensor.value.is_meta:
                 tensor.replace(copy_to_host_memory(tensor.value.detach()))
-        self._version += 1
+        self.parameter_version += 1
 
     def unpark(self, layers: Collection[int]) -> None:
         """Move the memory of parked layers back to the device."""
@@ -396,7 +384,7 @@ class Model:
                 tensor.replace(
                     torch.empty_like(tensor.value.detach(), device=self.device).copy_(tensor.value)
                 )
-        self._version += 1
+        self.parameter_version += 1
 
     def shard(self, layers: Collection[int], shards: ShardedParameters | None) -> None:
         """Run ``layers``, and no others, with parameters from ``shards`` from now on.
@@ -404,8 +392,8 @@ class Model:
         Whole parameters that are held, too, stay as they are until they are dropped. The buffers of these
         layers are not dropped.
         """
-        self._shards, self._shared = shards, frozenset(layers)
-        self._version += 1
+        self._shards, self.sharded_layers = shards, frozenset(layers)
+        self.parameter_version += 1
 
     def materialise_buffers(self, layers: Collection[int]) -> None:
         """Allocate the layers' persistent buffers, uninitialised if they were dropped."""
@@ -415,16 +403,11 @@ class Model:
     @contextmanager
     def whole_layer(self, layer: int) -> Iterator[None]:
         """Gather the layer's parameters within this context, which all devices of the stage must enter."""
-        if self._shards is None or layer not in self._shared:
+        if self._shards is None or layer not in self.sharded_layers:
             yield
             return
         with torch.no_grad(), self._shards.whole_layer(layer):
             yield
-
-    @property
-    def sharded_layers(self) -> frozenset[int]:
-        """Layers that run with parameters from shards."""
-        return self._shared
 
     def _allocate(self, tensors: Iterable[ModelTensor]) -> None:
         for tensor in tensors:
@@ -433,7 +416,7 @@ class Model:
 
     def provide(self, layers: Collection[int]) -> None:
         """Hold ``layers``. Those that were not held get their initial values."""
-        for layer in sorted(set(layers) - self._held):
+        for layer in sorted(set(layers) - self.held_layers):
             if self._initial is None:
                 raise RuntimeError(f"layer {layer} was dropped, and nothing can make it again")
             fresh = self._without_memory(layer)
@@ -450,7 +433,7 @@ class Model:
 
         :param own_memory: no two tensors share memory, as is usual; a layer whose time is measured needs that.
         """
-        if layer in self._held:
+        if layer in self.held_layers:
             yield
             return
         assert self._initial is not None
@@ -508,7 +491,7 @@ class Model:
         :returns: the output of the last of these layers, or the model's output if it is the last layer of
             all.
         """
-        missing = set(range(first, end)) - self._held - self._shared
+        missing = set(range(first, end)) - self.held_layers - self.sharded_layers
         if missing:
             raise RuntimeError(f"layers {sorted(missing)} are not held here")
         sharded = nullcontext() if self._shards is None else self._shards.forward_pass()
@@ -808,7 +791,7 @@ class _RunScopes(LayerScopes):
     def _gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
         """Return a context in which the parameters of the layer's block, or of its other code, are whole."""
         shards = self._model._shards
-        if shards is None or layer not in self._model._shared:
+        if shards is None or layer not in self._model.sharded_layers:
             return nullcontext()
         return shards.gathered(layer, block=block)
 

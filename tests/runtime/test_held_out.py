@@ -9,7 +9,7 @@ from runtime.data.held_out import HeldOutSampler
 
 def held_out(length: int, **changes: int) -> HeldOutSampler:
     fields = {"global_batch": 16, "microbatch_rows": 4, "steps": 10, "every_steps": 3}
-    return HeldOutSampler(length=length, **(fields | changes))
+    return HeldOutSampler(dataset_length=length, **(fields | changes))
 
 
 def test_evaluations_are_due_every_so_many_steps_and_at_the_end() -> None:
