@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -93,11 +92,11 @@ class FtdCheckpointReader(StorageReader):
         """
         wanted: dict[int, list[ReadItem]] = {}
         for item in plan.items:
-            wanted.setdefault(self._found(item.storage_index)[0], []).append(item)
+            wanted.setdefault(self._where[item.storage_index.fqn][0], []).append(item)
         for layer in sorted(wanted):
             _, _, payload = self._checkpoint.read_layer(layer)
             for item in wanted[layer]:
-                stored = tensor_of(payload, self._found(item.storage_index)[1])
+                stored = tensor_of(payload, self._where[item.storage_index.fqn][1])
                 for dimension, (start, length) in enumerate(
                     zip(item.storage_offsets, item.lengths, strict=True)
                 ):
@@ -120,9 +119,6 @@ class FtdCheckpointReader(StorageReader):
     def _open(self, url: str | os.PathLike[str], step: int | None) -> None:
         self._checkpoint = CheckpointStore.at(os.fspath(url)).open(step)
         self._where = dict(_named(self._checkpoint))
-
-    def _found(self, index: MetadataIndex) -> tuple[int, TensorEntry]:
-        return self._where[index.fqn]
 
 
 def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, TensorEntry]]]:

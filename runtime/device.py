@@ -10,7 +10,6 @@ sees a result only after it has waited for it. All code in this package that dep
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -178,10 +177,8 @@ class CudaRuntime(DeviceRuntime):
     def current(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self.device))
 
-    @contextlib.contextmanager
-    def on(self, stream: CudaStream) -> Iterator[None]:
-        with torch.cuda.stream(stream.stream):
-            yield
+    def on(self, stream: CudaStream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream.stream)
 
     def prepare_thread(self) -> None:
         # Otherwise the driver would use the first device for this thread's requests, and allocate memory

@@ -7,8 +7,8 @@ asynchronous.
 """
 
 import mmap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -47,12 +47,10 @@ class SideStreams:
         for device in sorted(devices, key=str)[:1]:
             self._runtime_of(device).prepare_thread()
 
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which the device's side stream is the current one."""
         runtime, stream = self._streams[device]
-        with runtime.on(stream):
-            yield
+        return runtime.on(stream)
 
     def make_compute_wait(self, devices: set[torch.device]) -> None:
         """Let everything that is computed from now on begin after the copies; called by the training thread."""

@@ -5,9 +5,10 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-_PACKAGES = ("ftd", "planner", "runtime", "statemachine", "storage")
+from runtime.import_conflicts import OUR_PACKAGES
+
 _ROOT = Path(__file__).resolve().parents[1]
-_SKIPPED = (*(f"{_ROOT / package}/" for package in _PACKAGES), f"{sysconfig.get_path('stdlib')}/", "<")
+_SKIPPED = (*(f"{_ROOT / package}/" for package in OUR_PACKAGES), f"{sysconfig.get_path('stdlib')}/", "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 

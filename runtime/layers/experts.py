@@ -28,7 +28,7 @@ class ExpertBalance:
     router probabilities of the token.
     """
 
-    def __init__(self, root: nn.Module, routers: dict[nn.Module, int], modules: list[ModuleType], top_k: int):
+    def __init__(self, routers: dict[nn.Module, int], modules: list[ModuleType], top_k: int):
         for module in modules:
             if not hasattr(getattr(module, _LOSS), "dispatches"):
                 setattr(module, _LOSS, _dispatching(getattr(module, _LOSS)))
@@ -55,12 +55,8 @@ class ExpertBalance:
             index = getattr(recorder, "index", 0)
             routers = {m: index for m in root.modules() if isinstance(m, kind)}
             modules = {sys.modules[type(m).__module__] for m in root.modules()}
-            return cls(
-                root,
-                routers,
-                [m for m in modules if hasattr(m, _LOSS)],
-                int(getattr(config, "num_experts_per_tok", 2)),
-            )
+            balanced = [m for m in modules if hasattr(m, _LOSS)]
+            return cls(routers, balanced, int(getattr(config, "num_experts_per_tok", 2)))
         return None
 
     def _hook(self, router: nn.Module, index: int) -> Callable[..., None]:

@@ -281,9 +281,7 @@ def _plain(value: Any, what: str) -> Any:
     numbers.
     """
     match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
+        case None | bool() | int() | float() | str():
             return value
         case Tensor() if value.dim() == 0:
             return value.item()

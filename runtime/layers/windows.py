@@ -281,7 +281,8 @@ class WindowedModule:
         :param with_layer: returns a context in which a layer that has no memory has some.
         :raises TrainingError: the results differ.
         """
-        self._check_state(batch)
+        with self._whole():
+            self._check_state(batch)
         was_training = self.root.training
         self.root.eval()
         try:
@@ -320,12 +321,9 @@ class WindowedModule:
     def _check_state(self, batch: Batch) -> None:
         """Reject a module that changes buffers around its blocks during training.
 
-        That code runs in every window, and in all but one of them it gets stand-ins as input.
+        That code runs in every window, and in all but one of them it gets stand-ins as input. The module must
+        be whole (``_whole``).
         """
-        with self._whole():
-            self._check_own_buffers(batch)
-
-    def _check_own_buffers(self, batch: Batch) -> None:
         own = {
             f"{name}.{key}" if name else key: buffer
             for name, module in self.root.named_modules()
@@ -349,11 +347,9 @@ class WindowedModule:
                 f"into a submodule of its own that changes it; {CUT_REMEDIES}"
             )
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Allow the module to run as a whole within this context: its code around the blocks has memory."""
-        with self._present([m for m in self.root.modules() if id(m) in self._ancestors]):
-            yield
+    def _whole(self) -> AbstractContextManager[None]:
+        """Return a context in which the module can run as a whole: its code around the blocks has memory."""
+        return self._present([m for m in self.root.modules() if id(m) in self._ancestors])
 
     # --- recording -------------------------------------------------------------------------------
 
@@ -630,13 +626,10 @@ class WindowedModule:
             scope, window.scope = window.scope, None
             scope.__exit__(None, None, None)
 
-    @contextmanager
-    def _balancing(self, window: _Window) -> Iterator[None]:
+    def _balancing(self, window: _Window) -> AbstractContextManager[None]:
         if self._balance is None or window.end < self.layer_count:
-            yield
-            return
-        with self._balance.loss_from(lambda: window.balance):
-            yield
+            return nullcontext()
+        return self._balance.loss_from(lambda: window.balance)
 
     @contextmanager
     def _only_layer(self, layer: int) -> Iterator[None]:

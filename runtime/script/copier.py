@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.script.plain_state import SnapshotError
-from runtime.script.tensor_image import CopyUnit, Source
+from runtime.script.tensor_image import Bytes, CopyUnit, Source
 from runtime.side_stream import SideStreams, copy_async
 from storage.arena import Slot
 from storage.manifest import BLOCK_BYTES, SnapshotPart, digest_of
 from storage.shards import xor_into
 
-Bytes = NDArray[np.uint8]
 HEADER = "header"
 _EXIT_S = 60.0
 

@@ -19,7 +19,7 @@ from runtime.script.plain_state import SnapshotError, TensorRef
 from runtime.script.registered import RegisteredObject
 from runtime.script.saved import SavedSnapshot
 from runtime.script.tensor_box import Box, placement_of
-from runtime.script.tensor_image import Bytes, ImageEntry, align, in_shape
+from runtime.script.tensor_image import Bytes, ImageEntry, align, local_tensor, tensor_in
 
 TensorPath = tuple[Any, ...]
 """Name of the registered object, and the keys that lead to a tensor in its state."""
@@ -82,7 +82,7 @@ def changed_boxes(
         if before == now and before is not None:
             continue
         if before is None or now is None or entry.shared:
-            if tuple(entry.shape) == tuple(_local_shape(live)) and not entry.shared:
+            if tuple(entry.shape) == tuple(local_tensor(live).shape) and not entry.shared:
                 continue
             raise SnapshotError(f"{_name(path)} is sharded in a way that is not known")
         if tuple(entry.global_shape or entry.shape) != tuple(live.shape):
@@ -94,10 +94,6 @@ def changed_boxes(
             )
         changed[number] = now
     return changed
-
-
-def _local_shape(tensor: Tensor) -> torch.Size:
-    return tensor.to_local().shape if hasattr(tensor, "to_local") else tensor.shape
 
 
 def _name(path: TensorPath) -> str:
@@ -135,7 +131,7 @@ class ShardAssembler:
                     made,
                     shape=box.sizes,
                     order=tuple(range(len(box.sizes))),
-                    size_bytes=box.elements * _dtype(entry).itemsize,
+                    size_bytes=box.elements * getattr(torch, entry.dtype).itemsize,
                     offsets=box.offsets,
                     global_shape=entry.global_shape or entry.shape,
                     sharded=True,
@@ -162,8 +158,8 @@ class ShardAssembler:
             if any(common.common(used) for used in self._used[number]):
                 raise SnapshotError(f"{_name(self._paths[number])}: the parts of two ranks overlap")
             assert other is not None and held is not None
-            source = _tensor(saved.entries[other], saved.own)
-            target = _tensor(self.entries[number], self.image)
+            source = tensor_in(saved.entries[other], saved.own)
+            target = tensor_in(self.entries[number], self.image)
             target[box.slices_of(common)] = source[held.slices_of(common)]
             self._used[number].append(common)
 
@@ -184,14 +180,3 @@ class ShardAssembler:
 
     def _bytes_of(self, entry: ImageEntry) -> Bytes:
         return self.image[entry.offset : entry.offset + entry.size_bytes]
-
-
-def _dtype(entry: ImageEntry) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return dtype
-
-
-def _tensor(entry: ImageEntry, image: Bytes) -> Tensor:
-    """Return a tensor that shares the memory of the image."""
-    flat = torch.from_numpy(image[entry.offset : entry.offset + entry.size_bytes])
-    return in_shape(entry, flat.view(_dtype(entry)))

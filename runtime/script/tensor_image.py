@@ -325,8 +325,13 @@ def choose_target(entry: ImageEntry, old: Tensor | None, like: Tensor | None) ->
 def copy_into(entry: ImageEntry, data: Bytes, tensor: Tensor) -> None:
     """Copy a tensor from the image into ``tensor``, which ``choose_target`` returned."""
     if entry.size_bytes:
-        flat = torch.from_numpy(data[entry.offset : entry.offset + entry.size_bytes])
-        local_tensor(tensor).copy_(in_shape(entry, flat.view(getattr(torch, entry.dtype))))
+        local_tensor(tensor).copy_(tensor_in(entry, data))
+
+
+def tensor_in(entry: ImageEntry, image: Bytes) -> Tensor:
+    """Return a tensor that shares the memory of its image."""
+    flat = torch.from_numpy(image[entry.offset : entry.offset + entry.size_bytes])
+    return in_shape(entry, flat.view(getattr(torch, entry.dtype)))
 
 
 def in_shape(entry: ImageEntry, flat: Tensor) -> Tensor:
