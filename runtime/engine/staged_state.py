@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceEvent, DeviceRuntime
+from runtime.grouping import grouped
 from runtime.layers.state import LayerStates, PayloadTarget, ReusedMemory
 from storage.errors import CorruptDataError
 from storage.layerstate import LayerHeader, padded_size
@@ -181,9 +182,8 @@ class StagedStateLoader:
             places = self._share(self._states.accept(*given))
         buffer, before = self._buffers
         targets, others = self._targets(places, buffer)
-        tasks = [
-            self._threads.submit(_copy_until_changed, some) for some in _batches(_blocks(sources, targets))
-        ]
+        groups = grouped(_blocks(sources, targets), lambda block: len(block.data), _TASK_BYTES)
+        tasks = [self._threads.submit(_copy_until_changed, some) for some in groups]
         self.finish()
         self._loading = _LoadingLayer(layer, tasks, others, buffer)
         self._borrowed |= set(staged.borrowed)
@@ -282,20 +282,6 @@ def _blocks(chunks: Iterable[tuple[PayloadChunk, Bytes]], targets: Sequence[_Tar
                 found[key].copies += copies
         start += chunk.size_bytes
     return list(found.values())
-
-
-def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Yield lists of blocks, one for each task."""
-    batch: list[_Block] = []
-    size = 0
-    for block in blocks:
-        batch.append(block)
-        size += len(block.data)
-        if size >= _TASK_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _copy_until_changed(blocks: Iterable[_Block]) -> _Block | None:

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from runtime.grouping import grouped
 from runtime.script.tensor_image import (
     UNIT_BYTES,
     Bytes,
@@ -118,8 +119,7 @@ class TensorFiller:
                 runs = self._allocated[span.shared][first:]
             return _verified(span, runs)
 
-        answers = _run_on_threads(sound, spans)
-        return tuple(s.part.name for s, fine in zip(spans, answers, strict=True) if s.part and not fine)
+        return _corrupt(sound, spans)
 
     def finish(self) -> None:
         """Fill the registered tensors."""
@@ -131,7 +131,7 @@ class TensorFiller:
                     run.memory[:] = image[run.start : run.end]
 
             if _are_disjoint(runs):
-                _run_on_threads(copy, _batches(runs))
+                _run_on_threads(copy, _groups(runs))
             else:
                 copy(runs)  # The tensors share memory, so the order matters: the last one wins.
             for run in runs:
@@ -174,7 +174,11 @@ def _verified(span: ImageSpan, runs: Iterable[_TargetRange]) -> bool:
 
 def corrupt_parts(spans: Sequence[ImageSpan]) -> tuple[str, ...]:
     """Return the names of the parts whose bytes are corrupt."""
-    answers = _run_on_threads(lambda span: _verified(span, ()), spans)
+    return _corrupt(lambda span: _verified(span, ()), spans)
+
+
+def _corrupt(is_sound: Callable[[ImageSpan], bool], spans: Sequence[ImageSpan]) -> tuple[str, ...]:
+    answers = _run_on_threads(is_sound, spans)
     return tuple(s.part.name for s, fine in zip(spans, answers, strict=True) if s.part and not fine)
 
 
@@ -184,19 +188,14 @@ def _are_disjoint(runs: Sequence[_TargetRange]) -> bool:
     return all(address + size <= later for (address, size), (later, _) in pairwise(ordered))
 
 
-def _batches(runs: Sequence[_TargetRange]) -> Iterator[list[_TargetRange]]:
-    """Yield batches of about equal size, for one thread each: large ranges are split, small ones are joined."""
-    batch: list[_TargetRange] = []
-    size = 0
-    for run in runs:
-        for first in range(0, len(run.memory), UNIT_BYTES):
-            part = _TargetRange(run.start + first, run.memory[first : first + UNIT_BYTES], run.tensor)
-            batch.append(part)
-            size += len(part.memory)
-            if size >= UNIT_BYTES or len(batch) == _BATCH:
-                yield batch
-                batch, size = [], 0
-    yield batch
+def _groups(runs: Sequence[_TargetRange]) -> Iterator[list[_TargetRange]]:
+    """Yield groups of about equal size, for one thread each: large ranges are split, small ones are joined."""
+    parts = (
+        _TargetRange(run.start + first, run.memory[first : first + UNIT_BYTES], run.tensor)
+        for run in runs
+        for first in range(0, len(run.memory), UNIT_BYTES)
+    )
+    return grouped(parts, lambda part: len(part.memory), UNIT_BYTES, _BATCH)
 
 
 def _run_on_threads(work: Callable[[T], object], items: Iterable[T]) -> list[object]:

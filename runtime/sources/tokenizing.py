@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from runtime.grouping import grouped
 from runtime.sources.cache import Report
 from runtime.sources.documents import Document, read_texts
 from runtime.sources.errors import DataError
@@ -193,7 +194,9 @@ def write_tokens(
     sizes: list[npt.NDArray[np.int64]] = []
     largest, largest_place = -1, ""
     with out.open("wb") as stream, (learned or Path(os.devnull)).open("wb") as learned_stream:
-        for batch in _batches(documents):
+        for batch in grouped(
+            documents, lambda document: len(document.text), CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE
+        ):
             encoded = _encode(batch, tokenizer, encode)
             tokens = np.concatenate([np.array(document.ids, dtype=np.int64) for document in encoded])
             ends = np.cumsum([len(document.ids) for document in encoded])
@@ -227,19 +230,6 @@ def write_tokens(
     info_path(out).write_bytes(msgspec.json.format(msgspec.json.encode(info)))
     lengths = np.concatenate(sizes)
     return np.cumsum(lengths[lengths > 0], dtype=np.int64)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) >= DOCUMENTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _encode(batch: list[Document], tokenizer: LoadedTokenizer, encode: Encoder) -> list[Encoded]:
