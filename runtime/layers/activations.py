@@ -45,3 +45,11 @@ def shape_of(activation: Activation) -> ActivationShape:
         tensors=tuple(TensorShape(row_shape=tuple(t.shape[1:]), dtype=t.dtype) for t in flatten(activation)),
         is_tuple=isinstance(activation, tuple),
     )
+
+
+def as_received(activation: Activation | None) -> Activation | None:
+    """Return a layer's input as a stage receives it from the previous stage: leaves that gradients flow to."""
+    if activation is None:
+        return None
+    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(activation))
+    return tensors if isinstance(activation, tuple) else tensors[0]

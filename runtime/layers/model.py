@@ -32,7 +32,7 @@ from runtime.deferred import DeferredModule
 from runtime.device import CPU, DeviceRuntime, device_runtime
 from runtime.errors import TrainingError
 from runtime.layers import recompute
-from runtime.layers.activations import Activation, ActivationShape, flatten, shape_of
+from runtime.layers.activations import Activation, ActivationShape, as_received, flatten, shape_of
 from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
 from runtime.layers.finite_values import FiniteValues
@@ -580,8 +580,7 @@ class Model:
                     roots = [t for t in outputs if t.requires_grad]
                     torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
                 if not last:
-                    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
-                    x = tensors if isinstance(x, tuple) else tensors[0]
+                    x = as_received(x)
         for _, parameter in self.named_parameters(range(self.layer_count)):
             parameter.grad = None
 

@@ -39,7 +39,7 @@ from runtime.data.batches import slice_rows, to_device
 from runtime.device import device_time_s
 from runtime.engine.memory import usable_memory_bytes
 from runtime.errors import TrainingError
-from runtime.layers.activations import Activation, flatten
+from runtime.layers.activations import Activation, as_received, flatten
 from runtime.layers.model import Model, first_batch
 from runtime.parent import die_with_parent
 from runtime.precision import PRECISIONS
@@ -176,7 +176,7 @@ def profile_model(
                 times = _time_layer(given, "none", equal, warm=warm)
                 if peak is not None:
                     if signature not in flops:
-                        flops[signature] = count_flops(partial(given.outputs, _as_received(activation)))
+                        flops[signature] = count_flops(partial(given.outputs, as_received(activation)))
                     total_flops += flops[signature]
                 parts, problem = _measure_parts(given, counts, equal)
                 unmeasured += [problem] if problem else []
@@ -350,7 +350,7 @@ def _time_layer(
     with given.model.override_recompute(mode):
         if known is not None:
             start = device_time_s(given.model.device)
-            given.outputs(_as_received(given.x))
+            given.outputs(as_received(given.x))
             own_s, known_s = device_time_s(given.model.device) - start, statistics.median(known.forwards)
             if max(own_s, known_s) <= _EQUAL_WITHIN * min(own_s, known_s):
                 known.forwards.append(own_s)
@@ -364,7 +364,7 @@ def _repeat(given: _LayerInput, *, warm_ups: int, most: int) -> _Times:
     device = given.model.device
     began = time.perf_counter()
     for repeat in range(warm_ups + most):
-        x = _as_received(given.x)
+        x = as_received(given.x)
         start = device_time_s(device)
         outputs = given.outputs(x)
         middle = device_time_s(device)
@@ -392,7 +392,7 @@ def _peak_bytes(given: _LayerInput) -> int:
 
     def compute() -> tuple[Tensor, ...]:
         copied = tree.tree_map_only(Tensor, torch.clone, given.x)
-        return given.outputs(_as_received(copied))
+        return given.outputs(as_received(copied))
 
     with given.model.override_recompute("none"):
         return measure_peak_bytes(compute)
@@ -424,7 +424,7 @@ def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, i
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         model.override_recompute(mode, select),
     ):
-        output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
+        output = model.forward(layer, layer + 1, as_received(given.x), step=1, row=0, batch=given.batch)
         if layer == model.layer_count - 1:
             loss = model.compute_loss(output, given.batch, given.rows)[0]
             # The output of a whole module need not be tensors.
@@ -457,7 +457,7 @@ def _tensor_split(given: _LayerInput) -> TensorSplit | None:
         model.override_recompute("none"),
     ):
         with regions.observe(layer):
-            output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
+            output = model.forward(layer, layer + 1, as_received(given.x), step=1, row=0, batch=given.batch)
         del output
     split = TensorSplit(
         parameter_bytes=sum(sizes[name] for name in plan.split_parameters if name in sizes),
@@ -471,14 +471,6 @@ def _tensor_split(given: _LayerInput) -> TensorSplit | None:
     # Their graph refers to ``pack``, and it to the regions. No collector finds this cycle.
     regions.release()
     return split
-
-
-def _as_received(x: Activation | None) -> Activation | None:
-    """Return the input as a stage receives it from the previous stage: leaves that gradients flow to."""
-    if x is None:
-        return None
-    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
-    return tensors if isinstance(x, tuple) else tensors[0]
 
 
 def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
