@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import xxhash
-from torch import Tensor
 
 from runtime.script.copier import ScriptCapture
 from runtime.script.plain_state import encode, freeze
@@ -32,6 +31,7 @@ from runtime.script.tensor_image import (
     row_major_bytes,
     whole_image,
 )
+from runtime.wire.snapshot_agent_protocol import RankSnapshotLayout
 
 _SPARE_BYTES = 256 * 1024
 _ENTRY_BYTES = 256
@@ -113,16 +113,13 @@ class SnapshotContents:
             )
         image = known_layout.image.copy(self._known)
         found = known_layout
-
-        def take(tensor: Tensor, where: str) -> int:
-            of_all = id(tensor) in found.shared
-            return image.add(tensor, where, immediate=id(tensor) not in found.guarded, shared=of_all)
-
         kinds = {r.name: r.kind for r in self.objects.values()}
         others = {
-            r.name: freeze(r.state(), r.name, take) for r in self.objects.values() if not r.has_stable_tensors
+            r.name: freeze(r.state(), r.name, image.add)
+            for r in self.objects.values()
+            if not r.has_stable_tensors
         }
-        numbers = freeze(random_states(), "random numbers", take) if self.random else None
+        numbers = freeze(random_states(), "random numbers", image.add) if self.random else None
         self._known = image.seen
 
         def content() -> dict[str, Any]:
@@ -138,11 +135,15 @@ class SnapshotContents:
         sources = self._sources(image)
         ranks = Ranks.current()
         layout = self._layout = self._make_layout(image)
-        rank_layout = self.protection.layout(
-            ranks.rank,
-            ranks.count,
-            image.own_bytes,
-            image.shared_bytes,
+        protection, shared = self.protection, image.shared_bytes > 0
+        rank_layout = RankSnapshotLayout(
+            rank=ranks.rank,
+            ranks=ranks.count,
+            own_bytes=image.own_bytes,
+            shared_bytes=image.shared_bytes,
+            scheme=protection.scheme if shared else "none",
+            owners=protection.owners if shared else 1,
+            owner=protection.owner if shared else -1,
             resizable=layout.resizable,
             replicas=layout.replicas,
         )

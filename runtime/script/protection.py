@@ -365,30 +365,6 @@ class ScriptProtection:
         """Whether the script asked for protection."""
         return tolerated_losses(self.scheme) > 0
 
-    def layout(
-        self,
-        rank: int,
-        ranks: int,
-        own_bytes: int,
-        shared_bytes: int,
-        *,
-        resizable: bool = False,
-        replicas: int = 0,
-    ) -> RankSnapshotLayout:
-        """Return the layout of a snapshot of this rank."""
-        shared = bool(shared_bytes)
-        return RankSnapshotLayout(
-            rank=rank,
-            ranks=ranks,
-            own_bytes=own_bytes,
-            shared_bytes=shared_bytes,
-            scheme=self.scheme if shared else "none",
-            owners=self.owners if shared else 1,
-            owner=self.owner if shared else -1,
-            resizable=resizable,
-            replicas=replicas,
-        )
-
     def shards(self, shared_bytes: int) -> ShardLayout:
         """Return the layout of the shards of the shared image."""
         return ShardLayout(code=make_code(self.scheme, self.owners), bucket_bytes=shared_bytes)

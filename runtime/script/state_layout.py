@@ -235,10 +235,6 @@ class StateLayout:
     shares: bool
     image: TensorImage
     """Image of these objects alone; it does not change any more."""
-    guarded: set[int]
-    """Ids of the tensors that nobody changes before they are copied."""
-    shared: set[int]
-    """Ids of the tensors that are the same on all ranks."""
     _frozen: dict[str, Any]
     _constant: dict[str, dict[str, Any]]
     _fingerprints: dict[str, StateFingerprint | None]
@@ -263,13 +259,8 @@ class StateLayout:
         """
         guarded = {number for r in objects for number in r.guarded_ids(states[r.name])}
         shared = (replicated_ids(objects, states) & guarded) if shares else set()
-        image = TensorImage(known=known)
-
-        def take(tensor: Tensor, where: str) -> int:
-            of_all = id(tensor) in shared
-            return image.add(tensor, where, immediate=id(tensor) not in guarded, shared=of_all)
-
-        frozen = {r.name: freeze(states[r.name], r.name, take) for r in objects}
+        image = TensorImage(known=known, guarded=guarded, shared=shared)
+        frozen = {r.name: freeze(states[r.name], r.name, image.add) for r in objects}
         parameters = _parameters(objects, shares=shares)
         tensor_fingerprint: TensorFingerprint | None = None
         fingerprints: dict[str, StateFingerprint | None] = {}
@@ -282,8 +273,6 @@ class StateLayout:
             objects=list(objects),
             shares=shares,
             image=image,
-            guarded=guarded,
-            shared=shared,
             _frozen=frozen,
             _constant={r.name: r.constant_state() for r in objects},
             _fingerprints=fingerprints,

@@ -136,6 +136,10 @@ class TensorImage:
     """
 
     known: dict[int, KnownTensor]
+    guarded: set[int] = field(default_factory=set)
+    """Ids of the tensors that nobody changes before they are copied."""
+    shared: set[int] = field(default_factory=set)
+    """Ids of the tensors that are the same on all ranks."""
     seen: dict[int, KnownTensor] = field(default_factory=dict)
     entries: list[ImageEntry] = field(default_factory=list)
     views: list[Source | None] = field(default_factory=list)
@@ -149,10 +153,9 @@ class TensorImage:
     shared_bytes: int = 0
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor, where: str, *, immediate: bool, shared: bool = False) -> int:
+    def add(self, tensor: Tensor, where: str) -> int:
         """Add a tensor and return its number; one that was added before (tied weights) has the same number.
 
-        :param immediate: its bytes must be copied before training goes on.
         :raises SnapshotError: the tensor's memory is not a plain array of values.
         """
         found = self.known.get(id(tensor))
@@ -165,13 +168,14 @@ class TensorImage:
         if number is not None and _have_equal_layout(self.entries[number], found.entry):
             return number
         number = self._taken[key] = len(self.entries)
+        shared = id(tensor) in self.shared
         offset = align(self.shared_bytes if shared else self.own_bytes)
         if (found.entry.offset, found.entry.shared) != (offset, shared):
             found.entry = msgspec.structs.replace(found.entry, offset=offset, shared=shared)
         self.entries.append(found.entry)
         self.views.append(found.view)
         self.tensors.append(tensor)
-        if immediate or found.view is None:
+        if found.view is None or id(tensor) not in self.guarded:
             self.immediate.append(number)
         if not found.entry.on_host:
             self.devices.add(local_tensor(tensor).device)

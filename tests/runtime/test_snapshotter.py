@@ -310,7 +310,7 @@ def test_a_tensor_is_restored_in_any_order_of_dimensions(shape: tuple[int, ...])
     turned = values.permute(tuple(reversed(range(values.dim()))))
     for tensor in (values, turned):
         image = TensorImage(known={})
-        image.add(tensor, "it", immediate=False)
+        image.add(tensor, "it")
         flat = memory_bytes(tensor, dimension_order(tensor))
         assert flat is not None
         for old in (torch.zeros_like(tensor), torch.zeros_like(tensor).contiguous(), None):

@@ -18,7 +18,7 @@ SHAPES = [(3, 5), (), (1500, 1000), (0, 4), (7,), (3_000_001,), (2, 3, 4), (90, 
 def image_of(tensors: list[Tensor]) -> tuple[TensorImage, Bytes]:
     image = TensorImage(known={})
     for tensor in tensors:
-        image.add(tensor, "it", immediate=False)
+        image.add(tensor, "it")
     data = np.zeros(image.own_bytes, dtype=np.uint8)
     for entry, tensor in zip(image.entries, tensors, strict=True):
         flat = memory_bytes(tensor, entry.order)
@@ -90,10 +90,10 @@ def test_of_two_tensors_that_became_one_the_later_counts() -> None:
 
 
 def test_shared_tensors_are_loaded_from_the_shared_image() -> None:
-    image = TensorImage(known={})
     values = [torch.full((1000,), 3.0), torch.full((1000,), 4.0)]
-    for shared, tensor in zip((False, True), values, strict=True):
-        image.add(tensor, "it", immediate=False, shared=shared)
+    image = TensorImage(known={}, shared={id(values[1])})
+    for tensor in values:
+        image.add(tensor, "it")
     images = {s: t.view(torch.uint8).numpy() for s, t in zip((False, True), values, strict=True)}
     filler = TensorFiller(entries=image.entries, images=images)
     new, there = filler.target_for(0, None, None), filler.target_for(1, torch.zeros(1000), None)
