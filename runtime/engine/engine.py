@@ -359,13 +359,9 @@ class Engine:
             self.snapshots.begin_generation(groups, resume.step)
         self._communicator, self._calls_hook = communicator, resume.rank == 0
         self.model.set_recompute(assignment.recompute)
-        if (
-            isinstance(self.optimization, ShardedOptimization)
-            and has_shards(world)
-            and self.sharding is not None
-        ):
+        if self.sharding is not None and has_shards(world):
             self._gradients = GradientBuffers.from_cells(
-                self.model, self.sharding.shape, world, communicator, self.optimization.shards
+                self.model, self.sharding.shape, world, communicator, self.sharding.optimization.shards
             )
         else:
             self._gradients = GradientBuffers.from_buckets(self.model, buckets, communicator)

@@ -74,7 +74,7 @@ def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
             )
             for tensor in tensors
         ),
-        schedule=sharding.schedule(),
+        schedule=sharding.optimization.schedule(),
         buffers=padded_bytes((t.value for t in tensors if t.kind == "buffer"), model.runtime),
         homes={
             tensor.name: home
@@ -100,7 +100,9 @@ def _part_of(
     ) -> None:
         size = tensor.numel() * tensor.element_size()
         # A replica is in host memory; what counts is where its owner keeps it.
-        device = model.device if role == "parameter" else sharding.device_of_state(name, scalar=count is None)
+        device = model.device
+        if role == "optimizer":
+            device = sharding.optimization.device_of_state(name, scalar=count is None)
         runs.append(
             TensorRange(
                 name=name,
@@ -120,7 +122,7 @@ def _part_of(
 
     for mine in one.slices:
         cut = mine.slice
-        own = sharding.value_of(cut) if mine.value is None else mine.value
+        own = sharding.optimization.value_of(cut) if mine.value is None else mine.value
         # Nothing updates frozen values, so a replica has none of its own.
         own = model.runtime.to_host(own) if one.replica and not mine.trained else own
         add(cut.name, "parameter", "", own, cut.start, cut.end - cut.start, frozen=not mine.trained)

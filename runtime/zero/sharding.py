@@ -9,7 +9,6 @@ they then arrive with the next generation's state.
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from runtime.zero.gather import ParameterGather
 from runtime.zero.part_states import PartState, PartStates
 from runtime.zero.parts import (
     ParameterLayout,
-    ParameterSlice,
     ParameterVector,
     PartTransfer,
     initial_holdings,
@@ -79,7 +77,7 @@ class ShardedState:
     ) -> None:
         self._model = model
         self._zero1 = zero1
-        self._optimization = optimization
+        self.optimization = optimization
         self._monitor = monitor
         self._plan = model.tensor_plan if tensor_parallel else None
         apart = {} if self._plan is None else self._plan.vector_keys
@@ -117,8 +115,8 @@ class ShardedState:
         self.states.held, self._own, self._parked = [], [], set()
         self.states.discard_received(self.shape.vectors)
         # The optimizer would keep the memory of the parts alive.
-        self._optimization.set_slices(())
-        self._optimization.shards = self._memory = None
+        self.optimization.set_slices(())
+        self.optimization.shards = self._memory = None
         self._model.shard((), None)
 
     def make_room(self, parked: Collection[int], dropped: Collection[int], stage: WorldStage) -> None:
@@ -135,14 +133,14 @@ class ShardedState:
             self._end_replica()
             # The optimizer would keep the memory of the parts alive.
             self._own = []
-            self._optimization.set_slices(())
+            self.optimization.set_slices(())
             self.states.drop(dropped)
             self.states.park(parked)
             if self._memory is not None:
                 self._memory.release({*parked, *dropped})
             self._model.park(set(parked) & self._model.held_layers, own, whole)
             self._parked |= (set(parked) & self._model.held_layers).difference(whole)
-        self._optimization.refresh_parameters()
+        self.optimization.refresh_parameters()
 
     def restore(self, world: WorldData, rank: int) -> Callable[[LayerHeader], list[PayloadTarget]]:
         """Allocate the parameters of this rank's stage in ``world``, whole or its share of them, after ``clear``.
@@ -159,11 +157,11 @@ class ShardedState:
         else:
             for layer in own:
                 self._model.materialise(layer)
-        self._optimization.refresh_parameters()
+        self.optimization.refresh_parameters()
 
         def hold(header: LayerHeader) -> list[PayloadTarget]:
             layer, shards = header.layer, self._memory
-            value_of = self._optimization.parameter_slice if shards is None else shards.value_of
+            value_of = self.optimization.parameter_slice if shards is None else shards.value_of
             values = {
                 one.name: (one, value_of(one))
                 for vector in self._vectors_of(layer, own, tied=True)
@@ -248,13 +246,13 @@ class ShardedState:
         self.states.held += [part for part in (*self._own, *replicas) if part.to_state_part() not in known]
         if not is_sharded(stage):
             complete |= set(own)
-        self._optimization.set_slices(one for p in self._own for one in p.slices)
+        self.optimization.set_slices(one for p in self._own for one in p.slices)
         if replicas:
-            self.replica = ReplicaUpdater(replicas, self._optimization, self._model.runtime, self._monitor)
+            self.replica = ReplicaUpdater(replicas, self.optimization, self._model.runtime, self._monitor)
         self._world, self._communicator = world, communicator
         self._aor = aor and len(world.pipelines) > 1
         if self._zero1:
-            value_of, device = self._optimization.value_of, self._model.device
+            value_of, device = self.optimization.value_of, self._model.device
             self._gather = ParameterGather(self.shape, world, value_of, communicator, device)
         return received_bytes
 
@@ -270,12 +268,12 @@ class ShardedState:
                 shards = StageTensorParts(*given, plan=self._plan_on(stage.parts))
             else:
                 shards = StageShards(*given, same_rows=self._model.couples_rows)
-        self._optimization.shards = shards
+        self.optimization.shards = shards
         self._model.shard(own if shards is not None else (), shards)
         if shards is None:
             for layer in own:
                 self._model.materialise(layer)
-        self._optimization.refresh_parameters()
+        self.optimization.refresh_parameters()
 
     def _shard_memory(self, stage: WorldStage, rank: int) -> ShardMemory:
         """Return the memory of this rank's shards of the stage; ranges that are there keep theirs."""
@@ -307,13 +305,13 @@ class ShardedState:
             provided = layer in complete and layer not in self._model.held_layers
             if provided:
                 self._model.provide([layer])
-                self._optimization.refresh_parameters()
+                self.optimization.refresh_parameters()
             if digest is not None and layer in complete:
                 self.first_digests[layer] = digest(layer)
             self.states.copy_held_values(self._vectors_of(layer, own, tied=True), complete)
             if provided:
                 self._model.drop([layer])
-                self._optimization.refresh_parameters()
+                self.optimization.refresh_parameters()
         self._model.materialise_buffers(own)
 
     def _vectors_of(
@@ -331,8 +329,8 @@ class ShardedState:
 
     def leave(self) -> None:
         """End the generation."""
-        if self._optimization.shards is not None:
-            self._optimization.shards.end()
+        if self.optimization.shards is not None:
+            self.optimization.shards.end()
         self._world = self._communicator = self._gather = None
 
     # --- snapshots -----------------------------------------------------------------------------------
@@ -355,10 +353,6 @@ class ShardedState:
             raise StateError(f"no replica of layers {missing} is held here")
         return [part for layer in layers for part in found[layer]]
 
-    def device_of_state(self, name: str, *, scalar: bool) -> torch.device:
-        """Return the device on which a parameter's owner keeps optimizer state."""
-        return self._optimization.device_of_state(name, scalar=scalar)
-
     def own_tensors(self, names: Collection[str]) -> dict[str, list[Tensor]]:
         """Return the memory of this rank's elements of each parameter, and of the optimizer's state for them, in
         the order of the elements.
@@ -372,17 +366,10 @@ class ShardedState:
             name: [
                 tensor
                 for one in sorted(slices, key=lambda one: one.slice.start)
-                for tensor in (self.value_of(one.slice), *state_tensors(one.state))
+                for tensor in (self.optimization.value_of(one.slice), *state_tensors(one.state))
             ]
             for name, slices in found.items()
         }
-
-    def value_of(self, one: ParameterSlice) -> Tensor:
-        """Return the memory of the slice that this rank computes with."""
-        return self._optimization.value_of(one)
-
-    def schedule(self) -> dict[str, Any]:
-        return self._optimization.schedule()
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -394,11 +381,11 @@ class ShardedState:
     def update(self, owned: Collection[int], *, skipped: bool) -> None:
         """Apply the gradients in ``.grad`` to this rank's own parts; the replica follows in its own thread."""
         if self.replica is not None and not skipped:
-            gradients = [self._optimization.gradient_of(one.slice) for one in self.replica.slices]
-            self.replica.submit_update(gradients, self._optimization.options())
-        self._optimization.step(owned, skipped=skipped)
-        if self._optimization.shards is not None:
-            self._optimization.shards.mark_values_changed()
+            gradients = [self.optimization.gradient_of(one.slice) for one in self.replica.slices]
+            self.replica.submit_update(gradients, self.optimization.options())
+        self.optimization.step(owned, skipped=skipped)
+        if self.optimization.shards is not None:
+            self.optimization.shards.mark_values_changed()
         self._parked = set()
         followed = self.replica is not None and self.replica.error is None
         self.states.held = [*self._own, *(self.replica.parts if self.replica and followed else [])]
@@ -500,7 +487,7 @@ class ShardedState:
         self._end_replica()
         self.states.held += new
         kept = [part for part in self.states.held if part.replica]
-        self.replica = ReplicaUpdater(kept, self._optimization, self._model.runtime, self._monitor)
+        self.replica = ReplicaUpdater(kept, self.optimization, self._model.runtime, self._monitor)
         diverged = []
         for part in new:
             if error is not None:

@@ -105,7 +105,7 @@ def test_each_device_has_its_share_and_no_more(expected: list[PlainStep]) -> Non
             assert all(
                 value.is_meta for _, value in engine.model.named_parameters(range(layers), frozen=True)
             )
-            shards = sharding._optimization.shards
+            shards = sharding.optimization.shards
             assert isinstance(shards, StageShards)
             for number, vector in enumerate(vectors):
                 assert shards.values[number].numel() == pytest.approx(vector.numel / 4, abs=1)

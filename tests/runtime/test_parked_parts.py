@@ -59,7 +59,7 @@ def device_bytes(engine: Engine) -> int:
     """Return the bytes of all tensors that hold state of this rank and are not in host memory."""
     sharding, model = engine.sharding, engine.model
     assert sharding is not None
-    shards = sharding._optimization.shards
+    shards = sharding.optimization.shards
     everything = {t.name: t for layer in range(LAYERS) for t in model.tensors_of(layer)}
     tensors = [t.value for t in everything.values() if sharding._parked.isdisjoint(t.layers)]
     for part in sharding.states.held:
@@ -70,7 +70,7 @@ def device_bytes(engine: Engine) -> int:
                 ]
     if isinstance(shards, StageShards):
         tensors += [*shards.values.values(), *shards.gradients.values()]
-    for _, parameter in sharding._optimization._slices:
+    for _, parameter in sharding.optimization._slices:
         tensors.append(parameter.detach())
     return sum(
         {

@@ -188,7 +188,7 @@ def test_each_device_has_its_part_and_columns_and_no_more() -> None:
             kept = {one.slice.name: one for part in sharding.states.held for one in part.slices}
             own = sum(one.slice.end - one.slice.start for one in kept.values())
             assert own == pytest.approx(whole / 4, abs=len(sharding.shape.vectors))
-            parts = sharding._optimization.shards
+            parts = sharding.optimization.shards
             assert isinstance(parts, StageTensorParts)
             columns = sum(part.numel() for part in parts._columns.values())
             assert columns == 3 * (16 * 16 + 16 * 48) / 4
