@@ -461,13 +461,6 @@ class DeferredModule:
         self.fill(exact)
         return made
 
-    def materialise(self) -> nn.Module:
-        """Return the module with memory and initial values for all tensors, for processes that need the whole
-        model.
-        """
-        self._swap(self.root.modules(), torch.device("cpu"), self._make)
-        return self.root
-
     def _make(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         made = {name: torch.empty_like(tensor.detach(), device=device) for name, tensor in tensors.items()}
         self.fill(made)
@@ -705,9 +698,7 @@ class Noise:
         return memory[:size_bytes]
 
 
-@cache
-def _noise(dtype: torch.dtype) -> Noise:
-    return Noise(dtype)
+_noise = cache(Noise)
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

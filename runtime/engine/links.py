@@ -86,14 +86,11 @@ class StageLinks:
 
     def send_activation(self, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         """Send the stage's output to the next stage without waiting."""
-        routes = self._microbatches.assignment(microbatch).activations_to
-        layer, key = (
-            self._microbatches.assignment(microbatch).end_layer - 1,
-            self._microbatches.signature(microbatch),
-        )
+        assignment, key = self._microbatches.assignment(microbatch), self._microbatches.signature(microbatch)
+        routes = assignment.activations_to
         uninformed = [route.peer for route in routes if not self._is_known(self._announced, key, route.peer)]
         if uninformed:
-            shape = self._model.output_shape(layer, key)
+            shape = self._model.output_shape(assignment.end_layer - 1, key)
             assert shape is not None
             announcement = _announce(shape).to(self._model.device)
             for peer in uninformed:
@@ -119,12 +116,10 @@ class StageLinks:
             self._wait(pending_receive.pendings)
             if pending_receive.announcement is not None:
                 microbatch = pending_receive.operation.microbatch
-                layer, key = (
+                self._model.set_output_shape(
                     self._microbatches.assignment(microbatch).first_layer - 1,
                     self._microbatches.signature(microbatch),
-                )
-                self._model.set_output_shape(
-                    layer, key, _announced(self._monitor.read_values(pending_receive.announcement))
+                    _announced(self._monitor.read_values(pending_receive.announcement)),
                 )
             self._post(pending_receive)
         self._pending_receives.popleft()

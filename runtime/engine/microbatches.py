@@ -65,18 +65,14 @@ class StageMicrobatches:
         self.assignment = assignment
         self._step = step
         self._rows = rows
-        self._batches: dict[int, Batch] = {}
-        self._on_host: dict[int, Batch] = {}
+        self._batches: dict[int, tuple[Batch, Batch]] = {}
+        """This rank's rows of the microbatches that are loaded: on its device, and in host memory."""
         self._signatures: dict[int, Any] = {}
 
-    def load(self, microbatch: int) -> None:
-        """Load a microbatch now if the stage needs more of it than activations."""
-        assignment = self.assignment(microbatch)
-        if self._model.needs_batch or assignment.is_first or assignment.is_last:
-            self.batch(microbatch)
-
-    def batch(self, microbatch: int) -> Batch:
-        """Return this rank's rows of a microbatch, on its device."""
+    def batches(self, microbatch: int) -> tuple[Batch, Batch]:
+        """Return this rank's rows of a microbatch on its device, and in host memory for code that must not wait for
+        the device.
+        """
         if microbatch not in self._batches:
             assignment = self.assignment(microbatch)
             with self._monitor.reading_data():
@@ -87,21 +83,15 @@ class StageMicrobatches:
                 assignment.first_row + assignment.rows,
                 assignment.microbatch_rows,
             )
-            self._on_host[microbatch] = own
-            self._batches[microbatch] = to_device(own, self._model.device)
+            self._batches[microbatch] = to_device(own, self._model.device), own
         return self._batches[microbatch]
-
-    def host_batch(self, microbatch: int) -> Batch:
-        """Return this rank's rows of a microbatch in host memory, for code that must not wait for the device."""
-        self.batch(microbatch)
-        return self._on_host[microbatch]
 
     def signature(self, microbatch: int) -> Any:
         """Return the signature that the shapes of a microbatch's activations depend on."""
         if not self._model.needs_batch:
             return None
         if microbatch not in self._signatures:
-            self._signatures[microbatch] = signature(self.batch(microbatch))
+            self._signatures[microbatch] = signature(self.batches(microbatch)[0])
         return self._signatures[microbatch]
 
     def run(self, microbatch: int, received: tuple[Tensor, ...], *, train: bool = True) -> Any:
@@ -111,7 +101,7 @@ class StageMicrobatches:
         :returns: the output of the stage's last layer.
         """
         assignment, model = self.assignment(microbatch), self._model
-        batch = self._batches.get(microbatch)
+        batch, _ = self._batches.get(microbatch, (None, None))
         x = None if assignment.is_first else self._assembled(microbatch, received)
         row = (assignment.first_microbatch + microbatch) * self._rows + assignment.first_row
         layers = assignment.first_layer, assignment.end_layer
@@ -133,28 +123,22 @@ class StageMicrobatches:
         :returns: the tensors for the next stage, or the last stage's sum of losses.
         """
         assignment, model = self.assignment(microbatch), self._model
-        self.load(microbatch)
+        if model.needs_batch or assignment.is_first or assignment.is_last:
+            self.batches(microbatch)
         with self._monitor.trace.span("forward", microbatch), stopwatch.time_microbatch(microbatch):
             output = self.run(microbatch, received, train=train)
             if assignment.is_last:
-                batch = self.batch(microbatch)
+                batch, host_batch = self.batches(microbatch)
                 with torch.set_grad_enabled(train):
-                    total, weight = model.compute_loss(
-                        output, batch, assignment.rows, self.host_batch(microbatch)
-                    )
+                    total, weight = model.compute_loss(output, batch, assignment.rows, host_batch)
                 if assignment.is_representative:
                     totals.add(total, weight, model.compute_metrics(output, batch, assignment.rows))
                 outputs: tuple[Tensor, ...] = (total,)
             else:
                 outputs = flatten(output)
                 model.set_output_shape(assignment.end_layer - 1, self.signature(microbatch), shape_of(output))
-        self.release(microbatch)
-        return outputs
-
-    def release(self, microbatch: int) -> None:
-        """Release a microbatch that is no longer needed."""
         self._batches.pop(microbatch, None)
-        self._on_host.pop(microbatch, None)
+        return outputs
 
     def _assembled(self, microbatch: int, received: tuple[Tensor, ...]) -> Activation:
         """Return the output of the previous stage as the stage's first layer takes it."""

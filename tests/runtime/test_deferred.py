@@ -16,6 +16,7 @@ from runtime.deferred import DeferredModule, Noise, Recording, UntrackedWriteErr
 from runtime.layers.model import Model
 from tests.helpers.architecture_runs import job_of
 from tests.helpers.architectures import ARCHITECTURES, build, lora
+from tests.helpers.deferred import whole
 from tests.helpers.harness import ROOT
 
 
@@ -119,7 +120,7 @@ def check_equal(make: Callable[[], nn.Module], large_bytes: int) -> int:
         assert torch.equal(torch.get_rng_state(), state)
     lasting = made.state_dict(keep_vars=True)
     without = sum(recording.view_of(value) is not None for value in lasting.values())
-    other = DeferredModule(made, recording).materialise()
+    other = whole(DeferredModule(made, recording))
     for (name, value), (same, expected) in zip(
         other.state_dict().items(), wanted.state_dict().items(), strict=True
     ):
@@ -169,7 +170,7 @@ def test_the_parts_of_a_model_without_memory_are_compared_with_the_whole(archite
 
 def test_tied_tensors_stay_tied() -> None:
     made, recording = deferred(Unusual, large_bytes=0)
-    whole = DeferredModule(made, recording).materialise()
+    whole = whole(DeferredModule(made, recording))
     assert isinstance(whole, Unusual)
     assert whole.tied.weight is whole.orthogonal.weight
 
@@ -194,7 +195,7 @@ def test_a_users_own_generator_is_unchanged() -> None:
     generator = torch.Generator().manual_seed(5)
     made, recording = deferred(lambda: make(generator), large_bytes=0)
     state = generator.get_state()
-    other = DeferredModule(made, recording).materialise()
+    other = whole(DeferredModule(made, recording))
     assert torch.equal(other.get_parameter("weight"), wanted.get_parameter("weight"))
     assert torch.equal(generator.get_state(), state)
 
@@ -247,7 +248,7 @@ def test_streams_differ_from_tensor_to_tensor_and_are_the_same_every_time() -> N
     values = []
     for _ in range(2):
         made, recording = deferred(make, exact=False, large_bytes=4096)
-        values.append([p.detach() for p in DeferredModule(made, recording).materialise().parameters()])
+        values.append([p.detach() for p in whole(DeferredModule(made, recording)).parameters()])
     first, second = values
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert not torch.equal(first[0], first[2]) and not torch.equal(first[1], first[3])

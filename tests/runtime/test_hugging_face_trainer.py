@@ -15,6 +15,7 @@ from runtime.deferred import DeferredModule
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.architecture_runs import job_of, three_and_one, three_and_two, train
 from tests.helpers.architectures import take_out_casts
+from tests.helpers.deferred import whole
 from tests.helpers.reference import load
 
 STEPS = 8
@@ -37,7 +38,7 @@ def trainer_losses(job: TrainingData, directory: Path) -> list[float]:
     """Return the loss of each step of a ``Trainer`` that gets the samples in the job's order."""
     training = load(job)
     assert isinstance(training.model, DeferredModule)
-    model = training.model.materialise()
+    model = whole(training.model)
     sampler = Sampler(len(training.dataset), job.global_batch, job.seed)
     order = [training.dataset[index] for step in range(1, STEPS + 1) for index in sampler.indices(step)]
     optimizer = training.optimizer(list(model.named_parameters()))

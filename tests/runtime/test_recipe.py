@@ -23,6 +23,7 @@ from runtime.training import Training, load_training
 from runtime.wire.recipe import RECIPE, FileTotals, OptimizerTable, Recipe, ScheduleTable
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.corpus import make_tokenizer, sentence, write_lines
+from tests.helpers.deferred import whole
 from tests.helpers.small_models import MODELS, model_of
 
 LLAMA = {
@@ -92,7 +93,7 @@ def test_the_function_is_found_and_seeded(tokens: str, tmp_path: Path) -> None:
         arguments={"model": from_sizes(), "data": {"tokens": tokens}, "steps": 100},
     )
     first, second, other = (load_training(d) for d in (data, data, msgspec.structs.replace(data, seed=4)))
-    weights = [t.model.materialise().lm_head.weight for t in (first, second, other)]  # type: ignore[union-attr]
+    weights = [whole(t.model).lm_head.weight for t in (first, second, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
