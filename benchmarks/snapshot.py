@@ -207,7 +207,7 @@ def measure_decoding(gib: float) -> list[float]:
 
     image = TensorImage(known={})
     for tensor in tensors:
-        image.add(tensor, "a tensor", immediate=False)
+        image.add(tensor, "a tensor")
     assert image.own_bytes == size
 
     def load() -> None:

@@ -335,9 +335,7 @@ class _Memory(dict[int, torch.UntypedStorage]):
 
 
 @contextmanager
-def recorded(
-    recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES
-) -> Iterator[None]:
+def recorded(recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES) -> Iterator[None]:
     """Return a context for the code that makes a model.
 
     :param exact: give large tensors the values that they would have if the model was built at once, which
@@ -564,10 +562,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._execute(function, self._recording.values_of(placed))
             return _returned(function, given, written)
         writes = frozenset(place.storage for place in places if place is not None)
-        whole = (
-            function in _OVERWRITES
-            and written[0].nbytes == written[0].untyped_storage().nbytes()
-        )
+        whole = function in _OVERWRITES and written[0].nbytes == written[0].untyped_storage().nbytes()
         reads = _storages(placed if not whole else (placed[0][1:], placed[1]))
         self._add(function, placed, (), writes, reads, drawn_into=written[0])
         return _returned(function, given, written)

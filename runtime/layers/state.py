@@ -79,7 +79,9 @@ class LayerStates:
         scalars: dict[str, dict[str, Scalar]] = {}
         end = 0
 
-        def add(name: str, role: Literal["parameter", "buffer", "optimizer"], key: str, value: Tensor) -> None:
+        def add(
+            name: str, role: Literal["parameter", "buffer", "optimizer"], key: str, value: Tensor
+        ) -> None:
             nonlocal end
             tensor = value.detach()
             entry = TensorEntry(
@@ -130,9 +132,7 @@ class LayerStates:
         """Return a reader of what ``pack`` would return. The layer must not change while it is read."""
         return PayloadReader(*self.describe(layer))
 
-    def writer(
-        self, layer: int, header: bytes, payload_bytes: int, complete: set[int]
-    ) -> "PayloadWriter":
+    def writer(self, layer: int, header: bytes, payload_bytes: int, complete: set[int]) -> "PayloadWriter":
         """Hold ``layer`` and return a writer that fills it.
 
         :param complete: layers to which this one is added when all of it has arrived.

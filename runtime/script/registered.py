@@ -345,7 +345,4 @@ def _state_after_trial_step(optimizer: Optimizer, dtype: torch.dtype) -> list[tu
         # A user's own optimizer may not be made or stepped like this. Assume the size of Adam's state; if
         # that is wrong, the first snapshot only has to allocate more.
         return [(True, max(4, dtype.itemsize)), (True, max(4, dtype.itemsize))]
-    return [
-        (True, t.element_size()) if t.numel() == parameter.numel() else (False, t.nbytes)
-        for t in found
-    ]
+    return [(True, t.element_size()) if t.numel() == parameter.numel() else (False, t.nbytes) for t in found]

@@ -170,9 +170,9 @@ def test_the_parts_of_a_model_without_memory_are_compared_with_the_whole(archite
 
 def test_tied_tensors_stay_tied() -> None:
     made, recording = deferred(Unusual, large_bytes=0)
-    whole = whole(DeferredModule(made, recording))
-    assert isinstance(whole, Unusual)
-    assert whole.tied.weight is whole.orthogonal.weight
+    model = whole(DeferredModule(made, recording))
+    assert isinstance(model, Unusual)
+    assert model.tied.weight is model.orthogonal.weight
 
 
 def test_memory_that_is_written_without_torch_counts() -> None:

@@ -57,9 +57,7 @@ def test_layers_arrive_whole_and_bytes_are_counted(pair: list[GlooCommunicator])
     receiving.run()
     sending.join(60)
     assert target.complete_layers == {0, 2, 3}
-    assert receiving.received_bytes > sum(
-        source.states.describe(layer)[0].size_bytes for layer in (0, 2, 3)
-    )
+    assert receiving.received_bytes > sum(source.states.describe(layer)[0].size_bytes for layer in (0, 2, 3))
     for layer in (0, 2, 3):
         assert target.states.digest(layer) == source.states.digest(layer)
 
