@@ -129,7 +129,7 @@ def test_digests_depend_on_every_parameter_but_not_on_running_statistics() -> No
 def test_a_layer_that_is_not_held_has_no_state() -> None:
     trainer = Trainer()
     trainer.model.drop([1])
-    for ask in (trainer.states.pack, trainer.states.digest, trainer.states.state_bytes):
+    for ask in (trainer.states.pack, trainer.states.digest, trainer.states.describe):
         with pytest.raises(RuntimeError, match="layer 1 is not held"):
             ask(1)
 
