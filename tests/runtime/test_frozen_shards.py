@@ -190,7 +190,7 @@ def test_replicas_have_no_copies_of_frozen_values_and_survive_being_parked(expec
             assert engine.sharding is not None
             parts = [part for part in engine.sharding.states.held if part.replica]
             for one in [one for part in parts for one in part.slices if not one.trained]:
-                here = engine.sharding.value_of(one.slice)
+                here = engine.sharding.optimization.value_of(one.slice)
                 assert one.value is None or one.value.data_ptr() == here.data_ptr()
                 kinds.add("whole" if one.value is None else "shard")
         assert kinds == {"whole", "shard"}

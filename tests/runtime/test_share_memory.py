@@ -120,7 +120,7 @@ def expect_saved(fleet: Fleet, saved: dict[tuple[str, str], Tensor]) -> None:
         for part in engine.sharding.states.held:
             for one in part.slices:
                 own = slice(one.slice.start, one.slice.end)
-                value = engine.sharding.value_of(one.slice)
+                value = engine.sharding.optimization.value_of(one.slice)
                 assert torch.equal(value, saved[one.slice.name, ""].view(-1)[own])
                 for key in ("exp_avg", "exp_avg_sq"):
                     state = one.state[key]
