@@ -203,7 +203,8 @@ def parts_to_release(
             for device in stage.devices:
                 whole = holdings.get(device, frozenset())
                 own_parts = [part for part in parts.get(device, ()) if not part.replica]
-                ranges = {layer: [] for layer in whole} | ranges_by_layer(own_parts)
+                ranges: dict[int, list[FractionRange]] = {layer: [] for layer in whole}
+                ranges |= ranges_by_layer(own_parts)
                 share = share_of(stage, device)
                 sizes = {}
                 for layer, held_ranges in ranges.items():
