@@ -237,7 +237,8 @@ def build(c: Cluster) -> None:
         if profile:
             c.profiler = node.name
         asked.append(node)
-    prepare(c, asked)
+    if asked:
+        prepare(c, asked)
     build_templates(c)
 
 

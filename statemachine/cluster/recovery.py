@@ -468,8 +468,10 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.ignore("a plan of an older generation")
         return
     assert state.situation is not None, "the plan was requested"
+    restore = None
     if state.restore_check is not None:
         roll_back(c, state, state.restore_check)
+        restore = restore_of(c, state)
     decision, plan = state.decision, event.plan
     if state.left_out or state.drain_problems:
         settle_plan(c, state, plan.pipelines)
@@ -484,7 +486,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         ready_parts={device: decision.parts[device] for device in decision.ready if decision.parts[device]},
         held_parts=held_parts(plan, decision.holdings, decision.parts) if decision.parted else (),
         lineage=c.lineage,
-        restore=restore_of(c, state),
+        restore=restore,
         protection=protection,
         requested_protection=state.requested_protection,
         replica_peers=choose_replica_peers(plan, protection, eligible_peers(c, state.members)),
@@ -568,7 +570,7 @@ def roll_back(c: Cluster, state: Planning, event: RestoreChecked) -> None:
         c.emit("RolledBack", back, **details)
 
 
-def restore_of(c: Cluster, state: Planning) -> Restore | None:
+def restore_of(c: Cluster, state: Planning) -> Restore:
     """Return the source of the state of all trainers after a rollback."""
     record, checkpoint, job = c.snapshots.newest, state.checkpoint, c.current_job
     if checkpoint is not None:
@@ -581,8 +583,6 @@ def restore_of(c: Cluster, state: Planning) -> Restore | None:
             url=job.checkpoint.url,
             job_name=job.name,
         )
-    if state.restore_check is None:
-        return None
     assert record is not None, "it was checked"
     return restore_from(c, record, state.sources)
 
