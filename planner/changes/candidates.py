@@ -14,7 +14,6 @@ layouts.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.values import Method
@@ -65,8 +64,9 @@ def candidate_layouts(
     fewest = instantiator.required(nodes)
     templates = instantiator.templates.sizes
     available = set(templates)
+    published = reinstantiate(before, left, templates)
     proposed = [
-        *_stepped(before, left, templates),
+        *([] if published is None else [published]),
         *_grown(before, left, nodes, templates),
         *_kept(before, left, best.nodes, templates[0], instantiator),
         *_evened(before, left, best.nodes),
@@ -79,11 +79,6 @@ def candidate_layouts(
         if fits:
             found.setdefault(tuple(sorted(sizes)), layout)
     return list(found.values())
-
-
-def _stepped(before: Sequence[int], left: Sequence[int], templates: Sequence[int]) -> list[PipelineLayout]:
-    repaired = reinstantiate(before, left, templates)
-    return [] if repaired is None else [PipelineLayout(repaired.method, _going_on(repaired.sizes))]
 
 
 def _grown(
@@ -105,7 +100,7 @@ def _grown(
         grown[min(takers, key=lambda index: (grown[index], index))] += 1
         free -= 1
     repaired = reinstantiate(before, grown, templates)
-    return [] if repaired is None else [PipelineLayout("grow", _going_on(repaired.sizes))]
+    return [] if repaired is None else [PipelineLayout("grow", repaired.pipelines)]
 
 
 def _kept(
@@ -139,10 +134,6 @@ def _evened(before: Sequence[int], left: Sequence[int], usable: int) -> list[Pip
     return [PipelineLayout("even", _aligned(sizes, before, left, range(len(before))))] if size else []
 
 
-def _going_on(sizes: Sequence[int]) -> tuple[tuple[int, int | None], ...]:
-    return tuple((size, index) for index, size in enumerate(sizes) if size)
-
-
 def _aligned(
     sizes: Iterable[int], before: Sequence[int], left: Sequence[int], among: Iterable[int]
 ) -> tuple[tuple[int, int | None], ...]:
@@ -168,18 +159,10 @@ def _aligned(
     return (*going_on, *((size, None) for size in sorted(free.elements(), reverse=True)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reinstantiation:
-    """New size of each previous pipeline, 0 if it is gone, and the last of the steps that were needed."""
-
-    sizes: tuple[int, ...]
-    method: Literal["simple", "borrow", "merge"]
-
-
 def reinstantiate(
     before: Sequence[int], left: Sequence[int], templates: Sequence[int]
-) -> Reinstantiation | None:
-    """Apply the published steps to one pipeline after the other.
+) -> PipelineLayout | None:
+    """Apply the published steps to one pipeline after the other; the last step that was needed names the layout.
 
     :param before: nodes of each running pipeline before the failures.
     :param left: nodes of each that survived.
@@ -187,7 +170,7 @@ def reinstantiate(
     :returns: ``None`` if the published steps reach a dead end.
     """
     sizes, available = list(left), set(templates)
-    method: Literal["simple", "borrow", "merge"] = "simple"
+    method: Method = "simple"
     for index, count in enumerate(left):
         if count == before[index] or sizes[index] == 0 or sizes[index] in available:
             continue
@@ -201,7 +184,7 @@ def reinstantiate(
         sizes, method = merged, "merge"
     if not any(sizes) or any(size and size not in available for size in sizes):
         return None
-    return Reinstantiation(sizes=tuple(sizes), method=method)
+    return PipelineLayout(method, tuple((size, index) for index, size in enumerate(sizes) if size))
 
 
 def _borrow(sizes: list[int], index: int, n0: int, available: set[int]) -> list[int] | None:

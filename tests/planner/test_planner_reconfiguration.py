@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from planner.changes.assignment import Assigner, natural_key
-from planner.changes.candidates import candidate_layouts, reinstantiate
+from planner.changes.candidates import PipelineLayout, candidate_layouts, reinstantiate
 from planner.changes.tradeoff import expected_iteration_s
 from planner.errors import StateLostError, TooFewNodesError
 from planner.planner import Planner
@@ -41,22 +41,20 @@ def after(plan: Plan, lost: set[str], joined: tuple[str, ...] = ()) -> Situation
 
 
 def test_pipelines_shrink_to_their_survivors() -> None:
-    assert (r := reinstantiate([4, 3], [3, 3], [2, 3, 4])) and (r.sizes, r.method) == ((3, 3), "simple")
+    assert reinstantiate([4, 3], [3, 3], [2, 3, 4]) == PipelineLayout("simple", ((3, 0), (3, 1)))
 
 
 def test_a_pipeline_without_survivors_is_gone() -> None:
-    assert (r := reinstantiate([2, 3], [0, 3], [2, 3])) and (r.sizes, r.method) == ((0, 3), "simple")
+    assert reinstantiate([2, 3], [0, 3], [2, 3]) == PipelineLayout("simple", ((3, 1),))
 
 
 def test_borrow_takes_from_the_largest() -> None:
-    assert (r := reinstantiate([2, 3, 4], [1, 3, 4], [2, 3, 4])) and (r.sizes, r.method) == (
-        (2, 3, 3),
-        "borrow",
-    )
+    borrowed = PipelineLayout("borrow", ((2, 0), (3, 1), (3, 2)))
+    assert reinstantiate([2, 3, 4], [1, 3, 4], [2, 3, 4]) == borrowed
 
 
 def test_merge_when_no_pipeline_can_spare_a_node() -> None:
-    assert (r := reinstantiate([2, 2, 2], [1, 2, 2], [2, 3])) and (r.sizes, r.method) == ((3, 0, 2), "merge")
+    assert reinstantiate([2, 2, 2], [1, 2, 2], [2, 3]) == PipelineLayout("merge", ((3, 0), (2, 2)))
 
 
 def test_merge_that_finds_no_template_is_a_dead_end() -> None:

@@ -237,11 +237,8 @@ class _Placements:
                 [sum(node in present for node in of_pipeline) for of_pipeline in names],
                 self._planner.templates(len(nodes)).sizes,
             )
-            if found is not None and sum(size > 0 for size in found.sizes) >= instantiator.required(
-                len(nodes)
-            ):
-                pipelines = tuple((size, index) for index, size in enumerate(found.sizes) if size)
-                return PipelineLayout(found.method, pipelines)
+            if found is not None and len(found.pipelines) >= instantiator.required(len(nodes)):
+                return found
         return first_layout(instantiator.best(len(nodes)))
 
     def _place(self, nodes: Sequence[str], layout: PipelineLayout) -> tuple[float, float]:
