@@ -118,7 +118,7 @@ _TIMERS: dict[str, Callable[[Cluster], None]] = {
     SUSPICION: recovery.suspicion_overdue,
     PAUSE_LIMIT: rollback.pause_overdue,
 }
-"""Function that handles each timer, except those of the machine's own."""
+"""Function that handles each timer but ``TICK`` and ``SETTLE``."""
 
 
 class ClusterMachine:
