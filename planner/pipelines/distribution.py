@@ -18,7 +18,10 @@ def distribute_batch(
     :raises BatchError: fewer microbatches than pipelines.
     :raises SolverError: the Pyomo model was not solved.
     """
+    by_model = solver == "pyomo"
     if objective == "minmax":
-        return (distribute if solver == "exact" else distribute_by_model)(costs, microbatches)
+        return distribute_by_model(costs, microbatches) if by_model else distribute(costs, microbatches)
     times_ms = microbatch_ms(costs, microbatches)
-    return (least_variance if solver == "exact" else least_variance_by_model)(times_ms, microbatches)
+    if by_model:
+        return least_variance_by_model(times_ms, microbatches)
+    return least_variance(times_ms, microbatches)
