@@ -130,7 +130,8 @@ def hand_out(
     """Distribute ``left`` more microbatches, one at a time to all pipelines of a kind, as they take equally long.
 
     :param counts: pipelines of each kind; ``shares``: microbatches that each of them has.
-    :param added: what is least for the kind that is next: a function of the kind and of its next share.
+    :param added: cost of the next microbatch, given the number of a kind and the share that it makes; the kind with
+        the least cost is next.
     :returns: the share of each kind, and how many of its pipelines get one more.
     """
     whole, extra = list(shares), [0] * len(shares)
