@@ -30,7 +30,7 @@ from ftd.errors import WireError
 from ftd.tasks import cancel_all
 from ftd.transport.wire.checking import encode_state
 from ftd.transport.wire.codec import decode_from_node
-from ftd.transport.wire.coordinator_messages import JournalCopy, state_compressor
+from ftd.transport.wire.coordinator_messages import JournalCopy, encode_unreachable, state_compressor
 from ftd.transport.wire.public import ClusterStateHeader, EventMessage, NodeStateMessage, decode_json
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable.durable import durability_key
@@ -120,7 +120,7 @@ class Coordinator:
         :param reset: discard the job, here and at the broker, once this coordinator leads.
         :param state_period_s: least time between two publications of the cluster's state.
         :param expected_nodes: see ``startup_state``.
-        :param observe: see ``Driver``.
+        :param watch: the ``observe`` of the ``Driver``.
         :raises JournalError: there is no usable journal.
         """
         self.topics = Topics(cluster=cluster)
@@ -208,7 +208,9 @@ class Coordinator:
         if self._publish_timer is not None:
             self._publish_timer.cancel()
         why = "was stopped" if problem is None else f"ended: {str(problem) or type(problem).__name__}"
-        last_state = self.leadership.unreachable_state(f"the coordinator {why}", graceful=problem is None)
+        last_state = encode_unreachable(
+            f"the coordinator {why}", incarnation=self._incarnation, graceful=problem is None
+        )
         await self.leadership.leave(last_state, LEAVE_TIMEOUT_S)
         await cancel_all([leading])
 

@@ -480,7 +480,9 @@ class FollowerSession:
 
     def _handle_journal(self, payload: bytes) -> None:
         if payload and not self._leading():
-            self._check(decode_copy(payload))
+            problem = self._callbacks.save_journal(decode_copy(payload))
+            if problem != self._me.ineligible:
+                self._feed(JournalChecked(**self._stamp(), problem=problem))
 
     def _handle_leader(self, payload: bytes) -> None:
         if payload:
@@ -488,11 +490,6 @@ class FollowerSession:
 
     def _handle_heartbeat(self, payload: bytes) -> None:
         self._feed(LeaderHeartbeatSeen(**self._stamp(), leader=decode_leader(payload)))
-
-    def _check(self, copy: JournalCopy) -> None:
-        problem = self._callbacks.save_journal(copy)
-        if problem != self._me.ineligible:
-            self._feed(JournalChecked(**self._stamp(), problem=problem))
 
     def _handle_peer(self, topic: str, seen: PeerMessage) -> None:
         if topic != self._topics.coordinator_peer(seen.incarnation):
@@ -714,16 +711,6 @@ class Leadership:
             "ineligible": {peer.name: peer.ineligible for peer in others if peer.ineligible},
         }
 
-    def unreachable_state(
-        self, reason: str, *, graceful: bool, incarnation_of_leader: int | None = None
-    ) -> bytes:
-        """Return the cluster's state for the time in which nobody leads.
-
-        :param incarnation_of_leader: incarnation of the last leader, if that was another coordinator.
-        """
-        incarnation = self._me.incarnation if incarnation_of_leader is None else incarnation_of_leader
-        return encode_unreachable(reason, incarnation=incarnation, graceful=graceful)
-
     def describe_role(self) -> str:
         """Return what this coordinator does, for systemd's status line."""
         machine = self.machine
@@ -777,11 +764,11 @@ class Leadership:
                 self._follower_session.announce(self._with_position(election_effect.peer))
             case RejectTakeover():
                 event, before = election_effect.event, self.machine.leader
-                last = before.incarnation if before is not None else None  # As in its last will.
-                self._follower_session.publish_rejection(
-                    event,
-                    self.unreachable_state(event.reason, graceful=False, incarnation_of_leader=last),
-                )
+                last = (
+                    before.incarnation if before is not None else self._me.incarnation
+                )  # As in its last will.
+                state = encode_unreachable(event.reason, incarnation=last, graceful=False)
+                self._follower_session.publish_rejection(event, state)
             case _:
                 assert_never(election_effect)
 
