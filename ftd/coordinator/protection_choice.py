@@ -83,29 +83,29 @@ def choose_scheme(
     :param limit_bytes: most bytes that a node's arenas may take, for all their slots.
     :param nodes: nodes that are present: a single owner of everything needs another one next to it.
     """
+
+    def excess(scheme: str) -> str:
+        """Return the reason why a scheme does not fit into a node's memory; empty: it does."""
+        takes = fullest_bytes(scheme)
+        if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
+            return ""
+        takes_mib, limit_mib = _mib(SLOTS * takes), _mib(limit_bytes)
+        return f"{scheme} would take {takes_mib} of a node's memory, which is limited to {limit_mib}; "
+
     required = min(max(1, losses), owners - 1)
     too_large = ""
     if owners == 1 and nodes > 1:
         scheme = "aor+buddy" if zero1 else "buddy"
-        takes = fullest_bytes(scheme)
-        if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
+        if not (too_large := excess(scheme)):
             why = f"{scheme}: every group has one owner, and another node holds a copy, for 100% more bytes"
             return ProtectionChoice(scheme=scheme, reason=why)
-        too_large = (
-            f"{scheme} would take {_mib(SLOTS * takes)} of a node's memory, which is limited to "
-            f"{_mib(limit_bytes)}; "
-        )
     for withstood in range(required, -1, -1):
         candidates = sorted(_candidates(withstood, owners, zero1=zero1), key=lambda one: one.touched)
         for one in candidates:
-            takes = fullest_bytes(one.scheme)
-            if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
+            if not (problem := excess(one.scheme)):
                 others = [other for other in candidates if other.scheme != one.scheme]
                 return ProtectionChoice(scheme=one.scheme, reason=too_large + _reason(one, others, owners))
-            too_large = too_large or (
-                f"{one.scheme} would take {_mib(SLOTS * takes)} of a node's memory, which is limited to "
-                f"{_mib(limit_bytes)}; "
-            )
+            too_large = too_large or problem
     last = "aor" if zero1 else "none"
     return ProtectionChoice(scheme=last, reason=f"{too_large}so only each owner's own part is held")
 
