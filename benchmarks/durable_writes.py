@@ -3,7 +3,7 @@
     python -m benchmarks.durable_writes
 
 It is CPU time of the coordinator's thread: gathering the state, encoding and deflating it
-(``ftd.transport.wire.incremental_compression``), and the journal's transaction, without forcing it to the
+(``ftd.transport.wire.compression``), and the journal's transaction, without forcing it to the
 disk. Between two writes the state changes as in a recovery: a node is lost, all nodes have reported and the
 members are known, a plan is chosen, the group has resumed, a step is committed, a node sent Hello. Before
 each write other memory is read, as the messages that are handled in between would do.

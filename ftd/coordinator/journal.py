@@ -299,8 +299,7 @@ class Journal:
 
     def events(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
         """Return a page of events, oldest first, and the ``after`` of the next page."""
-        rows = self._page("SELECT id, message FROM events", after, limit, newest)
-        return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
+        return self._page("SELECT id, message FROM events", after, limit, newest)
 
     def steps(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
         """Return a page of committed steps of all jobs, and the ``after`` of the next page."""
@@ -308,8 +307,7 @@ class Journal:
             "SELECT id, json_object('job', job, 'step', step, 'generation', generation, 'at', at,"
             " 'details', json(details)) FROM steps"
         )
-        rows = self._page(query, after, limit, newest)
-        return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
+        return self._page(query, after, limit, newest)
 
     def sampled_steps(self, most: int) -> tuple[list[dict[str, Any]], int]:
         """Return at most ``most`` steps of the newest job, oldest first, and how many steps each of them
@@ -333,7 +331,7 @@ class Journal:
             self._db.close()
             self._disk.close()
 
-    def _page(self, query: str, after: int, limit: int, newest: bool) -> list[tuple[int, str]]:
+    def _page(self, query: str, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
         self.flush()
         limit = max(1, min(limit, MAX_PAGE))
         order = "DESC" if newest else "ASC"
@@ -346,7 +344,9 @@ class Journal:
                 if rows and size > _MAX_PAGE_BYTES:
                     break
                 rows.append(row)
-        return rows[::-1] if newest else rows
+        if newest:
+            rows.reverse()
+        return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
 
     @contextlib.contextmanager
     def _transaction(self, *, forced: bool) -> Iterator[None]:

@@ -47,13 +47,10 @@ class FaultyLink:
         if not self.is_faulty:
             deliver()
             return
-        faults = self._faults
-        if faults is None:
-            lost, times, late_s = False, 1, 0.0
-        else:
-            lost = self._random.random() < faults.drop
-            times = 2 if self._random.random() < faults.duplicate else 1
-            late_s = self._random.uniform(0.0, faults.late_s)
+        faults = self._faults or LinkFaults()
+        lost = self._random.random() < faults.drop
+        times = 2 if self._random.random() < faults.duplicate else 1
+        late_s = self._random.uniform(0.0, faults.late_s)
         if lost:
             return
         now = asyncio.get_running_loop().time()

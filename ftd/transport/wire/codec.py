@@ -308,7 +308,7 @@ def _body(registry: dict[str, msgspec.msgpack.Decoder[Any]], name: str, body: ms
 def _unpacked(packed: bytes) -> Resume:
     try:
         return unpack(packed)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+    except (WireError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"malformed Resume: {error}; {VERSION_HINT}") from None
 
 

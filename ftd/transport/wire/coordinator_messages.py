@@ -7,8 +7,7 @@ import msgspec
 
 from ftd.errors import WireError
 from ftd.transport.wire.codec import MAX_COMMAND_BYTES, check_size, decode_msgpack
-from ftd.transport.wire.compression import decompress
-from ftd.transport.wire.incremental_compression import IncrementalCompressor
+from ftd.transport.wire.compression import IncrementalCompressor, decompress
 from ftd.transport.wire.public import SCHEMA, decode_json, encode_json
 from ftd.transport.wire.states import ClusterUnreachable
 from statemachine.election.leadership import Leader, Peer

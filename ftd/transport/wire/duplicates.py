@@ -2,7 +2,7 @@
 takes over from one that was killed publishes some again.
 """
 
-from collections import deque
+from collections import OrderedDict
 
 REMEMBERED = 10_000
 """Number of the newest ids that are remembered: more than a coordinator publishes at once after any failure."""
@@ -12,8 +12,7 @@ class DuplicateFilter:
     """The ids of events that have been seen."""
 
     def __init__(self) -> None:
-        self._seen: deque[str] = deque()
-        self._known: set[str] = set()
+        self._seen: OrderedDict[str, None] = OrderedDict()
 
     def is_new(self, number: str) -> bool:
         """Return whether this id is new, and remember it. An event without an id, from an older version,
@@ -21,10 +20,9 @@ class DuplicateFilter:
         """
         if not number:
             return True
-        if number in self._known:
+        if number in self._seen:
             return False
         if len(self._seen) >= REMEMBERED:
-            self._known.discard(self._seen.popleft())
-        self._seen.append(number)
-        self._known.add(number)
+            self._seen.popitem(last=False)
+        self._seen[number] = None
         return True

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from ftd.transport.wire.compression import LEVEL, decompress
 from planner.values import Device, PipelinePlacement, Plan, ReleasedLayers, StagePlacement, Transfer
 from statemachine.messages.cluster import Resume
 
@@ -20,7 +21,6 @@ T = TypeVar("T")
 
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
 """Largest decompressed Resume; one for 10,000 devices takes a few mebibytes."""
-_LEVEL = 1
 
 
 def _array_of(kind: type, **others: Any) -> Any:
@@ -79,22 +79,15 @@ def pack(resume: Resume) -> bytes:
     small = _with(_Plan, plan, pipelines=pipelines, transfers=transfers, released_layers=released)
     devices = [(nodes.setdefault(device.node, len(nodes)), device.index) for device in numbers]
     packed = _Packed(list(nodes), devices, _with(_Resume, resume, plan=small))
-    return zlib.compress(_ENCODER.encode(packed), _LEVEL)
+    return zlib.compress(_ENCODER.encode(packed), LEVEL)
 
 
 def unpack(packed: bytes) -> Resume:
     """Decode a packed Resume.
 
-    :raises ValueError, msgspec.DecodeError: the bytes are not a packed Resume, or it is too large.
+    :raises WireError, ValueError, msgspec.DecodeError: the bytes are not a packed Resume, or it is too large.
     """
-    inflater = zlib.decompressobj()
-    try:
-        plain = inflater.decompress(packed, MAX_UNPACKED_BYTES)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if not inflater.eof:
-        raise ValueError("it is cut short, or too large")
-    found = _DECODER.decode(plain)
+    found = _DECODER.decode(decompress(packed, MAX_UNPACKED_BYTES, "its plan"))
     try:
         devices = [Device(node=_at(found.nodes, node), index=index) for node, index in found.devices]
         return _whole(Resume, found.resume, plan=_plan(found.resume.plan, devices))

@@ -22,6 +22,7 @@ from ftd.coordinator.leadership import Takeover, restore_newest
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
+from ftd.transport.wire.compression import IncrementalCompressor
 from ftd.transport.wire.coordinator_messages import (
     MAX_COPY_BYTES,
     JournalCopy,
@@ -31,7 +32,6 @@ from ftd.transport.wire.coordinator_messages import (
     is_compressed,
     state_compressor,
 )
-from ftd.transport.wire.incremental_compression import IncrementalCompressor
 from ftd.transport.wire.public import EventMessage
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.durable import RESERVED
