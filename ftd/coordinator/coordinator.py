@@ -20,7 +20,7 @@ from ftd.config.validation import NAME_PATTERN
 from ftd.coordinator.commands import CommandSender
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import Journal
-from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover, cause_suffix
+from ftd.coordinator.leadership import Leadership, LeadershipCallbacks, Takeover, cause_suffix
 from ftd.coordinator.ports import Ports
 from ftd.coordinator.public_state import public_state
 from ftd.coordinator.requests import RequestHandler
@@ -226,15 +226,17 @@ class Coordinator:
             subscriptions=(topics.request, topics.cluster_state),
             # Messages that many nodes send at the same time, and copies of this coordinator's own messages.
             unacknowledged=(topics.node_signal(), topics.node_state(), topics.events, topics.command),
-            leader=LeaderCallbacks(
+            callbacks=LeadershipCallbacks(
                 begin=self._begin,
                 check=self._takeover.check,
                 state=lambda: self._encode(self._durable()),
                 end=self._end_lead,
                 emit=lambda event: self._events.emit(event),  # noqa: PLW0108  # the stream is made later
                 publish_state=self._publish_state_soon,
-            ),
-            follower=FollowerCallbacks(
+                on_message=self._on_message,
+                on_connected=self._on_connected,
+                on_lost=self._on_lost,
+                on_acknowledged=self._observer.on_acknowledged,
                 position=lambda: self.journal.position,
                 on_peer=self.journal.note_peer,
                 on_broker_alive=self._observer.on_broker_alive,
@@ -244,10 +246,6 @@ class Coordinator:
             ),
             shared=self.journal.shared,
             known_peers=self.journal.peers,
-            on_message=self._on_message,
-            on_connected=self._on_connected,
-            on_lost=self._on_lost,
-            on_acknowledged=self._observer.on_acknowledged,
         )
 
     # --- received messages -------------------------------------------------------------------------

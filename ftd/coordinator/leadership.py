@@ -222,6 +222,44 @@ class Takeover:
 # --- the sessions ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeadershipCallbacks:
+    """Callbacks of one coordinator for who leads and for what arrives; called on the event loop."""
+
+    begin: Callable[[Leader, JournalCopy | None], None]
+    """Function that begins to lead, from what the last leader left at the broker or from this host's journal."""
+    check: Callable[[JournalCopy | None], str]
+    """Function that returns the reason why this coordinator could not begin from what is at the broker, or
+    ``""``.
+    """
+    state: Callable[[], bytes]
+    """Function that returns the encoded durable state."""
+    end: Callable[[Leader], None]
+    """Function that drops the cluster's state, because another coordinator leads."""
+    emit: Callable[[EmitEvent], None]
+    publish_state: Callable[[], None]
+    """Function that publishes the cluster's state, because the coordinators in it have changed."""
+    on_message: Callable[[str, bytes, bool], None]
+    """Callback of the ``MqttSession`` while this coordinator leads, as the next three."""
+    on_connected: Callable[[], None]
+    on_lost: Callable[[], None]
+    on_acknowledged: Callable[[float], None]
+    position: Callable[[], tuple[int, int]]
+    """Function that returns the position of the newest state in its journal."""
+    on_peer: Callable[[str], None]
+    """Callback that receives the name of another coordinator, which is present or has left."""
+    on_broker_alive: Callable[[], None]
+    """Callback for any message from the broker, whoever leads: at least twice a second with a healthy leader."""
+    save_journal: Callable[[JournalCopy], str]
+    """Function that saves the leader's journal while this coordinator follows, and returns the reason why
+    this coordinator could not begin from it, or ``""``.
+    """
+    on_event: Callable[[bytes], None]
+    """Callback for an event while this coordinator follows."""
+    on_state: Callable[[dict[str, Any]], None]
+    """Callback for the cluster's state while this coordinator follows."""
+
+
 class LeaderSession:
     """A session under the client id of the cluster's leader. It does not reconnect.
 
@@ -320,26 +358,6 @@ class LeaderSession:
             _log.error("message_rejected", topic=topic, problem=str(error), remedy="continuing without it")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerCallbacks:
-    """Callbacks for what a coordinator receives in its follower session."""
-
-    position: Callable[[], tuple[int, int]]
-    """Function that returns the position of the newest state in its journal."""
-    on_peer: Callable[[str], None]
-    """Callback that receives the name of another coordinator, which is present or has left."""
-    on_broker_alive: Callable[[], None]
-    """Callback for any message from the broker, whoever leads: at least twice a second with a healthy leader."""
-    save_journal: Callable[[JournalCopy], str]
-    """Function that saves the leader's journal while this coordinator follows, and returns the reason why
-    this coordinator could not begin from it, or ``""``.
-    """
-    on_event: Callable[[bytes], None]
-    """Callback for an event while this coordinator follows."""
-    on_state: Callable[[dict[str, Any]], None]
-    """Callback for the cluster's state while this coordinator follows."""
-
-
 class FollowerSession:
     """The session that receives the coordinators' topics and feeds the election."""
 
@@ -352,7 +370,7 @@ class FollowerSession:
         *,
         driver: Driver,
         leading: Callable[[], bool],
-        callbacks: FollowerCallbacks,
+        callbacks: LeadershipCallbacks,
         remove_peer: Callable[[str], None],
     ) -> None:
         """Prepare the session; ``session.run`` connects it.
@@ -522,25 +540,6 @@ class FollowerSession:
 # --- both of them, driven by the election ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderCallbacks:
-    """Callbacks for a change of who leads; called on the event loop."""
-
-    begin: Callable[[Leader, JournalCopy | None], None]
-    """Function that begins to lead, from what the last leader left at the broker or from this host's journal."""
-    check: Callable[[JournalCopy | None], str]
-    """Function that returns the reason why this coordinator could not begin from what is at the broker, or
-    ``""``.
-    """
-    state: Callable[[], bytes]
-    """Function that returns the encoded durable state."""
-    end: Callable[[Leader], None]
-    """Function that drops the cluster's state, because another coordinator leads."""
-    emit: Callable[[EmitEvent], None]
-    publish_state: Callable[[], None]
-    """Function that publishes the cluster's state, because the coordinators in it have changed."""
-
-
 def cause_suffix(me: Peer) -> str:
     """Return a suffix that makes the causes of this process unique among those of other coordinators."""
     return f"{me.incarnation % 65536:04x}"
@@ -560,17 +559,12 @@ class Leadership:
         *,
         subscriptions: Sequence[str],
         unacknowledged: Sequence[str],
-        leader: LeaderCallbacks,
-        follower: FollowerCallbacks,
+        callbacks: LeadershipCallbacks,
         shared: bool,
         known_peers: Collection[str],
-        on_message: Callable[[str, bytes, bool], None],
-        on_connected: Callable[[], None],
-        on_lost: Callable[[], None],
-        on_acknowledged: Callable[[float], None],
     ) -> None:
-        """Prepare both sessions. ``subscriptions``, ``unacknowledged`` and ``on_…`` are those of an
-        ``MqttSession`` while this coordinator leads.
+        """Prepare both sessions. ``subscriptions`` and ``unacknowledged`` are those of an ``MqttSession`` while
+        this coordinator leads.
 
         :param shared: whether there has ever been another coordinator.
         :param known_peers: names of other coordinators that were ever met.
@@ -580,9 +574,7 @@ class Leadership:
         """Number of states written under the present term."""
         self._transport, self._topics, self._me, self._program = transport, topics, me, program
         self._subscriptions, self._unacknowledged = tuple(subscriptions), tuple(unacknowledged)
-        self._leader, self._follower = leader, follower
-        self._on_message, self._on_connected = on_message, on_connected
-        self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
+        self._callbacks = callbacks
         self._driver = Driver(self.machine, self._perform, clock=clock, suffix=f"{cause_suffix(me)}-e")
         self._leader_session: LeaderSession | None = None
         self._leading = False
@@ -595,7 +587,7 @@ class Leadership:
             program,
             driver=self._driver,
             leading=lambda: self._leading,
-            callbacks=follower,
+            callbacks=callbacks,
             remove_peer=lambda topic: self.publish(topic, b"", retain=True),
         )
 
@@ -750,16 +742,16 @@ class Leadership:
                 self._lead(election_effect)
             case Suspend():
                 if self._leading:
-                    self._on_lost()
+                    self._callbacks.on_lost()
             case StepDown():
                 self._step_down(election_effect.leader)
             case SendLeaderHeartbeat():
                 heartbeat = encode_leader(election_effect.leader, self._program.version)
                 self.publish(self._topics.leader_heartbeat, heartbeat, qos=0)
             case EmitEvent():
-                self._leader.emit(election_effect)
+                self._callbacks.emit(election_effect)
             case PublishCluster():
-                self._leader.publish_state()
+                self._callbacks.publish_state()
             case AnnouncePeer():
                 self._follower_session.announce(self._with_position(election_effect.peer))
             case RejectTakeover():
@@ -776,7 +768,7 @@ class Leadership:
         """Return this coordinator as others must see it: they wait for a peer with a newer journal than
         theirs.
         """
-        return replace(me, position=self._follower.position())
+        return replace(me, position=self._callbacks.position())
 
     def _acquire(self) -> None:
         self._release()
@@ -788,15 +780,15 @@ class Leadership:
             subscriptions=self._subscriptions,
             unacknowledged=self._unacknowledged,
             on_read=self._on_session_read,
-            on_message=self._on_message,
-            on_acknowledged=self._on_acknowledged,
+            on_message=self._callbacks.on_message,
+            on_acknowledged=self._callbacks.on_acknowledged,
             on_over=self._lost,
         )
 
     def _on_session_read(self, session: LeaderSession) -> None:
         copy = session.last_journal
-        newest = max(self._follower.position(), copy.position if copy is not None else (0, 0))
-        problem = self._leader.check(copy)
+        newest = max(self._callbacks.position(), copy.position if copy is not None else (0, 0))
+        problem = self._callbacks.check(copy)
         self._driver.feed(
             LeaderSessionOpened(
                 **self._driver.stamp(),
@@ -832,10 +824,10 @@ class Leadership:
         if not order.resumed or not self._leading:
             self._pending.clear()
             self.serial = 0
-            self._leader.begin(order.leader, session.last_journal)
+            self._callbacks.begin(order.leader, session.last_journal)
         _log.info("leading", cluster=self._topics.cluster, term=order.leader.term, again=order.resumed)
         self._leading = session.leads = True
-        self.replicate(self._leader.state(), self._driver.now())
+        self.replicate(self._callbacks.state(), self._driver.now())
         pending, self._pending = self._pending, deque(maxlen=MAX_PENDING)
         for (
             topic,
@@ -844,7 +836,7 @@ class Leadership:
             there,
         ) in pending:  # They are queued again if the connection has just been lost.
             self.publish(topic, payload, retain=retain, queue_offline=True, on_done=there)
-        self._on_connected()
+        self._callbacks.on_connected()
         session.deliver_early()
 
     def _step_down(self, leader: Leader) -> None:
@@ -852,4 +844,4 @@ class Leadership:
         if self._leading:
             self._leading = False
             _log.warning("stepped_down", leader=leader.name, term=leader.term)
-            self._leader.end(leader)
+            self._callbacks.end(leader)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import ftd
-from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership
+from ftd.coordinator.leadership import Leadership, LeadershipCallbacks
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError
@@ -59,15 +59,17 @@ class Coordinator:
             SystemClock(),
             subscriptions=(TOPICS.cluster_state,),
             unacknowledged=(TOPICS.node_signal(),),
-            leader=LeaderCallbacks(
+            callbacks=LeadershipCallbacks(
                 begin=lambda leader, copy: self.begun.append((leader, copy)),
                 check=lambda copy: "",
                 state=lambda: self.state,
                 end=self.ended.append,
                 emit=self._emit,
                 publish_state=self._shown,
-            ),
-            follower=FollowerCallbacks(
+                on_message=lambda topic, payload, retained: None,
+                on_connected=self._connected,
+                on_lost=lambda: None,
+                on_acknowledged=lambda seconds: None,
                 position=lambda: self.position,
                 on_peer=lambda name: None,
                 on_broker_alive=lambda: None,
@@ -77,10 +79,6 @@ class Coordinator:
             ),
             shared=False,
             known_peers=(),
-            on_message=lambda topic, payload, retained: None,
-            on_connected=self._connected,
-            on_lost=lambda: None,
-            on_acknowledged=lambda seconds: None,
         )
         self.task: asyncio.Task[None] | None = None
 
