@@ -87,14 +87,13 @@ class ZygoteTrainers:
         self.socket_path = directory / "trainers.sock"
         """Socket that trainers connect to."""
         self._environment = environment
-        self._preload = preload
+        self._zygote = Zygote(preload)
         self._connections: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
-        self._zygote: Zygote | None = None
 
     @property
     def zygote_pid(self) -> int | None:
-        return None if self._zygote is None else self._zygote.pid
+        return self._zygote.pid
 
     async def start(self, observer: TrainerObserver) -> None:
         """Listen for trainers and start the zygote; return before torch is imported."""
@@ -102,26 +101,20 @@ class ZygoteTrainers:
         self.socket_path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._connected, path=str(self.socket_path))
         self.socket_path.chmod(0o600)
-        self._zygote = Zygote(
-            on_notice=observer.on_notice, on_end=observer.on_zygote_end, preload=self._preload
-        )
-        await self._zygote.start()
+        self._zygote.start(observer.on_notice, observer.on_zygote_end)
 
     async def close(self) -> None:
         """End the zygote, and with it all trainers, and stop listening."""
-        if self._zygote is not None:
-            await self._zygote.close()
+        await self._zygote.close()
         if self._server is not None:
             self._server.close()
         await cancel_all(self._connections)
         self.socket_path.unlink(missing_ok=True)
 
     async def wait_until_warm(self) -> None:
-        assert self._zygote is not None, "it was started"
         await self._zygote.wait_until_warm()
 
     def fork(self, device: int) -> None:
-        assert self._zygote is not None, "it was started"
         self._zygote.spawn(
             zygote_protocol.Spawn(
                 device=device, socket_path=str(self.socket_path), environment=self._environment(device)
@@ -129,7 +122,6 @@ class ZygoteTrainers:
         )
 
     def test_device(self, number: int, device: int, planted: PlantedFault) -> None:
-        assert self._zygote is not None, "it was started"
         self._zygote.spawn(
             zygote_protocol.CheckDevice(
                 number=number, device=device, environment=self._environment(device), planted=planted

@@ -26,20 +26,11 @@ _STDERR_TAIL_BYTES = 4096
 class Zygote:
     """The process that keeps one zygote running and forwards its notices in order.
 
-    :param on_end: called with its exit status and the tail of its stderr whenever it dies.
     :param preload: modules besides torch that trainers find loaded.
     """
 
-    def __init__(
-        self,
-        *,
-        on_notice: Callable[[zygote_protocol.ZygoteNotice], None],
-        on_end: Callable[[int, str], None],
-        preload: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         self._preload = preload
-        self._on_notice = on_notice
-        self._on_end = on_end
         self._process: asyncio.subprocess.Process | None = None
         self._warm = asyncio.Event()
         self._waiting: list[zygote_protocol.ZygoteRequest] = []
@@ -49,7 +40,16 @@ class Zygote:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def start(self) -> None:
+    def start(
+        self,
+        on_notice: Callable[[zygote_protocol.ZygoteNotice], None],
+        on_end: Callable[[int, str], None],
+    ) -> None:
+        """Start the zygote, and start it again whenever it dies.
+
+        :param on_end: called with its exit status and the tail of its stderr whenever it dies.
+        """
+        self._on_notice, self._on_end = on_notice, on_end
         self._task = asyncio.get_running_loop().create_task(self._keep_running())
 
     async def wait_until_warm(self) -> None:

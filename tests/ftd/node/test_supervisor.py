@@ -395,8 +395,8 @@ def test_a_zygote_that_cannot_be_started_is_reported_and_retried(monkeypatch: py
 
         monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
         monkeypatch.setattr(zygote, "_RESTART_DELAYS_S", (0.0,))
-        one = zygote.Zygote(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
-        await one.start()
+        one = zygote.Zygote()
+        one.start(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
         for _ in range(2):
             status, detail = await asyncio.wait_for(ends.get(), LIMIT_S)
             assert status == 1 and "Resource temporarily unavailable" in detail
