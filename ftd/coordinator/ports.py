@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftd.driver import Clock, Driver
+from ftd.transport.mqtt.session import ignore
 from ftd.transport.ports import OpenSession
 from ftd.transport.wire.public import EventMessage
 from statemachine.effects import (
@@ -108,33 +109,29 @@ class CheckpointOperations(Protocol):
         """
 
 
-def _ignore(*_: object) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
     """Callbacks for metrics, dashboard and tracking, which observe a coordinator and decide nothing."""
 
-    on_own_event: Callable[[EmitEvent], None] = _ignore
+    on_own_event: Callable[[EmitEvent], None] = ignore
     """Callback for an event of this coordinator, before the rate limiter may drop it."""
-    on_node_event: Callable[[EventMessage], None] = _ignore
+    on_node_event: Callable[[EventMessage], None] = ignore
     """Callback for an event of a node."""
-    on_published: Callable[[EventMessage, bool], None] = _ignore
+    on_published: Callable[[EventMessage, bool], None] = ignore
     """Callback for an event that is published; ``True``: by a coordinator."""
-    on_broker_alive: Callable[[], None] = _ignore
+    on_broker_alive: Callable[[], None] = ignore
     """Callback for anything that the broker delivers."""
-    on_state: Callable[[dict[str, Any]], None] = _ignore
+    on_state: Callable[[dict[str, Any]], None] = ignore
     """Callback for the cluster's state, this coordinator's or the present leader's."""
-    on_acknowledged: Callable[[float], None] = _ignore
+    on_acknowledged: Callable[[float], None] = ignore
     """Callback for the seconds that the broker took for a message."""
-    track_job: Callable[[Job | None, int, str | None], None] = _ignore
+    track_job: Callable[[Job | None, int, str | None], None] = ignore
     """Function that has this job's steps logged; see
     ``ftd.observe.tracking.writer_process.TrackingWriterProcess.set_job``.
     """
-    on_status: Callable[[str], object] = _ignore
+    on_status: Callable[[str], object] = ignore
     """Callback for a description of what this coordinator does."""
-    on_stopping: Callable[[], object] = _ignore
+    on_stopping: Callable[[], object] = ignore
     """Callback for when this coordinator is about to leave."""
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ftd.driver import Clock
 from ftd.snapshots.ports import SnapshotStorage
+from ftd.transport.mqtt.session import ignore
 from ftd.transport.ports import OpenSession
 from runtime.wire import zygote_protocol
 from statemachine.effects import EmitEvent
@@ -116,19 +117,15 @@ class TrainerProcesses(Protocol):
         """
 
 
-def _ignore(*_: object) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeObserver:
     """Callbacks for metrics and the monitor of starved trainers, which observe a node and decide nothing."""
 
-    on_event: Callable[[EmitEvent], None] = _ignore
+    on_event: Callable[[EmitEvent], None] = ignore
     """Callback for an event of this node, before the rate limiter may drop it."""
-    on_acknowledged: Callable[[float], None] = _ignore
+    on_acknowledged: Callable[[float], None] = ignore
     """Callback for the seconds that the broker took for a message."""
-    on_heartbeat: Callable[[int, float], None] = _ignore
+    on_heartbeat: Callable[[int, float], None] = ignore
     """Callback for a heartbeat of a device's trainer, and the time at which it arrived."""
 
 

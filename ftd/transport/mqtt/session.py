@@ -78,8 +78,8 @@ class _Outgoing:
     on_done: Callable[[], None]
 
 
-def _ignore(*_: float) -> None:
-    return None
+def ignore(*_: object) -> None:
+    """Do nothing, in place of a callback that is not needed."""
 
 
 class MqttSession:
@@ -99,9 +99,9 @@ class MqttSession:
         unacknowledged: Sequence[str] = (),
         will: Will | None = None,
         on_message: Callable[[str, bytes, bool], None],
-        on_connected: Callable[[], None] = _ignore,
-        on_lost: Callable[[], None] = _ignore,
-        on_acknowledged: Callable[[float], None] = _ignore,
+        on_connected: Callable[[], None] = ignore,
+        on_lost: Callable[[], None] = ignore,
+        on_acknowledged: Callable[[float], None] = ignore,
     ) -> None:
         """Prepare the session; ``run`` connects it.
 
@@ -198,7 +198,7 @@ class MqttSession:
         retain: bool = False,
         qos: int = 1,
         queue_offline: bool = False,
-        on_done: Callable[[], None] = _ignore,
+        on_done: Callable[[], None] = ignore,
     ) -> None:
         """Send a message, in the order of the calls.
 
