@@ -167,7 +167,7 @@ class LocalRun:
         monitoring = asyncio.ensure_future(self._monitor(injector, scheduler))
         try:
             await driver.run_guarded(self._submit(), monitoring)
-            await driver.run_guarded(_wait(self._outcome), monitoring)
+            await driver.run_guarded(asyncio.shield(self._outcome), monitoring)
             driver.following.cancel()  # Later events only show the idle cluster.
             self._notes += [f"was never due: {fault}" for fault in scheduler.waiting]
             await self._fill_gaps()
@@ -298,10 +298,6 @@ class LocalRun:
             return False
         self._console.print(f"report: {self._options.report}", markup=False, highlight=False)
         return True
-
-
-async def _wait(future: asyncio.Future[str]) -> None:
-    await asyncio.shield(future)
 
 
 def _monotonic(at: str) -> float:

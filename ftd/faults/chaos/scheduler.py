@@ -147,11 +147,6 @@ class FaultScheduler:
         self._inject_all(due)
         return due
 
-    async def finish(self) -> None:
-        """Wait for the faults that are being injected."""
-        while self._running:
-            await asyncio.gather(*self._running, return_exceptions=True)
-
     async def cancel(self) -> None:
         """Stop injecting."""
         await cancel_all([*self._running, *([self._clock] if self._clock else [])])

@@ -167,11 +167,11 @@ def layers_of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, i
     return {layer: layers[layer] for layer in range(group.first_layer, group.end_layer) if layer in layers}
 
 
-def is_unrecoverable(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
-    """Return whether a group can be rebuilt neither from the shards of the nodes present nor from the snapshot
-    copies.
+def is_unrecoverable(group: SnapshotGroup, present: set[str], *, copied: bool) -> bool:
+    """Return whether a group can be rebuilt neither from the shards of the nodes present nor from the copy of
+    its first owner's shard, if there is one.
     """
-    if group.owners[0] in copied and group.replica_peer:
+    if copied:
         return False
     lost = frozenset(index for index, owner in enumerate(group.owners) if owner not in present)
     everybody = len(lost) == len(group.owners)

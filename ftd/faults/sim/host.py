@@ -131,7 +131,7 @@ class SimHost(ProcessHost, ABC):
                 if group.replica_peer in able
                 else None
             )
-            if is_unrecoverable(group, there, {group.owners[0]} if copy is not None else set()):
+            if is_unrecoverable(group, there, copied=copy is not None):
                 asked = {*group.owners, group.replica_peer} & set(restore.sources)
                 return {}, tuple(sorted(asked - there if copy is None else asked))
             held = [self.hosts[name].arena.layers(key) for name in group.owners if name in there]

@@ -450,7 +450,10 @@ class Invariants(Oracle):
                 for owner, peer in self.newest.replica_peers.items()
                 if peer in up and up[peer].arena.copy(key, owner) is not None
             }
-            if not any(is_unrecoverable(group, there, copied) for group in self.newest.groups):
+            if not any(
+                is_unrecoverable(group, there, copied=bool(group.replica_peer) and group.owners[0] in copied)
+                for group in self.newest.groups
+            ):
                 self.violated(
                     f"the job failed while {sorted(there)}, and replica peers of {sorted(copied)}, hold the "
                     f"snapshot of {key.step}"

@@ -16,7 +16,7 @@ from ftd.faults.sim.network import COMMAND, TOPICS, SimNetwork
 from ftd.faults.sim.process import ProcessLoop, SimClock
 from ftd.faults.sim.session import SimTransport
 from ftd.faults.sim.snapshot_storage import SimSnapshotStorage
-from ftd.faults.sim.trainer_processes import SimHostProcesses, SimTrainers
+from ftd.faults.sim.trainer_processes import SimTrainers
 from ftd.faults.sim.trainers import SimGroups, SimTrainer
 from ftd.node.message_faults import LinkFaults
 from ftd.node.node import Node
@@ -257,7 +257,7 @@ class _Process(Node):
         self.commands = 0
         """Number of commands that were addressed to this incarnation."""
         self.storage = SimSnapshotStorage(of)
-        self.trainers = SimTrainers(of, of.groups, loop, of.trainers)
+        self.trainers = SimTrainers(of, of.groups, loop, of.trainers, of.signal)
         facts = NodeFacts(
             devices=of.devices,
             host=f"host-{of.name}",
@@ -269,7 +269,7 @@ class _Process(Node):
         ports = Ports(
             clock=of.clock,
             open_session=partial(of.session, loop),
-            processes=SimHostProcesses(of, self.trainers, of.signal),
+            processes=self.trainers,
             trainers=self.trainers,
             snapshots=self.storage,
             facts=lambda: facts,

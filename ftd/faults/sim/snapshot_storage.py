@@ -289,13 +289,8 @@ def is_repairable(snapshot: Restore, host: SimHost, names: Iterable[str]) -> boo
     for group in snapshot.groups:
         if host.name not in group.owners:
             continue
-        owner = group.owners[0]
-        copied = (
-            {owner}
-            if any(n.name == group.replica_peer and n.arena.copy(key, owner) for n in others)
-            else set()
-        )
-        if is_unrecoverable(group, there, copied):
+        copied = any(n.name == group.replica_peer and n.arena.copy(key, group.owners[0]) for n in others)
+        if is_unrecoverable(group, there, copied=copied):
             return False
     return True
 

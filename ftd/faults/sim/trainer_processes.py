@@ -36,18 +36,26 @@ _FAILED = 1
 
 
 class SimTrainers:
-    """The zygote and the trainers under one daemon process (``ftd.node.ports.TrainerProcesses``).
+    """The processes of a host: one of the daemon, its zygote and trainers (``ftd.node.ports.TrainerProcesses``
+    and ``HostProcesses``).
 
     :param trainers: the running trainers of the host by device.
+    :param signal_daemon: sends a signal to the daemon.
     """
 
+    own_pid = 1
     zygote_pid: int | None = None
 
     def __init__(
-        self, host: SimHost, groups: SimGroups, loop: ProcessLoop, trainers: dict[int, SimTrainer]
+        self,
+        host: SimHost,
+        groups: SimGroups,
+        loop: ProcessLoop,
+        trainers: dict[int, SimTrainer],
+        signal_daemon: Callable[[int], None],
     ) -> None:
         self._host, self._groups, self._loop = host, groups, loop
-        self._trainers = trainers
+        self._trainers, self._signal_daemon = trainers, signal_daemon
         self._by_pid: dict[int, SimTrainer] = {}
         self._device_tests = SimDeviceTests(host, loop, self._notify)
         self.observer: TrainerObserver
@@ -79,8 +87,21 @@ class SimTrainers:
         self._by_pid.clear()
         self._trainers.clear()
 
+    def signal_group(self, pid: int, number: int) -> None:
+        self.signal(pid, number)
+
+    def continue_later(self, pids: Sequence[int], for_s: float) -> None:
+        for pid in pids:
+            self._host.world.call_later(for_s, self.signal, pid, signal.SIGCONT)
+
+    def reap(self, pids: set[int]) -> None:
+        return
+
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a trainer or the test of a device, if there is such a process."""
+        """Send a signal to the daemon, a trainer, or the test of a device, if there is such a process."""
+        if pid == self.own_pid:
+            self._signal_daemon(number)
+            return
         trainer = self._by_pid.get(pid)
         if trainer is None:
             self._device_tests.kill(pid)
@@ -220,31 +241,3 @@ class _Connection:
         took_s = world.between(*(_BUILD_S if isinstance(frame, PrepareJob) else _FRAME_S))
         world.call_later(took_s, trainer.do, self._trainers.obey, trainer, frame)
         return True
-
-
-class SimHostProcesses:
-    """The processes of a simulated host (``ftd.node.ports.HostProcesses``).
-
-    :param signal_daemon: sends a signal to the daemon.
-    """
-
-    own_pid = 1
-
-    def __init__(self, host: SimHost, trainers: SimTrainers, signal_daemon: Callable[[int], None]) -> None:
-        self._host, self._trainers, self._signal_daemon = host, trainers, signal_daemon
-
-    def signal_group(self, pid: int, number: int) -> None:
-        self._trainers.signal(pid, number)
-
-    def signal(self, pid: int, number: int) -> None:
-        if pid == self.own_pid:
-            self._signal_daemon(number)
-        else:
-            self._trainers.signal(pid, number)
-
-    def continue_later(self, pids: Sequence[int], for_s: float) -> None:
-        for pid in pids:
-            self._host.world.call_later(for_s, self.signal, pid, signal.SIGCONT)
-
-    def reap(self, pids: set[int]) -> None:
-        return

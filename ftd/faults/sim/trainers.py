@@ -695,7 +695,7 @@ class SimGroup:
         self.votes, self.snap = {}, False
         if not self.trained_by and self.members:  # The votes of a dead member may still be sent.
             self.trained_by = self.formed
-            self.groups.trains(self)
+            self.groups.trained = self
         for member in list(self.members.values()):
             if member.phase == "vote" and member.committed == step:
                 member.phase = "commit"
@@ -837,10 +837,6 @@ class SimGroups:
         if len(versions) > 1:
             self.oracle.violated(f"layer {layer} of step {step} is assembled from different states")
         return versions.pop()
-
-    def trains(self, group: SimGroup) -> None:
-        """Note that a group has reached its first VOTE."""
-        self.trained = group
 
     def starts(self, group: SimGroup, member: SimTrainer) -> None:
         """Check that a rank that begins to compute holds every layer it owns at the resume step."""

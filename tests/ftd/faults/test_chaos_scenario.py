@@ -389,7 +389,6 @@ def test_the_scheduler_injects_due_faults_and_survives_failures() -> None:
         async with asyncio.timeout(60):
             while "later" not in injected:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        await scheduler.finish()
         assert [names(fault) for fault in scheduler.waiting] == [("never",)]
         await scheduler.cancel()
 
