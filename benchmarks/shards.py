@@ -93,7 +93,7 @@ async def streamed(port: int, into: memoryview) -> float:
     async with ShardClient(TOKEN) as client:
         began = time.perf_counter()
         found = await client.manifest(source, JOB, STEP)
-        assert found is not None and not found.corrupt
+        assert not found.corrupt
         place = PartLocation(source=source, job_id=JOB, step=STEP, part=found.manifests[0].part(PART))
         await client.fetch([RangeRequest(location=place, first=0, into=into)])
         return time.perf_counter() - began

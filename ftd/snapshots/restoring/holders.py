@@ -109,8 +109,7 @@ class SnapshotReader:
 
         :raises PeerError: it cannot be reached, or its answer is malformed.
         """
-        found = await self.client.manifest(self._source(node), self.restore.job_id, self.restore.step)
-        return found if found is not None else NodeManifest(manifests=())
+        return await self.client.manifest(self._source(node), self.restore.job_id, self.restore.step)
 
     async def fetch(self, node: str, part: SnapshotPart, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Fetch bytes of a part that another node holds: from each offset on, as many as its memory has room for.

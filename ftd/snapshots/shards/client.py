@@ -61,14 +61,13 @@ class ShardClient:
         *,
         stall_s: float = STALL_S,
         block_bytes: int = BLOCK_BYTES,
-        streams: int = MAX_STREAMS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
         self._tls = tls
         self._stall_s = stall_s
         self._block_bytes = block_bytes
-        self._streams = asyncio.Semaphore(streams)
+        self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._address_locks: dict[str, asyncio.Lock] = {}
         self._connections: dict[str, ShardConnection] = {}
         """Idle connections by address."""
@@ -99,14 +98,14 @@ class ShardClient:
         """
         return source.url(path, secure=self._tls is not None)
 
-    async def manifest(self, source: SnapshotSource, job_id: str, step: int) -> NodeManifest | None:
-        """Return what ``source`` holds of a snapshot, verified just now; ``None`` if nothing.
+    async def manifest(self, source: SnapshotSource, job_id: str, step: int) -> NodeManifest:
+        """Return what ``source`` holds of a snapshot, verified just now: perhaps nothing.
 
         :raises PeerError: the source cannot be reached, or its answer is malformed.
         """
         body = await self.retry(source, lambda: self._read_manifest(source, _path(job_id, step)))
         if body is None:
-            return None
+            return NodeManifest(manifests=())
         try:
             found = decode_record(body, NodeManifest, str(source))
             for manifest in found.manifests:

@@ -117,9 +117,8 @@ class SnapshotAgent:
         for directory in sorted(self._job(job).glob("*-*")):
             if not ARENA_NAMES.fullmatch(directory.name):
                 continue
-            for path in directory.glob("step-*.json"):
-                with contextlib.suppress(CorruptDataError, OSError, msgspec.ValidationError):
-                    manifest = read_record(path, SnapshotManifest)
+            for manifest in manifests_in(directory):
+                with contextlib.suppress(msgspec.ValidationError):
                     if manifest.job_id != job:
                         continue
                     if directory.name.startswith("parity-"):
@@ -152,18 +151,15 @@ class SnapshotAgent:
 
     async def held_by_all(self, job: str) -> HeldSnapshots:
         """Return what is held here and at the configured peers that answer."""
-        found = self.held(job)
 
-        async def ask(peer: str) -> None:
-            nonlocal found
+        async def ask(peer: str) -> HeldSnapshots:
             try:
-                theirs = await self._client.held(peer, job)
-                found = found + theirs
+                return await self._client.held(peer, job)
             except PeerError as error:
                 log.warning("held_request_failed", job=job, reason=str(error))
+                return HeldSnapshots()
 
-        await asyncio.gather(*map(ask, self._peers))
-        return found
+        return sum(await asyncio.gather(*map(ask, self._peers)), start=self.held(job))
 
     # --- protection ------------------------------------------------------------------------------
 
@@ -338,9 +334,8 @@ class SnapshotAgent:
             found = [one.manifest for one in self._arenas.find(run.job, key[1])]
         else:
             answer = await self._client.manifest(source, run.job, key[1])
-            found = list(answer.manifests) if answer is not None else []
-            corrupt = set(answer.corrupt) if answer is not None else set()
-            if bad := [p.name for m in found for p in own_parts(m) if p.name in corrupt]:
+            found = list(answer.manifests)
+            if bad := [p.name for m in found for p in own_parts(m) if p.name in answer.corrupt]:
                 raise PeerError(f"{source} has a corrupt {bad[0]} of step {key[1]}")
         images = rank_images(found, ranks, key[0])
         if images is None:

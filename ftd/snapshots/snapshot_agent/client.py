@@ -52,8 +52,6 @@ class PeerAgentClient(ShardClient):
         :raises PeerError: the agent cannot be reached, or the rank's own bytes are corrupt.
         """
         found = await self.manifest(source, job, key[1])
-        if found is None:
-            return None
         for manifest in found.manifests:
             try:
                 layout = msgspec.convert(manifest.layout, RankSnapshotLayout)

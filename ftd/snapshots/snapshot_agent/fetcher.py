@@ -178,8 +178,7 @@ class SnapshotFetcher:
                 corrupt: tuple[str, ...] = ()
             else:
                 found = await self._client.manifest(source, wanted.job, wanted.step)
-                held, manifests = (), found.manifests if found else ()
-                corrupt = found.corrupt if found else ()
+                held, manifests, corrupt = (), found.manifests, found.corrupt
             for number, manifest in enumerate(manifests):
                 layout = manifest.layout
                 if (manifest.generation, layout.get("owner")) == (wanted.generation, owner):

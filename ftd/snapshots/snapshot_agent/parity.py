@@ -216,10 +216,10 @@ async def read_group(
         source = SnapshotSource(node=address, address=address)
         try:
             found = await client.manifest(source, job, key[1])
-            corrupt = {name.partition("/")[0] for name in (found.corrupt if found is not None else ())}
+            corrupt = {name.partition("/")[0] for name in found.corrupt}
             if bad := corrupt & {PARITY_PART, *(f"rank-{rank}" for rank in sources.ranks[position])}:
                 raise PeerError(f"{source} has corrupt bytes of {', '.join(sorted(bad))} of step {key[1]}")
-            for manifest in found.manifests if found is not None else ():
+            for manifest in found.manifests:
                 there = parity_layout(manifest)
                 if there is not None and there.position == position and manifest.generation == key[0]:
                     layout = there

@@ -58,7 +58,7 @@ class Pair:
         """Return what a restore reads of the copy."""
         async with ShardClient(TOKEN) as client:
             found = await client.manifest(self.buddy.source, JOB, step)
-            assert found is not None and not found.corrupt
+            assert not found.corrupt
             part = found.manifests[0].part(PART)
             into = bytearray(part.size_bytes)
             place = PartLocation(source=self.buddy.source, job_id=JOB, step=step, part=part)

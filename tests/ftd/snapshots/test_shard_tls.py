@@ -72,7 +72,6 @@ async def fetched(node: Node, tls: ShardTls | None) -> bytes:
     context = tls.client_context() if tls is not None else None
     async with ShardClient(TOKEN, tls=context, stall_s=30.0) as client:
         found = await client.manifest(node.source, JOB, 5)
-        assert found is not None
         into = bytearray(len(DATA))
         place = PartLocation(source=node.source, job_id=JOB, step=5, part=found.manifests[0].part(PART))
         await client.fetch([RangeRequest(location=place, first=0, into=memoryview(into))])
