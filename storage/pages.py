@@ -10,7 +10,6 @@ import ctypes
 import functools
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +37,6 @@ def map_file(descriptor: int, size_bytes: int, *, writable: bool = True) -> Byte
     :raises OSError: the kernel refuses.
     """
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if not sys.platform.startswith("linux"):
-        return np.frombuffer(mmap.mmap(descriptor, size_bytes, prot=access), dtype=np.uint8)
     library = ctypes.CDLL(None, use_errno=True)
     map_, unmap = library.mmap, library.munmap
     map_.restype = ctypes.c_void_p
@@ -88,15 +85,12 @@ def allocate(descriptor: int, view: Bytes, first: int = 0) -> None:
 
 def prefault(view: Bytes) -> None:
     """Fill the page tables of mapped memory, so that copying meets no page fault. Other threads run meanwhile."""
-    if sys.platform.startswith("linux") and _advise(view.ctypes.data, len(view), _POPULATE_READ):
-        return
-    np.bitwise_or.reduce(view[:: mmap.PAGESIZE])
+    if not _advise(view.ctypes.data, len(view), _POPULATE_READ):
+        np.bitwise_or.reduce(view[:: mmap.PAGESIZE])
 
 
 def prefer_huge(ranges: Iterable[tuple[int, int]]) -> None:
     """Ask for huge pages for ranges (address, size) of this process's memory that nobody has written yet."""
-    if not sys.platform.startswith("linux"):
-        return
     for start, end in _merged(ranges):
         if end - start >= HUGE_BYTES:
             begin, size = start // mmap.PAGESIZE * mmap.PAGESIZE, end - start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -114,8 +108,6 @@ def collapse_pages(ranges: Iterable[tuple[int, int]]) -> int:
 
     :returns: number of bytes on huge pages, including those that were there before.
     """
-    if not sys.platform.startswith("linux"):
-        return 0
     done = 0
     for start, end in _merged(ranges):
         # One page at a time: a refusal ends a call, and the kernel's lock is held for one call.

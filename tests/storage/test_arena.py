@@ -273,11 +273,10 @@ def test_memory_is_mapped_where_huge_pages_may_be_and_unmapped_with_its_last_vie
     def lines() -> int:
         return Path("/proc/self/maps").read_text().count(str(path))
 
-    if sys.platform.startswith("linux"):
-        assert part.ctypes.data % HUGE_BYTES == 100
-        assert lines() == 1
-        del part
-        assert lines() == 0
+    assert part.ctypes.data % HUGE_BYTES == 100
+    assert lines() == 1
+    del part
+    assert lines() == 0
     with pytest.raises(OSError):
         map_file(-1, 4096)
 
