@@ -17,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from ftd.errors import CheckpointError, ConfigurationError
+from ftd.processes import module_command
 from runtime.parent import die_with_parent
 from runtime.wire.measurement import INVALID_EXIT
-from storage.checkpoint import Checkpoint, CheckpointManifest, CheckpointStore
+from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.description import is_file_name
 from storage.errors import StorageError
 from storage.huggingface import MAX_SHARD_BYTES, atomic_directory, export_base, export_huggingface
@@ -95,17 +96,10 @@ def export_to_huggingface(
 
 
 def _merge(parts: Path, max_shard_bytes: int) -> None:
-    done = subprocess.run(
-        # Safe path: a module of that name in the current directory must not be imported instead of ours.
-        [
-            *(sys.executable, "-P", "-m", "runtime.merge_adapter", "--parent", str(os.getpid())),
-            *("--max-shard-bytes", str(max_shard_bytes)),
-            *(str(parts / part) for part in ("base", "adapter", "merged")),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    directories = (str(parts / part) for part in ("base", "adapter", "merged"))
+    command = module_command("runtime.merge_adapter", "--parent", str(os.getpid()))
+    command += ["--max-shard-bytes", str(max_shard_bytes), *directories]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == INVALID_EXIT:
         raise ConfigurationError((done.stderr.strip() or "it failed").splitlines()[-1], field="--merge")
     if done.returncode != 0:
@@ -136,7 +130,7 @@ def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
     :raises OSError: the directory cannot be written; what was there stays.
     """
     checkpoint = CheckpointStore.at(url, job=job).open(step)
-    origin = msgspec.json.encode(_origin_of(checkpoint.manifest))
+    origin = msgspec.json.encode(msgspec.convert(checkpoint.manifest, Origin, from_attributes=True))
     target = parent / checkpoint.directory
     parent.mkdir(parents=True, exist_ok=True)
     if not (target / _ORIGIN).is_file() or (target / _ORIGIN).read_bytes() != origin:
@@ -153,23 +147,12 @@ def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
     return JobExport(directory=str(target), size_bytes=size_bytes)
 
 
-def _origin_of(manifest: CheckpointManifest) -> Origin:
-    return Origin(
-        job=manifest.job,
-        job_id=manifest.job_id,
-        step=manifest.step,
-        written_at=manifest.written_at,
-        ftd_version=manifest.ftd_version,
-    )
-
-
 def run_export(url: str, job: str, step: int, parent: str, limit_s: float) -> JobExport:
     """Run ``export_for_job`` in a process of its own, which ends with this thread.
 
     :raises CheckpointError: the export failed, or took longer than ``limit_s``.
     """
-    # Safe path: a module of that name in the current directory must not be imported instead of ours.
-    command = [sys.executable, "-P", "-m", "ftd.snapshots.checkpoint_export", "--parent", str(os.getpid())]
+    command = module_command("ftd.snapshots.checkpoint_export", "--parent", str(os.getpid()))
     command += [url, job, str(step), parent]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
