@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,6 +40,8 @@ from storage.image import GroupImage, LayerImage
 from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout
+
+Image = TypeVar("Image", GroupImage, ShardedImage)
 
 
 class LayerRestoreError(PeerError):
@@ -240,14 +243,8 @@ class Restorer(SnapshotReader):
     async def _held_parts(self, group: SnapshotGroup) -> list[HeldParts]:
         held_parts: list[HeldParts] = []
         for holder in self._holders_of(group):
-            if holder.small is None:
-                continue
-            try:
-                image = ShardedImage.from_bytes(await self._whole(holder, holder.small))
-                if [one.layer for one in image.layers] != list(holder.layout.layers):
-                    raise CorruptDataError("it belongs to other layers")
-            except (PeerError, CorruptDataError) as error:
-                self._report_corruption(holder.node, holder.small.name, str(error))
+            image = await self._small_part(holder, ShardedImage)
+            if holder.small is None or image is None:
                 continue
             shard, replica = (
                 None if part is None else (part, partial(self._range, holder, part))
@@ -284,19 +281,25 @@ class Restorer(SnapshotReader):
     async def _image(self, group: SnapshotGroup, holders: list[ShardHolder]) -> GroupImage:
         """Read the small part from the first holder that has an intact one."""
         for holder in holders:
-            if holder.small is None:
-                continue
-            try:
-                image = GroupImage.from_bytes(await self._whole(holder, holder.small))
-                if image.bucket_bytes != holder.layout.bucket_bytes or [
-                    one.layer for one in image.layers
-                ] != list(range(group.first_layer, group.end_layer)):
-                    raise CorruptDataError("it belongs to other layers")
-            except (PeerError, CorruptDataError) as error:
-                self._report_corruption(holder.node, holder.small.name, str(error))
-            else:
+            image = await self._small_part(holder, GroupImage)
+            if image is not None:
                 return image
         raise LayerRestoreError(f"no node that is present has the headers of {_where(group)}", self._bad)
+
+    async def _small_part(self, holder: ShardHolder, kind: type[Image]) -> Image | None:
+        """Return a holder's small part, or ``None`` if it has none that can be used."""
+        if holder.small is None:
+            return None
+        layout = holder.layout
+        try:
+            image = kind.from_bytes(await self._whole(holder, holder.small))
+            other_bucket = isinstance(image, GroupImage) and image.bucket_bytes != layout.bucket_bytes
+            if other_bucket or [one.layer for one in image.layers] != list(layout.layers):
+                raise CorruptDataError("it belongs to other layers")
+        except (PeerError, CorruptDataError) as error:
+            self._report_corruption(holder.node, holder.small.name, str(error))
+            return None
+        return image
 
     async def _whole(self, holder: ShardHolder, part: SnapshotPart) -> bytes:
         if holder.held is not None:
