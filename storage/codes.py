@@ -114,7 +114,7 @@ def solve_lost_cells(code: Code, lost: frozenset[int]) -> CellSources | None:
 def _sum_of(
     code: Code, sources: Sequence[tuple[Cells, StoredCell]], combined: int, cell: int
 ) -> tuple[StoredCell, ...]:
-    """Return the sources in ``made``, and the known cells that occur in them an odd number of times."""
+    """Return the sources in ``combined``, and the known cells that occur in them an odd number of times."""
     used = [source for number, source in enumerate(sources) if combined >> number & 1]
     known: set[int] = set()
     for cells, _ in used:

@@ -100,7 +100,7 @@ async def assemble_from_holders(
     """Return header and payload of a layer.
 
     :param homes: the holders of parts of each of its ``homes_of``.
-    :param gone: node and part of copies that could not be read; those found here are added.
+    :param unreadable: node and part of copies that could not be read; those found here are added.
     :raises LostPartsError: no node holds some part.
     :raises CorruptDataError: the parts do not make up the layer.
     """
