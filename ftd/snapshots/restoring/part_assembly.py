@@ -7,7 +7,7 @@ another. What a layer shares with an earlier one (tied weights) comes from the p
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ftd.errors import PeerError
@@ -53,7 +53,6 @@ class HeldParts:
     """Data that one device of a node holds of a group: the small part, and a reader for shard and replica."""
 
     node: str
-    small: SnapshotPart
     image: ShardedImage
     shard: tuple[SnapshotPart, Read] | None
     replica: tuple[SnapshotPart, Read] | None
@@ -90,54 +89,58 @@ def homes_of(held: Sequence[HeldParts], layer: int) -> list[int]:
     return sorted(set(_description_of(held, layer).homes.values()))
 
 
-async def assemble_from_holders(
-    held: Sequence[HeldParts],
-    layer: int,
-    homes: Mapping[int, Sequence[HeldParts]],
-    report_corruption: ReportCorruption,
-    unreadable: set[tuple[str, SnapshotPart]],
-) -> tuple[bytes, Bytes]:
-    """Return header and payload of a layer.
+@dataclass(slots=True)
+class PartAssembler:
+    """An assembler of layers, which does not read again what could not be read."""
 
-    :param homes: the holders of parts of each of its ``homes_of``.
-    :param unreadable: node and part of copies that could not be read; those found here are added.
-    :raises LostPartsError: no node holds some part.
-    :raises CorruptDataError: the parts do not make up the layer.
-    """
-    whole = _description_of(held, layer)
-    parts = await _all_parts(held, layer, report_corruption, unreadable)
-    for home, some in homes.items():
-        parts += [
-            (select_tied(whole, part), data)
-            for part, data in await _all_parts(some, home, report_corruption, unreadable)
-        ]
-    return await asyncio.to_thread(assemble_from_parts, whole, parts)
+    report_corruption: ReportCorruption
+    unreadable: set[tuple[str, SnapshotPart]] = field(default_factory=set)
+    """Node and part of copies that could not be read."""
+
+    async def assemble(
+        self, held: Sequence[HeldParts], layer: int, homes: Mapping[int, Sequence[HeldParts]]
+    ) -> tuple[bytes, Bytes]:
+        """Return header and payload of a layer.
+
+        :param homes: the holders of parts of each of its ``homes_of``.
+        :raises LostPartsError: no node holds some part.
+        :raises CorruptDataError: the parts do not make up the layer.
+        """
+        whole = _description_of(held, layer)
+        parts = await self._all_parts(held, layer)
+        for home, some in homes.items():
+            parts += [(select_tied(whole, part), data) for part, data in await self._all_parts(some, home)]
+        return await asyncio.to_thread(assemble_from_parts, whole, parts)
+
+    async def _all_parts(self, held: Sequence[HeldParts], layer: int) -> list[tuple[LayerPart, Bytes]]:
+        """Return parts that cover the layer. If one cannot be read, others replace it."""
+        here = [one for one in held if any(whole.layer == layer for whole in one.image.layers)]
+        copies = [copy for one in here for copy in one.copies(self.report_corruption)]
+        done: dict[PartCopy, tuple[LayerPart, Bytes]] = {}
+        while True:
+            there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in self.unreadable]
+            chosen, missing = choose_covering(there)
+            if missing:
+                raise LostPartsError(layer, missing)
+            new = [copy for copy in chosen if copy not in done]
+            if not new:
+                return [done[copy] for copy in chosen]
+            parts = await asyncio.gather(*(self._read(copy, layer) for copy in new))
+            done |= {copy: piece for copy, piece in zip(new, parts, strict=True) if piece is not None}
+
+    async def _read(self, copy: PartCopy, layer: int) -> tuple[LayerPart, Bytes] | None:
+        """Return what the copy holds of the layer, or ``None`` if it cannot be read."""
+        part = next(one for one in copy.image.layers if one.layer == layer)
+        try:
+            return part, await copy.read(copy.image.offset + part.offset, part.size_bytes)
+        except (PeerError, CorruptDataError) as error:
+            self.unreadable.add((copy.node, copy.part))
+            self.report_corruption(copy.node, copy.part.name, str(error))
+            return None
 
 
 def _description_of(held: Sequence[HeldParts], layer: int) -> WholeLayer:
     return next(one for some in held for one in some.image.layers if one.layer == layer)
-
-
-async def _all_parts(
-    held: Sequence[HeldParts],
-    layer: int,
-    report_corruption: ReportCorruption,
-    unreadable: set[tuple[str, SnapshotPart]],
-) -> list[tuple[LayerPart, Bytes]]:
-    """Return parts that cover the layer. If one cannot be read, others replace it."""
-    here = [one for one in held if any(whole.layer == layer for whole in one.image.layers)]
-    copies = [copy for one in here for copy in one.copies(report_corruption)]
-    done: dict[PartCopy, tuple[LayerPart, Bytes]] = {}
-    while True:
-        there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in unreadable]
-        chosen, missing = choose_covering(there)
-        if missing:
-            raise LostPartsError(layer, missing)
-        new = [copy for copy in chosen if copy not in done]
-        if not new:
-            return [done[copy] for copy in chosen]
-        parts = await asyncio.gather(*(_read(copy, layer, report_corruption, unreadable) for copy in new))
-        done |= {copy: piece for copy, piece in zip(new, parts, strict=True) if piece is not None}
 
 
 def choose_covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Span]]:
@@ -158,16 +161,3 @@ def choose_covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Sp
             missing.append((reached, begin))
             reached = begin
     return chosen, missing
-
-
-async def _read(
-    copy: PartCopy, layer: int, report_corruption: ReportCorruption, unreadable: set[tuple[str, SnapshotPart]]
-) -> tuple[LayerPart, Bytes] | None:
-    """Return what the copy holds of the layer, or ``None`` if it cannot be read."""
-    part = next(one for one in copy.image.layers if one.layer == layer)
-    try:
-        return part, await copy.read(copy.image.offset + part.offset, part.size_bytes)
-    except (PeerError, CorruptDataError) as error:
-        unreadable.add((copy.node, copy.part))
-        report_corruption(copy.node, copy.part.name, str(error))
-        return None

@@ -23,7 +23,7 @@ from ftd.snapshots.restoring.holders import (
     find_layouts,
     holder_nodes,
 )
-from ftd.snapshots.restoring.part_assembly import HeldParts, LostPartsError, assemble_from_holders, homes_of
+from ftd.snapshots.restoring.part_assembly import HeldParts, LostPartsError, PartAssembler, homes_of
 from ftd.snapshots.restoring.read_plan import (
     ByteRange,
     ReadPlan,
@@ -208,7 +208,7 @@ class Restorer(SnapshotReader):
         if len({one.node for one in held_parts} & set(group.owners)) < len(group.owners):
             self._done.decoded_groups += 1
         by_group = {group.first_layer: held_parts}
-        unreadable: set[tuple[str, SnapshotPart]] = set()
+        assembler = PartAssembler(self._report_corruption)
         there = {layer.layer for one in held_parts for layer in one.image.layers}
         self._check_headers(sorted(set(layers) - there))
         for layer in layers:
@@ -220,12 +220,10 @@ class Restorer(SnapshotReader):
                     by_group[other.first_layer] = await self._held_parts(other)
                 homes[home] = by_group[other.first_layer]
             try:
-                header, payload = await assemble_from_holders(
-                    held_parts, layer, homes, self._report_corruption, unreadable
-                )
+                header, payload = await assembler.assemble(held_parts, layer, homes)
             except LostPartsError as error:
                 other = self._group_of(error.layer)
-                lost = {node for node, _ in unreadable}
+                lost = {node for node, _ in assembler.unreadable}
                 here = {one.node for one in by_group[other.first_layer]} - lost
                 names = ", ".join(owner for owner in other.owners if owner not in here)
                 raise LayerRestoreError(f"{_where(group)}: {error} (missing: {names})", self._bad) from None
@@ -244,15 +242,13 @@ class Restorer(SnapshotReader):
         held_parts: list[HeldParts] = []
         for holder in self._holders_of(group):
             image = await self._small_part(holder, ShardedImage)
-            if holder.small is None or image is None:
+            if image is None:
                 continue
             shard, replica = (
                 None if part is None else (part, partial(self._range, holder, part))
                 for part in (holder.shard, holder.replica)
             )
-            held_parts.append(
-                HeldParts(node=holder.node, small=holder.small, image=image, shard=shard, replica=replica)
-            )
+            held_parts.append(HeldParts(node=holder.node, image=image, shard=shard, replica=replica))
         return held_parts
 
     async def _range(self, holder: ShardHolder, part: SnapshotPart, first: int, size: int) -> Bytes:
@@ -365,19 +361,19 @@ class Restorer(SnapshotReader):
                     own[owner] = np.frombuffer(self.arenas.view(holder.held, holder.shard), dtype=np.uint8)
                 except OSError as error:
                     raise ShardsUnusableError([(owner, error)]) from None
-        fetched = await execute_read(
-            plan, memory, own, lambda owner, pieces: self._fetch(usable[owner], pieces)
-        )
+
+        async def fetch(owner: int, pieces: Sequence[tuple[int, Bytes]]) -> None:
+            holder = usable[owner]
+            assert holder.shard is not None, "a usable holder has a shard"
+            await self.fetch(holder.node, holder.shard, ((first, some.data) for first, some in pieces))
+
+        fetched = await execute_read(plan, memory, own, fetch)
         there = self.own_snapshots() if plan.own else ()
         if unreadable := [owner for owner, holder in plan.own.items() if holder.held not in there]:
             raise ShardsUnusableError(
                 [(owner, PeerError("the snapshot was released")) for owner in unreadable]
             )
         return fetched
-
-    async def _fetch(self, holder: ShardHolder, pieces: Sequence[tuple[int, Bytes]]) -> None:
-        assert holder.shard is not None, "a usable holder has a shard"
-        await self.fetch(holder.node, holder.shard, ((first, memory.data) for first, memory in pieces))
 
 
 def _locate(layer: LayerImage, ranges: Iterable[ByteRange]) -> LocatedLayer:
