@@ -91,16 +91,15 @@ class SnapshotFetcher:
                     raise PeerError(f"{source} does not have step {wanted.step} any more")
                 parts = own_parts(found)
                 first = parts[0].offset
-                with _MappedFile(draft, parts[-1].offset + parts[-1].size_bytes - first) as data:
-                    memory = data.data
-                    await self._client.fetch(
-                        RangeRequest(
-                            location=_location(source, wanted, part),
-                            first=0,
-                            into=memory[part.offset - first : part.offset - first + part.size_bytes],
-                        )
-                        for part in parts
+                memory = _map_new_file(draft, parts[-1].offset + parts[-1].size_bytes - first).data
+                await self._client.fetch(
+                    RangeRequest(
+                        location=_location(source, wanted, part),
+                        first=0,
+                        into=memory[part.offset - first : part.offset - first + part.size_bytes],
                     )
+                    for part in parts
+                )
                 return
             except PeerError as error:
                 problem = error
@@ -125,8 +124,7 @@ class SnapshotFetcher:
             try:
                 key = wanted.generation, wanted.step
                 group = await read_group(self._client, wanted.job, key, sources, lost)
-                with _MappedFile(draft, group.size_of(wanted.rank)) as data:
-                    await group.decode(wanted.rank, present, data)
+                await group.decode(wanted.rank, present, _map_new_file(draft, group.size_of(wanted.rank)))
                 return
             except ShardsUnusableError as error:
                 lost |= self._log_failed(wanted, error)
@@ -151,8 +149,8 @@ class SnapshotFetcher:
             try:
                 shards = {owner: await self._shard(wanted, owner) for owner in present}
                 plan = await asyncio.to_thread(plan_read, layout, present, 0, layout.bucket_bytes)
-                with _MappedFile(draft, layout.bucket_bytes) as data:
-                    await execute_read(plan, data, {}, partial(self._read, wanted, shards))
+                image = _map_new_file(draft, layout.bucket_bytes)
+                await execute_read(plan, image, {}, partial(self._read, wanted, shards))
                 return
             except ShardsUnusableError as error:
                 if lost == everybody - here:
@@ -236,25 +234,17 @@ class _Shard:
     held: ArenaSnapshot | None
 
 
-class _MappedFile:
-    """A new mapped file of ``size_bytes``, whose pages are allocated at once, so that a full memory is an
-    error.
+def _map_new_file(path: Path, size_bytes: int) -> Bytes:
+    """Return the memory of a new file, whose pages are allocated at once, so that a full memory is an error. It is
+    unmapped with its last view.
     """
-
-    def __init__(self, path: Path, size_bytes: int) -> None:
-        self._path, self._size_bytes = path, size_bytes
-
-    def __enter__(self) -> Bytes:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, max(1, self._size_bytes))
-            self._memory = mmap.mmap(descriptor, max(1, self._size_bytes), flags=mmap.MAP_SHARED)
-        finally:
-            os.close(descriptor)
-        return np.frombuffer(self._memory, dtype=np.uint8)[: self._size_bytes]
-
-    def __exit__(self, *_: object) -> None:
-        del self._memory  # The memory is unmapped with its last view.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, max(1, size_bytes))
+        memory = mmap.mmap(descriptor, max(1, size_bytes), flags=mmap.MAP_SHARED)
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(memory, dtype=np.uint8)[:size_bytes]
 
 
 def _shards(layout: RankSnapshotLayout) -> ShardLayout:
