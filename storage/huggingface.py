@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from storage.checkpoint import Checkpoint
-from storage.description import ModelDescription
 from storage.directfile import sync_directory, write_synced
 from storage.errors import StorageError
 from storage.safetensors_file import (
@@ -54,54 +53,42 @@ def export_huggingface(
     description = checkpoint.description()
     other_files = dict(description.adapter_files if description.adapter_files else description.files)
     other_files |= files or {}
-    if description.adapter_files:
-        return _write(
-            checkpoint,
-            directory,
-            _adapter_tensors(checkpoint, description, dtype),
-            other_files,
-            "adapter_model",
-            None,
-        )
-    _check_config(checkpoint, other_files)
-    tensors = _weights(checkpoint, description, dtype)
-    return _write(checkpoint, directory, tensors, other_files, "model", max_shard_bytes)
+    if not description.adapter_files:
+        return _export_model(checkpoint, directory, other_files, dtype, max_shard_bytes)
+    names = description.adapter_names
+    tensors = [
+        replace(tensor, name=names[tensor.name])
+        for tensor in model_tensors(checkpoint, dtype)
+        if tensor.name in names
+    ]
+    return _write(checkpoint, directory, tensors, other_files, "adapter_model", None)
 
 
 def export_base(checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None) -> ExportSummary:
     """Write the base model of a model with an adapter, as ``export_huggingface`` writes other models."""
-    description = checkpoint.description()
-    _check_config(checkpoint, description.files)
-    tensors = _weights(checkpoint, description, dtype)
-    return _write(checkpoint, directory, tensors, description.files, "model", MAX_SHARD_BYTES)
+    return _export_model(checkpoint, directory, checkpoint.description().files, dtype, MAX_SHARD_BYTES)
 
 
-def _check_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
+def _export_model(
+    checkpoint: Checkpoint,
+    directory: Path,
+    files: Mapping[str, bytes],
+    dtype: str | None,
+    max_shard_bytes: int,
+) -> ExportSummary:
+    """Write the (base) model, with its tensors under each name that ``from_pretrained`` needs."""
     if CONFIG not in files:
         raise StorageError(
             f"the checkpoint of step {checkpoint.manifest.step} has no {CONFIG}: its job was not given a "
             "Hugging Face model. Name a directory that has one (--files-from), or export safetensors"
         )
-
-
-def _weights(checkpoint: Checkpoint, description: ModelDescription, dtype: str | None) -> list[FileTensor]:
-    """Return the tensors of the (base) model, under each name that ``from_pretrained`` needs."""
-    return [
+    description = checkpoint.description()
+    tensors = [
         replace(tensor, name=name)
         for tensor in model_tensors(checkpoint, dtype)
         for name in description.names_in_weights(tensor.name)
     ]
-
-
-def _adapter_tensors(
-    checkpoint: Checkpoint, description: ModelDescription, dtype: str | None
-) -> list[FileTensor]:
-    names = description.adapter_names
-    return [
-        replace(tensor, name=names[tensor.name])
-        for tensor in model_tensors(checkpoint, dtype)
-        if tensor.name in names
-    ]
+    return _write(checkpoint, directory, tensors, files, "model", max_shard_bytes)
 
 
 def _write(
