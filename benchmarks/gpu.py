@@ -21,6 +21,7 @@ The files are written after each part. A part that fails is noted, and the other
 it ends with exit code 3, unless you give ``--device cpu``.
 """
 
+import asyncio
 import gc
 import json
 import os
@@ -48,6 +49,7 @@ from benchmarks.engines import enter_alone, keep_snapshots
 from benchmarks.peers.llama_loop import Text, compile_blocks, make_model, make_optimizer
 from benchmarks.recovery import faults_of, measured_recoveries, phase_rows
 from ftd import sample_indices
+from ftd.snapshots.restoring.staging import StagingDirectory
 from runtime.device import DeviceRuntime, device_runtime
 from runtime.engine.engine import Engine
 from runtime.engine.staged_state import StagedStateLoader
@@ -57,7 +59,6 @@ from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover, HostMover, Mover, Source
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.trainer import ShardWritten, SnapshotReport, TrainingData
-from storage.staged import write_staged_payload
 
 PARTS = ("link", "xor", "train", "snapshot", "kill", "restore")
 NO_GPU_EXIT = 3
@@ -365,7 +366,7 @@ def restore(bench: Bench, result: Result) -> None:
             header, payload = engine.states.pack(layer)
             here = bench.runtime.to_host(payload)
             size_bytes += here.numel()
-            write_staged_payload(staged, layer, header, here.numpy().tobytes())
+            asyncio.run(StagingDirectory(staged).put(layer, header, here.numpy()))
 
         def take() -> None:
             with StagedStateLoader(staged, engine.states, lambda: None, reuse=True) as state:

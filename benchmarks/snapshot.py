@@ -68,7 +68,7 @@ from runtime.script.tensor_filler import TensorFiller, verified_spans
 from runtime.script.tensor_image import TensorImage
 from runtime.streaming_stores import streaming_environment
 from storage.codes import make_code
-from storage.shards import ShardLayout, decode_bucket, make_fetch, make_shard
+from storage.shards import Bytes, ShardLayout, decode_bucket, make_shard
 
 LEAST_FREE_BYTES = 4.5
 """Free memory needed for each byte of state: two slots, a new process's state, a touch of as much, and a margin."""
@@ -203,7 +203,9 @@ def measure_decoding(gib: float) -> list[float]:
     shards = {owner: np.ones(layout.shard_bytes(owner), dtype=np.uint8) for owner in (1, 2)}
     for owner, shard in shards.items():
         make_shard(layout, owner, bucket, shard)
-    fetch = make_fetch(shards)
+
+    def fetch(owner: int, offset: int, size: int) -> Bytes:
+        return shards[owner][offset : offset + size]
 
     image = TensorImage(known={})
     for tensor in tensors:

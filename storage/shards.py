@@ -190,11 +190,6 @@ def range_sources(
         yield low, high, [(source.owner, source.index * size + within) for source in stored]
 
 
-def make_fetch(shards: Mapping[int, Bytes]) -> Fetch:
-    """Return a ``Fetch`` for shards that are all in memory."""
-    return lambda owner, offset, size: shards[owner][offset : offset + size]
-
-
 def merge_ranges(ranges: Iterable[range]) -> list[range]:
     """Return the same bytes as ascending ranges that do not touch."""
     found: list[range] = []

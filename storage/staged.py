@@ -7,7 +7,6 @@ it copies them, and checks afterwards that the snapshot's manifest is still the 
 again only after the manifest is removed.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -65,19 +64,6 @@ def write_staged(directory: Path, layer: int, staged: StagedLayer) -> None:
     draft = path.with_suffix(".draft")
     draft.write_bytes(msgspec.msgpack.encode(staged))
     draft.replace(path)
-
-
-def write_staged_payload(directory: Path, layer: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Stage a layer whose payload is in memory.
-
-    :raises OSError: there is no room.
-    """
-    path = directory / f"layer-{layer}.payload"
-    path.write_bytes(payload)
-    chunks: Sequence[PayloadChunk] = (
-        [PayloadChunk(size_bytes=len(payload), path=str(path))] if payload else []
-    )
-    write_staged(directory, layer, StagedLayer(header=header, chunks=tuple(chunks)))
 
 
 def read_staged(directory: Path, layer: int) -> StagedLayer:

@@ -1,5 +1,6 @@
 """Reads snapshots with nothing but their arenas: finds, checks, decodes and stages them."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -7,14 +8,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from ftd.snapshots.restoring.staging import StagingDirectory
 from statemachine.messages.values import Vote
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, assemble_payload
 from storage.manifest import SnapshotManifest
 from storage.partimage import LayerPart, ShardedImage, assemble_from_parts
-from storage.shards import Bytes, ShardLayout, decode_bucket, make_fetch
-from storage.staged import write_staged_payload
+from storage.shards import Bytes, ShardLayout, decode_bucket
 
 Layers = dict[int, tuple[bytes, bytes]]
 """Layer → header and payload, as ``LayerStates.pack`` makes them."""
@@ -82,7 +83,7 @@ def decoded(parts: dict[int, Kept], lost: Sequence[int], small_of: int) -> Layer
     layout = ShardLayout(code=code, bucket_bytes=group.bucket_bytes)
     there = {owner: part.shard for owner, part in parts.items() if owner not in lost}
     bucket = np.empty(group.bucket_bytes, dtype=np.uint8)
-    decode_bucket(layout, frozenset(there), make_fetch(there), bucket)
+    decode_bucket(layout, frozenset(there), lambda owner, at, size: there[owner][at : at + size], bucket)
     return {
         image.layer: (
             image.header,
@@ -103,8 +104,9 @@ def losses_within(parts: dict[int, Kept]) -> list[tuple[int, ...]]:
 def stage(layers: Layers, directory: Path) -> None:
     """Stage layers as a node does before it sends Resume."""
     directory.mkdir(exist_ok=True)
+    target = StagingDirectory(directory)
     for layer, (header, payload) in layers.items():
-        write_staged_payload(directory, layer, header, payload)
+        asyncio.run(target.put(layer, header, np.frombuffer(payload, dtype=np.uint8)))
 
 
 class KeptParts:

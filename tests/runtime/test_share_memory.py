@@ -17,12 +17,12 @@ from runtime.layers.state import DTYPES, PayloadTarget
 from runtime.zero.sharding import ShardedState
 from statemachine.messages import trainer as p
 from storage.layerstate import LayerHeader, decode_header
-from storage.staged import write_staged_payload
 from tests.helpers.allocated_bytes import AllocatedBytes
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_losses
 from tests.helpers.runtime_support import data_for, script
+from tests.helpers.snapshots import stage
 
 LAYERS = 4
 SAVED_STEP = 2
@@ -106,7 +106,7 @@ def save(job: p.TrainingData, devices: int, directory: Path) -> dict[tuple[str, 
         packed = [whole.pack(layer) for layer in range(LAYERS)]
     saved = {}
     for layer, (header, payload) in enumerate(packed):
-        write_staged_payload(directory, layer, header, payload.numpy().tobytes())
+        stage({layer: (header, payload.numpy().tobytes())}, directory)
         for entry in decode_header(header, layer, payload.numel()).entries:
             data = payload[entry.offset : entry.offset + entry.size_bytes]
             saved[entry.name, entry.key] = data.view(DTYPES[entry.dtype])
