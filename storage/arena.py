@@ -103,10 +103,7 @@ class Arena:
                 free_bytes=0,
             )
         # The largest existing slot: growing costs fresh pages.
-        number = max(free, key=lambda n: (self._slot_bytes(n), -n))
-        if self._slot_bytes(number) < size_bytes:
-            self._grow(number, size_bytes)
-        return Slot(number, self._view(number)[:size_bytes])
+        return self._slot(max(free, key=lambda n: (self._slot_bytes(n), -n)), size_bytes)
 
     def reserve(self, size_bytes: int, slots: int) -> list[Slot]:
         """Allocate and map this number of slots now, so that the first snapshots need not, and return those that
@@ -116,12 +113,7 @@ class Arena:
         """
         used = {manifest.slot for manifest in self._manifests.values()}
         numbers = sorted(set(range(SLOTS)) - used, key=lambda n: (-self._slot_bytes(n), n))
-        reserved = []
-        for number in numbers[: max(0, slots - len(used))]:
-            if self._slot_bytes(number) < size_bytes:
-                self._grow(number, size_bytes)
-            reserved.append(Slot(number, self._view(number)[:size_bytes]))
-        return reserved
+        return [self._slot(number, size_bytes) for number in numbers[: max(0, slots - len(used))]]
 
     def commit(self, manifest: SnapshotManifest) -> None:
         """Mark a snapshot as complete by writing its manifest.
@@ -164,6 +156,12 @@ class Arena:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     # --- slots -----------------------------------------------------------------------------------
+
+    def _slot(self, number: int, size_bytes: int) -> Slot:
+        """Return a slot, made larger if it is too small."""
+        if self._slot_bytes(number) < size_bytes:
+            self._grow(number, size_bytes)
+        return Slot(number, self._view(number)[:size_bytes])
 
     def _slot_bytes(self, number: int) -> int:
         try:

@@ -9,7 +9,7 @@ Buffers may differ between replicas (running statistics), and headers describe t
 together make each layer's payload.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -52,15 +52,7 @@ def payload_ranges(header: LayerHeader) -> tuple[PayloadRange, ...]:
                 f"layer {header.layer}: {entry.name} {entry.key} begins at {entry.offset}, not at {end}"
             )
         if runs and runs[-1].shared == shared:
-            last = runs.pop()
-            runs.append(
-                PayloadRange(
-                    payload=last.payload,
-                    size_bytes=last.size_bytes + size,
-                    shared=shared,
-                    offset=last.offset,
-                )
-            )
+            runs[-1] = replace(runs[-1], size_bytes=runs[-1].size_bytes + size)
         else:
             runs.append(PayloadRange(payload=end, size_bytes=size, shared=shared, offset=ends[shared]))
         ends[shared] += size

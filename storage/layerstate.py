@@ -45,6 +45,8 @@ class _Versioned(Protocol):
 
 
 Decoded = TypeVar("Decoded", bound=_Versioned)
+Scalars = dict[str, dict[str, int | float | bool | str | None]]
+"""The optimizer state of each parameter that is not a tensor."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,8 +69,7 @@ class LayerHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     format: int
     layer: int
     entries: tuple[TensorEntry, ...]
-    scalars: dict[str, dict[str, int | float | bool | str | None]]
-    """The optimizer state of each parameter that is not a tensor."""
+    scalars: Scalars
     schedule: dict[str, Any]
     size_bytes: int
     """Size of the payload."""
@@ -95,8 +96,7 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     format: int = PART_FORMAT
     layer: int
     entries: tuple[PartEntry, ...]
-    scalars: dict[str, dict[str, int | float | bool | str | None]]
-    """The optimizer state of each parameter that is not a tensor."""
+    scalars: Scalars
     schedule: dict[str, Any] | None
     """Options of the parameter groups and the learning-rate schedule, for receivers that have nothing yet."""
     size_bytes: int

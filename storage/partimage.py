@@ -24,6 +24,7 @@ from storage.layerstate import (
     DTYPE_BYTES,
     HEADER_FORMAT,
     LayerHeader,
+    Scalars,
     TensorEntry,
     decode_versioned,
     padded_size,
@@ -31,7 +32,6 @@ from storage.layerstate import (
 
 FORMAT = 2
 Bytes = NDArray[np.uint8]
-Scalars = dict[str, dict[str, int | float | bool | str | None]]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +85,6 @@ class LayerPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size_bytes: int
     ranges: tuple[TensorRange, ...]
     scalars: Scalars
-    """The optimizer state of each parameter that is not a tensor."""
 
 
 class PartImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

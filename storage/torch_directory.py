@@ -18,6 +18,7 @@ from pathlib import Path
 from storage.checkpoint import Checkpoint
 from storage.directfile import write_synced
 from storage.huggingface import atomic_directory
+from storage.layerstate import Scalars
 from storage.safetensors_file import ExportSummary, FileTensor, TensorReader, model_tensors, write_safetensors
 
 FORMAT = 1
@@ -36,7 +37,7 @@ def export_torch(checkpoint: Checkpoint, directory: Path) -> ExportSummary:
         for name in (tensor.name, *aliases.get(tensor.name, ()))
     ]
     optimizer: dict[str, FileTensor] = {}
-    scalars: dict[str, dict[str, int | float | bool | str | None]] = {}
+    scalars: Scalars = {}
     headers = checkpoint.headers()
     for layer, header in enumerate(headers):
         scalars |= header.scalars

@@ -16,10 +16,9 @@ from runtime.snapshots.shard_units import SnapshotBucket, source_of
 from runtime.zero.cells import Fractions
 from runtime.zero.part_states import PartState
 from runtime.zero.sharding import ShardedState
-from storage import partimage
 from storage.codes import make_code
-from storage.layerstate import padded_size
-from storage.partimage import LayerPart, PartImage, ShardedImage, TensorRange, WholeLayer
+from storage.layerstate import Scalars, padded_size
+from storage.partimage import LayerPart, PartImage, ShardedImage, TensorInfo, TensorRange, WholeLayer
 
 
 def add_parts(
@@ -64,7 +63,7 @@ def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
     return WholeLayer(
         layer=layer,
         tensors=tuple(
-            partimage.TensorInfo(
+            TensorInfo(
                 name=tensor.name,
                 role=tensor.kind,
                 dtype=dtype_name(tensor.value.dtype),
@@ -93,7 +92,7 @@ def _part_of(
     """
     begin = bucket.size_bytes
     runs: list[TensorRange] = []
-    scalars: partimage.Scalars = {}
+    scalars: Scalars = {}
 
     def add(
         name: str, role: str, key: str, tensor: Tensor, start: int, count: int | None, *, frozen: bool = False

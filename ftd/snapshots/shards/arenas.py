@@ -273,8 +273,16 @@ class NodeArenas:
                     key = HeldSnapshot(
                         job_id=job.name, step=manifest.step, generation=manifest.generation, owner=owner
                     )
-                    corrupt = _corruptions(manifest, directory, arena.find_corrupt(manifest))
-                    problems += corrupt
+                    corrupt = arena.find_corrupt(manifest)
+                    problems += [
+                        Corruption(
+                            job_id=manifest.job_id,
+                            step=manifest.step,
+                            part=part,
+                            detail=f"{directory.name}: its digest does not match",
+                        )
+                        for part in corrupt
+                    ]
                     if corrupt and owner:
                         arena.release([manifest.step])
                     there = manifest.job_id == job.name and not (corrupt and owner)
@@ -377,15 +385,3 @@ class NodeArenas:
             yield from sorted(directory.iterdir())
         except FileNotFoundError:
             return
-
-
-def _corruptions(manifest: SnapshotManifest, directory: Path, parts: tuple[str, ...]) -> list[Corruption]:
-    return [
-        Corruption(
-            job_id=manifest.job_id,
-            step=manifest.step,
-            part=part,
-            detail=f"{directory.name}: its digest does not match",
-        )
-        for part in parts
-    ]

@@ -80,7 +80,7 @@ class ShardServer:
         self._authorization = f"Bearer {token}".encode()
         self._tls = tls
         self._host = host
-        self._port = port
+        self.port = port
         self.rate = AsyncRateLimiter(rate_bytes_s)
         self._streams = asyncio.Semaphore(max_streams)
         self._stall_s = stall_s
@@ -94,10 +94,6 @@ class ShardServer:
     def unauthorized(self) -> int:
         """Number of requests without the token or with a wrong one."""
         return self._rejections.count
-
-    @property
-    def port(self) -> int:
-        return self._port
 
     async def start(self) -> None:
         """:raises OSError: the address cannot be bound."""
@@ -120,8 +116,8 @@ class ShardServer:
             lingering_time=_LINGER_S,
         )
         limit = self._greeting_s if self._tls is not None else None
-        await self._http_server.start(self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit)
-        self._port = self._http_server.port
+        await self._http_server.start(self._host, self.port, ssl=self._tls, ssl_handshake_timeout=limit)
+        self.port = self._http_server.port
 
     async def close(self) -> None:
         """Stop serving; running streams are cut."""
