@@ -96,6 +96,7 @@ def describe_protection(seen: Preview, layers: tuple[LayerProfile, ...], scheme:
     sizes = seen.instantiation.sizes
     owners = len(sizes)
     code = make_bounded_code(scheme, owners)
+    replicated = owners > 1 and "aor" in {name for name, _ in parse_scheme(scheme)}
     # With one pipeline every group has one owner; another node can hold a copy.
     buddy = owners == 1 and seen.nodes > 1 and has_buddy(scheme)
     guarantee = 1 if buddy else _guarantee(code, scheme)
@@ -126,7 +127,7 @@ def describe_protection(seen: Preview, layers: tuple[LayerProfile, ...], scheme:
         node_bytes=_fullest_bytes(seen, code, groups, buddy=buddy) if known else None,
         groups=groups,
         buddy=buddy,
-        replicas=_replicas(seen, layers) if known and owners > 1 and _has_replicas(scheme) else None,
+        replicas=_replicas(seen, layers) if known and replicated else None,
     )
 
 
@@ -139,10 +140,6 @@ def _overhead(groups: Sequence[ProtectedGroup], code: Code) -> float:
         sizes = [group.end_layer - group.first_layer for group in groups]
     kept = [group.owners - 1 if group.whole else code.overhead for group in groups]
     return sum(size * more for size, more in zip(sizes, kept, strict=True)) / sum(sizes)
-
-
-def _has_replicas(scheme: str) -> bool:
-    return "aor" in {name for name, _ in parse_scheme(scheme)}
 
 
 def _replicas(seen: Preview, layers: tuple[LayerProfile, ...]) -> ReplicaMemory:
@@ -164,9 +161,7 @@ def _replicas(seen: Preview, layers: tuple[LayerProfile, ...]) -> ReplicaMemory:
     return max(found, key=lambda one: one.sharded_bytes)
 
 
-def _fullest_bytes(
-    seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...], *, buddy: bool = False
-) -> int:
+def _fullest_bytes(seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...], *, buddy: bool) -> int:
     """Return the bytes of the shards and copies on the node with the most."""
     layouts = {group: ShardLayout(code=code, bucket_bytes=group.bucket_bytes or 0) for group in groups}
     # The length of a shard depends on its owner's number of extra cells only, so most pipelines of a size

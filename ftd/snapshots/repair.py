@@ -8,7 +8,7 @@ compared with the digest that the owner's trainer wrote. Only then are the bytes
 ``ftd.snapshots.repair_writer``.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -74,16 +74,15 @@ class Repairer(SnapshotReader):
         :raises OSError: this node's own memory is gone.
         """
         first, end = part.block(number)
-        for twins in (self._twins_in_own_memory, self._twins_on_other_nodes):
-            for kept in await twins(held, part):
-                try:
-                    data = await self._read(kept, first, end)
-                except PeerError as error:
-                    self._reasons[kept.node] = str(error)
-                    continue
-                if part.is_block_intact(number, data):
-                    return RepairedBlock(data=data, sources=(kept.node,))
-                self._reasons[kept.node] = f"{kept.part.name} is corrupt there as well"
+        async for kept in self._twins(held, part):
+            try:
+                data = await self._read(kept, first, end)
+            except PeerError as error:
+                self._reasons[kept.node] = str(error)
+                continue
+            if part.is_block_intact(number, data):
+                return RepairedBlock(data=data, sources=(kept.node,))
+            self._reasons[kept.node] = f"{kept.part.name} is corrupt there as well"
         mine = None if held.owner else self._group_of(held, part)
         if mine is None:
             raise self._error(part, "no node holds the same bytes")
@@ -103,26 +102,21 @@ class Repairer(SnapshotReader):
 
     # --- equal bytes elsewhere ---------------------------------------------------------------------
 
-    async def _twins_in_own_memory(self, held: ArenaSnapshot, part: SnapshotPart) -> list[_PartSource]:
-        return [
-            _PartSource(self.node, other, one)
-            for one in self.own_snapshots()
-            if one.manifest.generation == self.restore.generation
-            for other in one.manifest.parts
-            if _same(other, part) and (one, other) != (held, part)
-        ]
+    async def _twins(self, held: ArenaSnapshot, part: SnapshotPart) -> AsyncIterator[_PartSource]:
+        """Yield the parts with the same bytes, first those in this node's memory."""
+        for one in self.own_snapshots():
+            for other in one.manifest.parts if one.manifest.generation == self.restore.generation else ():
+                if _same(other, part) and (one, other) != (held, part):
+                    yield _PartSource(self.node, other, one)
+        for node in self._other_nodes:
+            for manifest in await self._ask_node(node):
+                for other in manifest.parts:
+                    if _same(other, part):
+                        yield _PartSource(node, other, None)
 
-    async def _twins_on_other_nodes(self, _: ArenaSnapshot, part: SnapshotPart) -> list[_PartSource]:
-        there = [
-            (node, await self._ask_node(node)) for node in sorted(set(self.restore.sources) - {self.node})
-        ]
-        return [
-            _PartSource(node, other, None)
-            for node, manifests in there
-            for manifest in manifests
-            for other in manifest.parts
-            if _same(other, part)
-        ]
+    @property
+    def _other_nodes(self) -> list[str]:
+        return sorted(set(self.restore.sources) - {self.node})
 
     async def _ask_node(self, node: str) -> tuple[SnapshotManifest, ...]:
         if node not in self._manifests:
@@ -185,7 +179,7 @@ class Repairer(SnapshotReader):
     async def _parts_of_others(self, group: SnapshotGroup) -> list[_OwnerParts]:
         """Return what other nodes hold of these layers."""
         found: list[_OwnerParts] = []
-        for node in sorted(set(self.restore.sources) - {self.node}):
+        for node in self._other_nodes:
             for manifest in await self._ask_node(node):
                 parts = {part.name: part for part in manifest.parts}
                 for owner in range(len(group.owners)):

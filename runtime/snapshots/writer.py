@@ -127,7 +127,9 @@ class SnapshotWriter:
         returns.
         """
         started = time.monotonic()
-        self._wait_for_previous()
+        self.finish()
+        # The slot of the previous snapshot must be known to be in use before another is taken.
+        self._wait_until(lambda: not any(isinstance(task, TrainerCapture) for task in self._tasks))
         self._window.clear()
         if not self._groups:
             # Other ranks of the stage save it; they have the same bytes.
@@ -281,11 +283,6 @@ class SnapshotWriter:
             while not ready():
                 self._changed.wait(0.05)
                 self._monitor.progress += 1
-
-    def _wait_for_previous(self) -> None:
-        """Wait for the previous snapshot: its slot must be known to be in use before another is taken."""
-        self.finish()
-        self._wait_until(lambda: not any(isinstance(task, TrainerCapture) for task in self._tasks))
 
     # --- the thread ------------------------------------------------------------------------------
 

@@ -190,9 +190,7 @@ class NodeArenas:
         return path
 
     def remove_staging(self, job_id: str) -> None:
-        for path in self._entries(self._job(job_id)):
-            if path.name.startswith(_STAGING):
-                shutil.rmtree(path, ignore_errors=True)
+        self._remove_from(self._job(job_id), _STAGING)
 
     def remove(self, job_id: str) -> None:
         """Release the memory of a job that is over."""
@@ -261,8 +259,8 @@ class NodeArenas:
         for job in self._entries(self.root):
             if not job.is_dir() or not _JOB.fullmatch(job.name):
                 continue
-            self.remove_staging(job.name)
-            self._remove_retired(job)
+            self._remove_from(job, _STAGING)
+            self._remove_from(job, _RETIRED)
             whole: dict[HeldSnapshot, bool] = {}
             for directory, owner in self._arenas(job):
                 arena = Arena.open(directory)
@@ -374,9 +372,9 @@ class NodeArenas:
                 found.append((match[2], int(match[1]), path))
         return [(path, owner) for owner, _, path in sorted(found)]
 
-    def _remove_retired(self, job: Path) -> None:
+    def _remove_from(self, job: Path, prefix: str) -> None:
         for path in self._entries(job):
-            if path.name.startswith(_RETIRED):
+            if path.name.startswith(prefix):
                 shutil.rmtree(path, ignore_errors=True)
 
     @staticmethod

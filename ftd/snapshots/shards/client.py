@@ -18,9 +18,8 @@ import structlog
 from yarl import URL
 
 from ftd.errors import PeerError
-from ftd.snapshots.shards.connection import ShardConnection
+from ftd.snapshots.shards.connection import BlockTransfer, ShardConnection, corrupt_answer_error, verify
 from ftd.snapshots.shards.protocol import WANT_DIGEST_HEADER, NodeManifest, StallDetector
-from ftd.snapshots.shards.receiving import BlockTransfer, corrupt_answer_error, verify
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource, SourceBusy, check_status
 from ftd.tasks import run_all
 from ftd.transport.tls import TlsFields, describe_tls_error

@@ -5,7 +5,9 @@ read. A sender that stalls, or that sends more than it announced, is disconnecte
 """
 
 import asyncio
+import contextlib
 import re
+from collections.abc import Iterator
 
 import structlog
 from aiohttp import web
@@ -59,18 +61,14 @@ class CopyServer:
             raise web.HTTPBadRequest(text=str(error)) from None
         if (manifest.job_id, manifest.step) != (job, step):
             raise web.HTTPBadRequest(text="the manifest is of another snapshot")
-        try:
+        with _answered_rejections():
             received = await self._copies.offer(key, manifest)
-        except CopyRejectedError as error:
-            raise _rejection(error) from None
         return web.Response(body=encode_record(CopyProgress(received=received)))
 
     async def _part(self, request: web.Request) -> web.StreamResponse:
         job, step, key = _parse_copy(request)
-        try:
+        with _answered_rejections():
             draft = self._copies.draft(key, job, step)
-        except CopyRejectedError as error:
-            raise _rejection(error) from None
         part = next((p for p in draft.manifest.parts if p.name == request.match_info["part"]), None)
         if part is None:
             raise web.HTTPNotFound(text="no such part was offered")
@@ -119,9 +117,8 @@ class CopyServer:
     async def _commit(self, request: web.Request) -> web.StreamResponse:
         job, step, key = _parse_copy(request)
         try:
-            corrupt = await self._copies.commit(key, job, step)
-        except CopyRejectedError as error:
-            raise _rejection(error) from None
+            with _answered_rejections():
+                corrupt = await self._copies.commit(key, job, step)
         except OSError as error:
             raise web.HTTPInsufficientStorage(text=f"its manifest cannot be written: {error}") from None
         if corrupt:
@@ -146,9 +143,14 @@ def _parse_copy(request: web.Request) -> tuple[str, int, Key]:
     return found["job"], int(found["step"]), (found["owner"], int(found["device"]))
 
 
-def _rejection(error: CopyRejectedError) -> web.HTTPException:
-    kind = web.HTTPInsufficientStorage if isinstance(error, CopyNoSpaceError) else web.HTTPConflict
-    return kind(text=str(error))
+@contextlib.contextmanager
+def _answered_rejections() -> Iterator[None]:
+    """Answer why a copy is rejected."""
+    try:
+        yield
+    except CopyRejectedError as error:
+        kind = web.HTTPInsufficientStorage if isinstance(error, CopyNoSpaceError) else web.HTTPConflict
+        raise kind(text=str(error)) from None
 
 
 def _range_of(request: web.Request, part: SnapshotPart) -> tuple[int, int]:
