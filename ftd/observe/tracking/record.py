@@ -83,11 +83,6 @@ class JobRecord:
         return self._first + len(self._offsets) - 1 if self._offsets else 0
 
     @property
-    def first_step(self) -> int:
-        """The oldest logged step; 0 if there is none."""
-        return self._first
-
-    @property
     def last_evaluation(self) -> int:
         """The newest step with a logged evaluation; 0 if there is none."""
         return max(self._evaluations, default=0)
