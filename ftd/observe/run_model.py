@@ -110,7 +110,6 @@ class StepCommittedFact(Fact):
     step_s: float | None = None
     learning_rate: float | None = None
     weight: float | None = None
-    samples_per_s: float | None = None
     tokens_per_s: float | None = None
     fresh: bool = True
     """Whether the step is progress: neither it nor a later one was committed before, or a rollback undid

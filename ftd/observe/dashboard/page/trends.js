@@ -1,6 +1,6 @@
 // Losses, throughput, goodput and learning rate over time, with failures marked; drawn by plotly, which loads after the first paint.
 
-import { $, clock, make, number, percent, plural, say } from "./words.js";
+import { $, clock, make, number, plural, say } from "./words.js";
 
 const STEP = 0, AT = 1, LOSS = 2, SAMPLES = 3, PRODUCTIVE = 4, ELAPSED = 5, TOKENS = 7, RATE = 8;
 const PERIOD_MS = 1000;
