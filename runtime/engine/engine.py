@@ -169,8 +169,8 @@ class Engine:
             held_out=reader,
             find_problem=self.model.find_problem,
         )
-        self._nominal_weight = self.model.nominal_weight * data.global_batch
-        if self.model.nominal_weight != 1:
+        self._nominal_weight = self.model.loss.nominal_weight * data.global_batch
+        if self.model.loss.nominal_weight != 1:
             # A power of two does not round gradients, so losses equal those of a loop without this factor.
             self._nominal_weight = 2.0 ** round(math.log2(self._nominal_weight))
         self.committed_step = 0
@@ -529,7 +529,7 @@ class Engine:
         evaluator, held_out = self._evaluator, self._held_out
         if evaluator is None or held_out is None:
             raise EngineError("no generation was entered, or the job has no held-out data set")
-        names, started = self.model.metric_names, time.monotonic()
+        names, started = self.model.loss.metric_names, time.monotonic()
         sums = [0.0] * (2 + 2 * len(names))
         with self.model.preserve_buffers(), preserve_generators(self.model.device):
             for batch in range(held_out.batches):
@@ -632,7 +632,7 @@ class Engine:
             snapshot_requested=snap,
             step_s=step_s,
             bubble_s=bubble_s,
-            microbatch_ms=executor.microbatch_ms(),
+            microbatch_ms=executor.stopwatch.microbatch_ms(),
             diverged=diverged,
             digests=digests,
         )
@@ -700,7 +700,7 @@ class Engine:
         """
         assert self._gradients is not None
         squared, broken = self._gradients.squared_norm()
-        names = self.model.metric_names
+        names = self.model.loss.metric_names
         sums = self._summed([squared, broken, stop, snap, *totals.to_list(names)])
         total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
         overflowed = total_broken > 0 or not math.isfinite(total_squared)

@@ -53,7 +53,7 @@ class StageExecutor:
         self._links = links
         self._gradients = gradients
         self._monitor = monitor
-        self._stopwatch = Stopwatch(model.runtime, monitor)
+        self.stopwatch = Stopwatch(model.runtime, monitor)
         # With fewer rows than devices, some device of a stage has no rows and only takes part in SYNC.
         self._operations = (
             one_f_one_b(assignment.stage, assignment.stages, assignment.microbatches)
@@ -86,7 +86,7 @@ class StageExecutor:
             rows=assignment.microbatch_rows,
         )
         self._gradients.begin()
-        self._stopwatch.begin_step()
+        self.stopwatch.begin_step()
         receives = (o for o in self._operations if isinstance(o, ReceiveActivation | ReceiveGradient))
         self._links.begin(receives, self._microbatches)
         self._values.begin_step(assignment.first_layer, assignment.end_layer)
@@ -118,15 +118,11 @@ class StageExecutor:
             case SendGradient(microbatch=microbatch):
                 self._send_gradient(microbatch)
 
-    def microbatch_ms(self) -> float:
-        """Return the last step's ``Stopwatch.microbatch_ms``."""
-        return self._stopwatch.microbatch_ms()
-
     def _forward(self, microbatch: int) -> None:
         received = self._inputs.get(microbatch, ())
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point())
-        outputs = self._microbatches.forward(microbatch, received, self._totals, self._stopwatch)
+        outputs = self._microbatches.forward(microbatch, received, self._totals, self.stopwatch)
         if self._assignment.is_last:
             self._values.add("loss", self._assignment.end_layer - 1, outputs[0])
             outputs = (outputs[0] * self._scale,)
@@ -146,7 +142,7 @@ class StageExecutor:
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
         if not pairs:
             return
-        with self._monitor.trace.span("backward", microbatch), self._stopwatch.time_microbatch(microbatch):
+        with self._monitor.trace.span("backward", microbatch), self.stopwatch.time_microbatch(microbatch):
             try:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             except Exception:

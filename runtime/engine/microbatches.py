@@ -130,9 +130,9 @@ class StageMicrobatches:
             if assignment.is_last:
                 batch, host_batch = self.batches(microbatch)
                 with torch.set_grad_enabled(train):
-                    total, weight = model.compute_loss(output, batch, assignment.rows, host_batch)
+                    total, weight = model.loss(output, batch, assignment.rows, host_batch)
                 if assignment.is_representative:
-                    totals.add(total, weight, model.compute_metrics(output, batch, assignment.rows))
+                    totals.add(total, weight, model.loss.compute_metrics(output, batch, assignment.rows))
                 outputs: tuple[Tensor, ...] = (total,)
             else:
                 outputs = flatten(output)

@@ -48,6 +48,7 @@ class Loss:
         self.nominal_weight = 1.0
         """Approximate weight of a row. It keeps sums in the range of means, so that float16 does not overflow."""
         self.metric_names: tuple[str, ...] = ()
+        """Names of the job's own metrics, sorted; the same in every trainer."""
         self._shifts = False
         """Whether the model's own loss predicts each next token and therefore ignores the first label of a
         row.
@@ -60,6 +61,8 @@ class Loss:
 
         :param host_batch: the batch in host memory, where labels are counted without waiting for the
             device.
+        :raises TrainingError: the loss cannot be computed, or is a mean that depends on how rows are
+            grouped.
         """
         host_batch = batch if host_batch is None else host_batch
         if self._function is None:
@@ -79,7 +82,8 @@ class Loss:
         """
         if self._metrics is None:
             return {}
-        found = self._metrics(_in_float32(output), batch)
+        with torch.no_grad():
+            found = self._metrics(_in_float32(output), batch)
         if not isinstance(found, Mapping):
             raise TrainingError(f"Training.metrics must return a dict by name, not {type(found).__name__}")
         metrics = {}

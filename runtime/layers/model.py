@@ -154,7 +154,7 @@ class Model:
                     self._present,
                 )
         low = self._precision.compute is not None
-        self._loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)
+        self.loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)
         self._tensors = self._shared_tensors()
         self._parameters = [t for t in self._tensors if t.kind == "parameter"]
         self._trainable = [t for t in self._parameters if t.trainable]
@@ -261,19 +261,9 @@ class Model:
         return self._structure.layer_count
 
     @property
-    def nominal_weight(self) -> float:
-        """Constant per row of a batch by which sums of losses are divided before the backward pass."""
-        return self._loss.nominal_weight
-
-    @property
     def scales_loss(self) -> bool:
         """Whether the precision needs a loss scale."""
         return self._precision.scales_loss
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the job's own metrics, sorted; the same in every trainer."""
-        return self._loss.metric_names
 
     @property
     def needs_batch(self) -> bool:
@@ -537,19 +527,6 @@ class Model:
         finally:
             self._check, self._values = _no_check, None
 
-    def compute_loss(
-        self, output: Any, batch: Batch, rows: int, host_batch: Batch | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (sum, weight) of the loss of these rows; the loss of a global batch is the sum of sums over
-        the sum of weights.
-
-        :param host_batch: the batch in host memory, where labels are counted without waiting for the
-            device.
-        :raises TrainingError: the loss cannot be computed, or is a mean that depends on how rows are
-            grouped.
-        """
-        return self._loss(output, batch, rows, host_batch)
-
     def check_held_out(self, batch: Batch) -> None:
         """Check that the model can run a microbatch of the held-out data set.
 
@@ -561,11 +538,6 @@ class Model:
                 f"({_shapes(batch[0])}); make them equal, as activations of Training.layers have one shape"
             )
 
-    def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the job's own metrics as (sum, weight) of these rows."""
-        with torch.no_grad():
-            return self._loss.compute_metrics(output, batch, rows)
-
     def warm_up(self, batch: Batch, tick: Callable[[], None]) -> None:
         """Run every layer forward and backward once, so that the first step compiles nothing."""
         x: Any = None
@@ -576,7 +548,7 @@ class Model:
                 last = layer == self.layer_count - 1
                 with self.temporarily_provided(layer):
                     x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch)
-                    outputs = (self.compute_loss(x, batch, rows)[0],) if last else flatten(x)
+                    outputs = (self.loss(x, batch, rows)[0],) if last else flatten(x)
                     roots = [t for t in outputs if t.requires_grad]
                     torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
                 if not last:
@@ -652,7 +624,7 @@ class Model:
                 with self.temporarily_provided(end - 1):
                     return self.forward(end - 1, end, received, step=0, row=0, batch=changed, train=False)
 
-            self._loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
+            self.loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
         self._shapes[self.first_signature] = shapes
         if isinstance(self._structure, WindowedModule) and not verified:
             exact = self._precision.parameters == torch.float64
@@ -661,7 +633,7 @@ class Model:
                 self._structure.verify(
                     batch,
                     rows,
-                    lambda output: self._loss(output, batch, rows)[0],
+                    lambda output: self.loss(output, batch, rows)[0],
                     tolerance,
                     self.temporarily_provided,
                 )

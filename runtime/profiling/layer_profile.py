@@ -124,7 +124,7 @@ class _LayerInput:
         output = self.model.forward(self.layer, self.layer + 1, x, step=1, row=0, batch=self.batch)
         if self.layer < self.model.layer_count - 1:
             return flatten(output)
-        return (self.model.compute_loss(output, self.batch, self.rows)[0],)
+        return (self.model.loss(output, self.batch, self.rows)[0],)
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +426,7 @@ def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, i
     ):
         output = model.forward(layer, layer + 1, as_received(given.x), step=1, row=0, batch=given.batch)
         if layer == model.layer_count - 1:
-            loss = model.compute_loss(output, given.batch, given.rows)[0]
+            loss = model.loss(output, given.batch, given.rows)[0]
             # The output of a whole module need not be tensors.
             output = loss if model.needs_batch else output
     detached = tuple(t.detach() for t in flatten(output))

@@ -51,7 +51,7 @@ def reference_run(
         for microbatch in range(microbatches):
             batch = to_device(loader.load(batch_of(step, skipped_batches), microbatch), device)
             output = model.forward(0, model.layer_count, None, step=step, row=microbatch * rows, batch=batch)
-            loss, weight = model.compute_loss(output, batch, rows)
+            loss, weight = model.loss(output, batch, rows)
             torch.autograd.backward(loss)
             total += loss.item()
             total_weight += float(weight)
@@ -80,7 +80,7 @@ def reference_evaluation(model: Model, training: Training, data: TrainingData) -
         )
         batch = to_device(batch, model.device)
         output = model.forward(0, model.layer_count, None, step=0, row=0, batch=batch, train=False)
-        loss, weight = model.compute_loss(output, batch, len(samples))
+        loss, weight = model.loss(output, batch, len(samples))
         total += loss.item()
         total_weight += float(weight)
     return total / total_weight, total_weight

@@ -382,7 +382,7 @@ def test_a_module_that_checkpoints_its_blocks_itself_is_rejected_in_the_first_st
     with pytest.raises(
         TrainingError, match=r"torch.utils.checkpoint around its blocks.*activation_checkpointing"
     ):
-        model.compute_loss(output, batch, 4)[0].backward()
+        model.loss(output, batch, 4)[0].backward()
 
 
 MADE = """
@@ -482,7 +482,7 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_over_its_weight_is_rejected(los
 
 def test_a_sum_and_its_weight_are_accepted() -> None:
     model = model_of(Tokens(), dataset=Samples("masked"), loss=weighed)
-    assert model.nominal_weight > 1
+    assert model.loss.nominal_weight > 1
 
 
 def test_masks_that_become_unequal_later_end_the_step() -> None:
@@ -502,7 +502,7 @@ def test_masks_that_become_unequal_later_end_the_step() -> None:
     with pytest.raises(
         TrainingError, match=r"unequal numbers of targets that are -100.*return \(sum, weight\)"
     ):
-        model.compute_loss(output, batch, 2)
+        model.loss(output, batch, 2)
 
 
 # --- ids beyond the vocabulary -------------------------------------------------------------------------

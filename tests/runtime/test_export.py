@@ -86,7 +86,7 @@ def written_by_an_engine(model: nn.Module, url: Path) -> None:
     layers = range(cut.layer_count)
     batch = default_collate([training.dataset[index] for index in range(4)])
     output = cut.forward(0, cut.layer_count, None, step=1, row=0, batch=batch)
-    torch.autograd.backward(cut.compute_loss(output, batch, 4)[0])
+    torch.autograd.backward(cut.loss(output, batch, 4)[0])
     optimization.step(layers)
     store = CheckpointStore.at(str(url), create=True)
     draft = store.begin(1)
