@@ -66,9 +66,6 @@ class LinkBenchmark:
 
         :returns: ``None`` if no time is left, and on ranks other than 0.
         """
-        members = (0, 1)
-        if self._communicator.rank not in members:
-            return None
         payload = self._payload(size_bytes)
 
         def there_and_back() -> None:
@@ -76,13 +73,8 @@ class LinkBenchmark:
             for step in steps if self.is_first else reversed(steps):
                 step(payload, 1 - self._communicator.rank)
 
-        times_s = self._repeat(there_and_back, members, always)
-        half = [time_s / 2 for time_s in times_s]
-        return (
-            PointToPointTiming(size_bytes=size_bytes, time=spread_of(half))
-            if half and self.is_first
-            else None
-        )
+        half = [time_s / 2 for time_s in self._repeat(there_and_back, (0, 1), always)]
+        return PointToPointTiming(size_bytes=size_bytes, time=spread_of(half)) if half else None
 
     def measure_all_reduce(
         self, size_bytes: int, members: Members, *, always: bool
@@ -91,15 +83,13 @@ class LinkBenchmark:
 
         :returns: ``None`` if no time is left, and on ranks other than 0.
         """
-        if self._communicator.rank not in members:
-            return None
         payload = self._payload(size_bytes)
 
         def sum_up() -> None:
             self._communicator.wait(self._communicator.all_reduce(payload, members))
 
         times_s = self._repeat(sum_up, members, always)
-        if not times_s or not self.is_first:
+        if not times_s:
             return None
         return AllReduceTiming(members=len(members), size_bytes=size_bytes, time=spread_of(times_s))
 
@@ -114,14 +104,17 @@ class LinkBenchmark:
 
     def _repeat(self, run: Callable[[], None], members: Members, always: bool) -> list[float]:
         """Return the seconds of each run after a first one, which warms up and shows how many repeats there is
-        time for.
+        time for. Ranks other than 0 return none; only ``members`` run it.
         """
+        if self._communicator.rank not in members:
+            return []
         affordable = always or time.monotonic() < self._ends_at
         if not self._broadcast(int(affordable), members):
             return []
         warm_s = self._time(run)
         wanted = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(self._share_s / max(warm_s, 1e-6))))
-        return [self._time(run) for _ in range(self._broadcast(wanted, members))]
+        times_s = [self._time(run) for _ in range(self._broadcast(wanted, members))]
+        return times_s if self.is_first else []
 
     def _broadcast(self, number: int, members: Members) -> int:
         """Return rank 0's number on all members."""
