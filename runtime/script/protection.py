@@ -142,12 +142,14 @@ def find_restorable(
     return sorted(found, key=lambda one: bool(one.missing)), rejected
 
 
-def rank_count_mismatch(written: int, ranks: int) -> str:
-    """Return why a snapshot of ``written`` ranks cannot be restored on ``ranks`` ranks."""
+def rank_count_mismatch(layout: RankSnapshotLayout, ranks: int) -> str:
+    """Return why a snapshot cannot be restored on ``ranks`` ranks; empty if it can."""
+    if layout.ranks == ranks or layout.shared_bytes or layout.resizable:
+        return ""
     return (
-        f"it was saved by {written} ranks, and there are {ranks}: the ranks' own state cannot be resharded; "
-        f"start {written} ranks again. Another number of ranks can resume where all modules are under DDP or sharded "
-        "by FSDP2 (fully_shard), and from a checkpoint that can be resharded (torch.distributed.checkpoint)"
+        f"it was saved by {layout.ranks} ranks, and there are {ranks}: the ranks' own state cannot be resharded; start "
+        f"{layout.ranks} ranks again. Another number of ranks can resume where all modules are under DDP or sharded by "
+        "FSDP2 (fully_shard), and from a checkpoint that can be resharded (torch.distributed.checkpoint)"
     )
 
 
@@ -158,8 +160,8 @@ def _examine(
     common = _common(layout)
     if any(_common(one.layout) != common for one in held):
         return RejectedSnapshot(key=key, why="its parts do not belong together")
-    if layout.ranks != ranks and not (layout.shared_bytes or layout.resizable):
-        return RejectedSnapshot(key=key, why=rank_count_mismatch(layout.ranks, ranks))
+    if why := rank_count_mismatch(layout, ranks):
+        return RejectedSnapshot(key=key, why=why)
     own: dict[int, tuple[str, ...]] = {}
     for one in held:
         own[one.layout.rank] = (*own.get(one.layout.rank, ()), one.address)

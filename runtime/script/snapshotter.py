@@ -443,9 +443,8 @@ class Snapshotter:
         layout = rank_layout_of(manifest)
         if layout is None:
             return True, "it was not written by a Snapshotter of this version"
-        count = Ranks.current().count
-        if layout.ranks != count and not (layout.shared_bytes or layout.resizable):
-            return True, rank_count_mismatch(layout.ranks, count)
+        if why := rank_count_mismatch(layout, Ranks.current().count):
+            return True, why
         header = manifest.part(part_name(layout.rank, HEADER))
         data = self._arena.arena.view(manifest, header)
         if not header.is_intact(data):
