@@ -259,10 +259,11 @@ def format_size(size_bytes: float) -> str:
 
 def format_duration(value_s: float) -> str:
     """Return a duration such as ``98 ms``, ``1.24 s``, ``12.4 s``, ``2:05``, ``3:04:05``."""
-    if value_s < 1:
+    # The limits are where the rounded numbers reach the next form.
+    if value_s < 0.9995:
         return f"{value_s * 1000:.0f} ms"
-    if value_s < 60:
-        return f"{value_s:.2f} s" if value_s < 10 else f"{value_s:.1f} s"
+    if value_s < 59.95:
+        return f"{value_s:.2f} s" if value_s < 9.995 else f"{value_s:.1f} s"
     minutes, seconds = divmod(round(value_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""What nodes hold of a snapshot: the layouts of groups of layers in their manifests, and the intact parts."""
+"""The parts of a snapshot that nodes hold intact, and the layouts of groups of layers in their manifests."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

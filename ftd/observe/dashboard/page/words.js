@@ -34,7 +34,7 @@ const two = (n) => String(n).padStart(2, "0");
 export function duration(seconds) {
   if (seconds == null || !isFinite(seconds)) return "–";
   if (seconds < 0.9995) return `${Math.max(0, Math.round(seconds * 1000))} ms`;
-  if (seconds < 59.95) return seconds < 10 ? `${seconds.toFixed(2)} s` : `${seconds.toFixed(1)} s`;
+  if (seconds < 59.95) return seconds < 9.995 ? `${seconds.toFixed(2)} s` : `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
   const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
   if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
