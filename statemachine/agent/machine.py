@@ -273,8 +273,12 @@ class AgentMachine:
                     trainer.phase, trainer.finished = TrainerPhase.DONE, report
                     send_steps(a)
                     send_finished(a)
-            case SnapshotStarted() | ShardWritten() | SnapshotFailed():
-                agent_snapshots.take_report(a, device, report)
+            case SnapshotStarted():
+                agent_snapshots.note_started(a, report)
+            case ShardWritten():
+                agent_snapshots.note_written(a, device, report)
+            case SnapshotFailed():
+                agent_snapshots.note_failed(a, report)
             case _:
                 assert_never(report)
 

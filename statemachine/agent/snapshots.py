@@ -145,17 +145,6 @@ def reported_step(a: Agent) -> int:
 # --- trainers ------------------------------------------------------------------------------------
 
 
-def take_report(a: Agent, device: int, report: trainer.SnapshotReport) -> None:
-    """Handle a report of a trainer about a snapshot."""
-    match report:
-        case SnapshotStarted():
-            note_started(a, report)
-        case trainer.ShardWritten():
-            note_written(a, device, report)
-        case SnapshotFailed():
-            note_failed(a, report)
-
-
 def note_started(a: Agent, report: SnapshotStarted) -> None:
     """Note that a snapshot has begun; the first report of a trainer counts for the node. All older snapshots
     but two are dropped.
