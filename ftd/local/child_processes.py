@@ -114,11 +114,11 @@ class ChildProcesses:
         :param inherit: file descriptors that it inherits under the same numbers.
         :raises PeerError: a process of this name is running, or the program cannot be started.
         """
-        if name in self.children and self.children[name].running:
+        if self.running(name):
             # It may have been killed a moment ago, and its end may not have been noticed yet.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.children[name].process.wait(), _REAP_TIMEOUT_S)
-        if name in self.children and self.children[name].running:
+        if self.running(name):
             raise PeerError(f"{name} is running already")
         log = self.logs / f"{name}.log"
         kept = "" if self.kept_logs is None else str(self.kept_logs.absolute() / log.name)

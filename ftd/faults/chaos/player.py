@@ -65,21 +65,19 @@ class ScenarioPlayer:
         inject: Callable[[Fault], Awaitable[tuple[str, ...]]],
         report: Callable[[str], None],
         baseline: dict[int, float] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scenario = scenario
         self._inject = inject
         self._report = report
-        self._clock = clock
         self._began_at = 0.0
-        self.record = ScenarioRecord(baseline=baseline or {})
+        self.record = ScenarioRecord(baseline=baseline)
         self.scheduler = FaultScheduler(scenario, inject=self._inject_now, on_failure=self._on_failure)
         self._changed = asyncio.Event()
         self._ending = EndCondition(scenario, self.record)
 
     def start(self) -> None:
         """Start the scenario's clock. Earlier events do not count."""
-        self._began_at = self._clock()
+        self._began_at = time.monotonic()
         self.scheduler.start()
 
     def on_event(self, event: dict[str, Any]) -> None:
@@ -123,10 +121,8 @@ class ScenarioPlayer:
 
     def _over(self) -> str:
         """Return why the scenario is over, or an empty string while it is not."""
-        scheduler = self.scheduler
-        return self._ending.end_reason(
-            self._now_s(), injecting=scheduler.busy, waiting=bool(scheduler.waiting)
-        )
+        injecting, waiting = self.scheduler.busy, bool(self.scheduler.waiting)
+        return self._ending.end_reason(self._now_s(), injecting=injecting, waiting=waiting)
 
     async def _inject_now(self, fault: Fault) -> None:
         injected = self.record.on_injected(fault, self._now_s())
@@ -141,4 +137,4 @@ class ScenarioPlayer:
         self._report(f"{self._now_s():7.2f} s  ✗ {fault}: {error}")
 
     def _now_s(self) -> float:
-        return self._clock() - self._began_at
+        return time.monotonic() - self._began_at

@@ -43,6 +43,7 @@ class FaultTriggers:
 
     @property
     def waiting(self) -> tuple[Fault, ...]:
+        """The faults that are not due yet."""
         return tuple(self._waiting)
 
     @property
@@ -99,9 +100,9 @@ class FaultTriggers:
         return taken
 
 
-class FaultScheduler:
-    """The scheduler of a scenario's faults: feed it with every event, and it awaits ``inject`` for every due
-    fault.
+class FaultScheduler(FaultTriggers):
+    """The triggers of a scenario's faults with their injection: feed it with every event, and it awaits
+    ``inject`` for every due fault.
 
     Faults that are due together are injected together. If one fails (its node is gone, the node rejects the
     request, or any other error occurs), ``on_failure`` is called and the other faults are injected all the
@@ -115,16 +116,11 @@ class FaultScheduler:
         inject: Callable[[Fault], Awaitable[object]],
         on_failure: Callable[[Fault, FtdError], None],
     ) -> None:
-        self._triggers = FaultTriggers(scenario)
+        super().__init__(scenario)
         self._inject = inject
         self._on_failure = on_failure
         self._running: set[asyncio.Task[None]] = set()
         self._clock: asyncio.Task[None] | None = None
-
-    @property
-    def waiting(self) -> tuple[Fault, ...]:
-        """The faults that are not due yet."""
-        return self._triggers.waiting
 
     @property
     def busy(self) -> bool:
@@ -137,28 +133,25 @@ class FaultScheduler:
 
     def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
         """Inject the faults that an event triggers, and return them so that the caller can report them."""
-        due = self._triggers.on_event(event)
-        self._inject_all(due)
-        return due
+        return self._inject_all(super().on_event(event))
 
     def on_node(self, node: str, state: str) -> list[Fault]:
         """Inject the faults that a node's new state triggers, and return them."""
-        due = self._triggers.on_node(node, state)
-        self._inject_all(due)
-        return due
+        return self._inject_all(super().on_node(node, state))
 
     async def cancel(self) -> None:
         """Stop injecting."""
         await cancel_all([*self._running, *([self._clock] if self._clock else [])])
 
     async def _keep_time(self, began_at: float) -> None:
-        while (delay_s := self._triggers.next_delay_s) is not None:
+        while (delay_s := self.next_delay_s) is not None:
             await asyncio.sleep(max(0.0, began_at + delay_s - time.monotonic()))
-            self._inject_all(self._triggers.on_time(time.monotonic() - began_at))
+            self._inject_all(self.on_time(time.monotonic() - began_at))
 
-    def _inject_all(self, faults: list[Fault]) -> None:
+    def _inject_all(self, faults: list[Fault]) -> list[Fault]:
         for fault in faults:
             start_task(self._inject_one(fault), self._running)
+        return faults
 
     async def _inject_one(self, fault: Fault) -> None:
         await asyncio.sleep(fault.delay_s)
@@ -173,4 +166,4 @@ class FaultScheduler:
             log.exception("fault_injection_failed", fault=str(fault))
             self._on_failure(fault, PeerError(f"{type(error).__name__}: {error}"))
         else:
-            self._inject_all(self._triggers.on_injected(fault))
+            self._inject_all(self.on_injected(fault))
