@@ -98,7 +98,7 @@ def _holders(role: PlanRole, layout: ClusterLayout) -> tuple[str, ...]:
         case "pipeline":
             return _distinct(name for stage in pipeline for name in stage.nodes)
         case _:
-            assert_never(role.place)
+            assert_never(role.position)
 
 
 def _owners(pipeline: tuple[StageNodes, ...], layer: int | None) -> tuple[str, ...]:
