@@ -13,7 +13,7 @@ import msgspec
 
 from ftd.config.job import job_from_data, load_job_data, profile_from_data
 from ftd.errors import ConfigurationError
-from ftd.faults.chaos.values import AfterFault, CentralService, Fault, PlanRole, Scenario
+from ftd.faults.chaos.values import AfterFault, CentralService, ClusterSetup, Fault, PlanRole, Scenario
 from planner.values import LayerProfile, ModelProfile
 from statemachine.messages.values import Job
 from statemachine.timing import Timing
@@ -43,22 +43,19 @@ def make_scenario_setup(
     :raises ConfigurationError: neither is given, or the job is not valid.
     """
     cluster = scenario.cluster
-    path = job if job is not None else Path(cluster.job) if cluster is not None else None
-    count = nodes if nodes is not None else cluster.nodes if cluster is not None else None
-    if path is None or count is None:
-        raise ConfigurationError(
-            "it has no [cluster] that says which job runs on how many nodes",
-            field=origin,
-            remedy="add one, or give --job and --nodes",
-        )
-    own = cluster is not None and job is None
-    data = load_job_data(
-        path,
-        steps=cluster.steps if cluster is not None and own else None,
-        override=cluster.override if cluster is not None and own else {},
-    )
-    devices = cluster.devices_per_node if cluster is not None else 1
-    made = job_from_data(data, job_id=f"{data.name}-simulated", devices_per_node=devices)
+    if cluster is None:
+        if job is None or nodes is None:
+            raise ConfigurationError(
+                "it has no [cluster] that says which job runs on how many nodes",
+                field=origin,
+                remedy="add one, or give --job and --nodes",
+            )
+        cluster = ClusterSetup(job=str(job), nodes=nodes)
+    elif job is not None:  # The steps and overrides are those of another job.
+        cluster = msgspec.structs.replace(cluster, job=str(job), steps=None, override={})
+    data = load_job_data(Path(cluster.job), steps=cluster.steps, override=cluster.override)
+    job_id, devices = f"{data.name}-simulated", cluster.devices_per_node
+    made = job_from_data(data, job_id=job_id, devices_per_node=devices)
     profile = profile_from_data(data)
     if profile is None:
         profile = _stand_in(scenario, made)
@@ -68,11 +65,9 @@ def make_scenario_setup(
     return ScenarioSetup(
         job=made,
         profile=profile,
-        nodes=tuple(f"node-{number}" for number in range(count)),
-        coordinators=tuple(
-            f"coordinator-{number}" for number in range(cluster.coordinators if cluster is not None else 1)
-        ),
-        timing=Timing(**cast(Any, cluster.timing)) if cluster is not None else Timing(),
+        nodes=tuple(f"node-{number}" for number in range(cluster.nodes if nodes is None else nodes)),
+        coordinators=tuple(f"coordinator-{number}" for number in range(cluster.coordinators)),
+        timing=Timing(**cast(Any, cluster.timing)),
     )
 
 
