@@ -86,9 +86,8 @@ class SoakInjector:
         parents.
         """
         self._updated_at_s = at_s
-        state = self._monitor.state
         for name in list(self._impaired):
-            if at_s >= self._impaired[name] and self._is_well(name, state):
+            if at_s >= self._impaired[name] and self._is_well(name):
                 since = self._well_since.setdefault(name, at_s)
                 if at_s - since >= _SETTLED_S:
                     del self._impaired[name], self._well_since[name]
@@ -105,11 +104,16 @@ class SoakInjector:
                 )
         self._check_orphans(at_s)
 
-    def _is_well(self, name: str, state: Mapping[str, Any]) -> bool:
-        node = (state.get("nodes") or {}).get(name) or {}
+    def _node(self, name: str) -> Mapping[str, Any]:
+        """Return the state of a node; empty if the cluster does not know it."""
+        return (self._monitor.state.get("nodes") or {}).get(name) or {}
+
+    def _is_well(self, name: str) -> bool:
+        node = self._node(name)
         up = self._cluster.processes.running(name) and node.get("state") in _GOOD_STATES
         idle_job = self._monitor.job is None or bool(self._monitor.ended)
-        return up and (idle_job or (state.get("phase") == "RUNNING" and bool(node.get("in_plan"))))
+        trains = self._monitor.state.get("phase") == "RUNNING" and bool(node.get("in_plan"))
+        return up and (idle_job or trains)
 
     def _check_orphans(self, at_s: float) -> None:
         """Report orphans of killed nodes that are still running. This process adopts them; the kernel should
@@ -131,10 +135,8 @@ class SoakInjector:
     @property
     def all_recovered(self) -> bool:
         """Whether no fault is under way and all nodes are healthy."""
-        everybody = set(self._cluster.nodes)
-        states = self._monitor.state.get("nodes") or {}
-        up = {name for name in everybody if (states.get(name) or {}).get("state") in _GOOD_STATES}
-        return not self._running and not self._impaired and up == everybody
+        up = all(self._node(name).get("state") in _GOOD_STATES for name in self._cluster.nodes)
+        return not self._running and not self._impaired and up
 
     # --- injecting ---------------------------------------------------------------------------------
 
@@ -285,8 +287,7 @@ class SoakInjector:
         await fleet.terminate(names, grace_s)
         for name in names:
             code = fleet.children[name].process.returncode
-            states = self._monitor.state.get("nodes") or {}
-            joined = (states.get(name) or {}).get("state") in _GOOD_STATES
+            joined = self._node(name).get("state") in _GOOD_STATES
             # A node that has just been started may not handle signals yet.
             if code != 0 and (joined or code != -signal.SIGTERM):
                 ending = "had to be killed" if code == -9 else f"ended with {code}"

@@ -93,8 +93,7 @@ def require_short(steps: int, commits: Sequence[tuple[float, int]], limit_s: flo
     :param commits: times of commits in seconds, each with the number of steps.
     :raises PeerError: the job needs much longer.
     """
-    took_s = commits[-1][0] - commits[0][0] if commits else 0.0
-    done = sum(count for _, count in commits[1:])
+    done, took_s = _count_steps(commits)
     if done < _LEAST_TIMED_STEPS or took_s < _LEAST_TIMED_S:
         return
     expected_s = steps * took_s / done
@@ -104,6 +103,12 @@ def require_short(steps: int, commits: Sequence[tuple[float, int]], limit_s: flo
             f"{expected_s / 60:.1f} minutes undisturbed, and {limit_s / 60:.3g} are allowed "
             f"(give --steps {max(2, int(limit_s * done / took_s / 4))}, or more --minutes)"
         )
+
+
+def _count_steps(commits: Sequence[tuple[float, int]]) -> tuple[int, float]:
+    """Return the number of steps after the first commit, and the seconds that they took."""
+    took_s = commits[-1][0] - commits[0][0] if commits else 0.0
+    return sum(count for _, count in commits[1:]), took_s
 
 
 T = TypeVar("T", bound=Any)
@@ -202,13 +207,12 @@ class Soak:
         if self.monitor.violations or self.monitor.ended != "JobFinished":
             details = "; ".join(violation.detail for violation in self.monitor.violations)
             raise PeerError(f"the job does not even run undisturbed: {details or self.monitor.ended}")
-        commits = self.monitor.commits
-        steps = sum(count for _, count in commits[1:])
-        self._step_s = (commits[-1][0] - commits[0][0]) / max(steps, 1)
+        steps, took_s = _count_steps(self.monitor.commits)
+        self._step_s = took_s / max(steps, 1)
         await self._check_round()
         self.monitor.recoveries.clear()
         self.monitor.ended = None
-        commits.clear()
+        self.monitor.commits.clear()
         self._report(f"undisturbed: {self._job.steps} steps, {self._step_s * 1000:.1f} ms each")
 
     def _pauses(self) -> bool:
