@@ -8,7 +8,7 @@ from ftd.faults.sim.checkpoint_store import SimCheckpointStore
 from ftd.faults.sim.evaluations import EvaluationOracle
 from ftd.faults.sim.journals import incarnations, is_job_over, named_nodes
 from ftd.faults.sim.node import SimNode
-from ftd.faults.sim.oracle import VOTE_FIELDS, JournalView, Oracle
+from ftd.faults.sim.oracle import JournalView, Oracle
 from ftd.faults.sim.published_events import PublishedEvents
 from ftd.faults.sim.trainers import SimGroups, SimTrainer
 from ftd.faults.sim.world import World
@@ -321,7 +321,7 @@ class Invariants(Oracle):
     def _check_step_published(self, event: EmitEvent) -> None:
         step, version = event.step, int(event.details["loss"])
         assert step is not None
-        self.check_vote({name: event.details[name] for name in VOTE_FIELDS}, version)
+        self.check_vote(event.details, version)
         due = self.next_to_publish or min(self.newest_published + 1, step)
         if step < due:
             self.violated(f"StepCommitted {step} was published where {due} was due")
@@ -356,7 +356,7 @@ class Invariants(Oracle):
                 continue
             step, version = event.step, int(event.details["loss"])
             assert step is not None
-            self.check_vote({name: event.details[name] for name in VOTE_FIELDS}, version)
+            self.check_vote(event.details, version)
             if self.published.get(step, version) != version:
                 self.violated(
                     f"step {step} was published with version {self.published[step]} and is recalled as {version}"

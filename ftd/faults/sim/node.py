@@ -56,8 +56,6 @@ class SimNode(SimHost):
         self.loop.alive = False
         self.process: _Process | None = None
         """The newest process of the daemon, alive or not."""
-        self.exited = False
-        """Whether the daemon exited by itself."""
         self.crash_after: int | None = None
         """Number of effects after which the daemon is killed in the middle of carrying them out."""
         self.serving_since = math.inf
@@ -98,7 +96,7 @@ class SimNode(SimHost):
             self.loop.enter(self.process.supervisor.on_report, trainer, report)
 
     def start(self) -> None:
-        self.exited, self.serving_since, self.crash_after = False, math.inf, None
+        self.serving_since, self.crash_after = math.inf, None
         self.trainers = {}
         self.resumes.clear()
         loop = self.loop = ProcessLoop(self.world)
@@ -115,7 +113,6 @@ class SimNode(SimHost):
             return
         if (error := done.exception()) is not None:
             self.world.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
-        self.exited = True
         self.crash()
 
     def crash(self, *, host: bool = False) -> None:

@@ -5,8 +5,10 @@ hold in memory.
 extends it with the checks against nodes and against what coordinators publish.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from ftd.faults.sim.versions import Versions, vote_of
 from ftd.faults.sim.world import InvariantViolation, World
@@ -210,12 +212,12 @@ class Oracle:
     def check_resumed_vote(self, vote: Vote | None) -> None:
         """Check a vote that a trainer takes over together with the state of its step."""
         if vote is not None:
-            self.check_vote({name: getattr(vote, name) for name in VOTE_FIELDS}, int(vote.loss))
+            self.check_vote(msgspec.structs.asdict(vote), int(vote.loss))
 
-    def check_vote(self, values: dict[str, Any], version: int) -> None:
+    def check_vote(self, values: Mapping[str, Any], version: int) -> None:
         vote = vote_of(version)
-        for name, value in values.items():
-            if value != getattr(vote, name):
+        for name in VOTE_FIELDS:
+            if values[name] != getattr(vote, name):
                 self.violated(
-                    f"{name} of version {version} is {value}, but its vote says {getattr(vote, name)}"
+                    f"{name} of version {version} is {values[name]}, but its vote says {getattr(vote, name)}"
                 )

@@ -22,13 +22,8 @@ class SimPlanning:
         self, world: World, max_planning_s: Callable[[], float], loop: ProcessLoop, feed: Feed, driver: Driver
     ) -> None:
         """:param max_planning_s: returns the longest extra time that a plan takes now."""
-        self._world, self._thinks_s, self._loop, self._feed, self._now = (
-            world,
-            max_planning_s,
-            loop,
-            feed,
-            driver.now,
-        )
+        self._world, self._max_planning_s, self._loop = world, max_planning_s, loop
+        self._feed, self._now = feed, driver.now
         self._planner: Planner | None = None
         self._busy_until = 0.0
         """Time at which the only planning thread is free, so that requests are answered in order."""
@@ -50,7 +45,7 @@ class SimPlanning:
         world = self._world
         if isinstance(effect, PlanAhead):
             return
-        took_s = world.between(0.001, 0.1) + world.up_to(self._thinks_s())
+        took_s = world.between(0.001, 0.1) + world.up_to(self._max_planning_s())
         self._later(took_s, lambda: self._answer(effect))
 
     def _later(self, took_s: float, work: Callable[[], None]) -> None:
