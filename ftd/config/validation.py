@@ -128,9 +128,12 @@ def keep_valid_fields(
         if isinstance(value, dict) and (inner := struct_of(kind)) is not None:
             fits[name] = keep_valid_fields(value, inner, collector, place)
         elif isinstance(value, dict) and get_origin(kind) is dict:
-            each = get_args(kind)[1]
+            of_keys, of_values = get_args(kind)
             fits[name] = {
-                key: one for key, one in value.items() if _accepts(one, each, f"{place}.{key}", collector)
+                key: one
+                for key, one in value.items()
+                if _accepts(key, of_keys, f"{place}.{key}", collector)
+                and _accepts(one, of_values, f"{place}.{key}", collector)
             }
         elif _accepts(value, kind, place, collector):
             fits[name] = value

@@ -94,3 +94,7 @@ def test_a_wrong_protection_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="snapshot_share lacks AOR"):
         text = 'protection = ["ARC", "AOR"]\nsnapshot_share = { ARC = 0.1 }'
         run(end_s=1.0, given=parameters(tmp_path, text))
+    with pytest.raises(
+        ConfigurationError, match=r"snapshot_share\.AEX: 'AEX' is not known \(did you mean 'AEC'"
+    ):
+        run(end_s=1.0, given=parameters(tmp_path, "snapshot_share = { AEX = 0.1 }"))
