@@ -1,4 +1,4 @@
-"""The parts of a snapshot that nodes hold intact, and the layouts of groups of layers in their manifests."""
+"""The holders of a snapshot: the layouts of groups of layers in their manifests, and the intact parts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -86,7 +86,7 @@ class SnapshotAgent:
             "copy": self.copy,
             "release": self.release,
         }
-        """The work of this host for a step, in this order; each phase begins when all hosts have ended the one before."""
+        """Methods for the phases of a step, in their order; each begins when all hosts have ended the one before."""
         self._leading: dict[str, asyncio.Task[None]] = {}
         self._copies: dict[tuple[str, str], Arena] = {}
         """Arenas that this agent writes, by job and name of the directory."""
