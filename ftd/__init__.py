@@ -36,7 +36,7 @@ _MODULES = {
     "SnapshotError": "runtime.script.plain_state",
     "StepInfo": "runtime.training",
     "Training": "runtime.training",
-    "TrainingError": "runtime.training",
+    "TrainingError": "runtime.errors",
     "load_checkpoint": "runtime.loading",
     "protect": "runtime.script.integrations.protect",
     "sample_indices": "runtime.data.sampling",
