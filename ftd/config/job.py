@@ -35,6 +35,8 @@ from ftd.transport.wire.public import (
     SnapshotData,
     encode_json,
 )
+from planner.errors import BatchError
+from planner.pipelines.batch import check_batch
 from planner.values import Minimum, ModelProfile, PlannerOptions, Policy
 from runtime.import_conflicts import find_import_conflict
 from runtime.sources.errors import DataError
@@ -353,13 +355,6 @@ def load_job(path: Path, *, devices_per_node: int = 1, steps: int | None = None)
     return job_from_data(data, job_id=job_id, devices_per_node=devices_per_node)
 
 
-def nearest_batches(global_batch: int, microbatch: int) -> tuple[int, ...]:
-    """Return the multiples of ``microbatch`` around ``global_batch``, nearest first."""
-    below = global_batch // microbatch * microbatch
-    around = [batch for batch in (below, below + microbatch) if batch > 0]
-    return tuple(sorted(around, key=lambda batch: abs(batch - global_batch)))
-
-
 def _check_values(file: JobFile, collector: ErrorCollector) -> None:
     with collector.collect():
         require_name(file.name, "name")
@@ -459,13 +454,15 @@ def _submitted_profile(path: Path) -> dict[str, Any]:
 def _check_batch(global_batch: int, microbatch: int) -> None:
     require_positive(global_batch, "training.global_batch")
     require_positive(microbatch, "training.microbatch")
-    if global_batch % microbatch:
-        near = " or ".join(str(batch) for batch in nearest_batches(global_batch, microbatch))
+    try:
+        check_batch(global_batch, microbatch, pipelines=1)
+    except BatchError as error:
+        near = sorted(error.nearest, key=lambda batch: abs(batch - global_batch))
         raise ConfigurationError(
             f"{global_batch} samples cannot be divided into microbatches of {microbatch}",
             field="training.global_batch",
-            remedy=f"write {near}",
-        )
+            remedy=f"write {' or '.join(map(str, near))}",
+        ) from None
 
 
 def _check_tolerance(failures: int) -> None:

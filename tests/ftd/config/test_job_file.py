@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ftd.config import tracking
-from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
+from ftd.config.job import job_from_data, load_job, load_job_data, profile_from_data
 from ftd.config.profile_file import save_profile
 from ftd.config.tracking import check_installed, sinks_of
 from ftd.errors import ConfigurationError
@@ -121,7 +121,9 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("training.globalbatch", 3, "training.globalbatch", "did you mean 'global_batch'"),
         ("training.global_batch", 0, "training.global_batch", "above 0"),
         ("training.global_batch", 30, "training.global_batch", "28 or 32"),
+        ("training.global_batch", 31, "training.global_batch", "32 or 28"),
         ("training.global_batch", 33, "training.global_batch", "32 or 36"),
+        ("training.global_batch", 3, "training.global_batch", "write 4"),
         ("training.microbatch", -4, "training.microbatch", "above 0"),
         ("training.microbatch", 64, "training.global_batch", "64"),
         ("training.seed", -1, "training.seed", "2^63"),
@@ -261,12 +263,6 @@ def test_a_job_from_the_wire_is_checked_again(tmp_path: Path) -> None:
             job_from_data(bad, job_id="x", devices_per_node=1)
     with pytest.raises(ConfigurationError, match="devices_per_node"):
         job_from_data(data, job_id="x", devices_per_node=0)
-
-
-def test_nearest_batches() -> None:
-    assert nearest_batches(30, 4) == (28, 32)
-    assert nearest_batches(31, 4) == (32, 28)
-    assert nearest_batches(3, 4) == (4,)
 
 
 def test_snapshots_are_off_until_a_job_file_asks_for_them(tmp_path: Path) -> None:
