@@ -788,7 +788,7 @@ def _to_rows(tensors: list[Tensor], per_row: list[bool], rows: int) -> list[Tens
 
 
 def _from_rows(tensors: tuple[Tensor, ...], per_row: list[bool]) -> list[Tensor]:
-    """Return the inverse of ``_given``."""
+    """Return the inverse of ``_to_rows``."""
     return [tensor if has_rows else tensor[0] for tensor, has_rows in zip(tensors, per_row, strict=True)]
 
 
