@@ -575,10 +575,9 @@ def main() -> int:
     except msgspec.DecodeError as error:
         sys.stderr.write(f"no TrainingData on stdin: {error}\n")
         return INVALID_EXIT
-    device = torch_device(data)
     try:
         found = profile_model(
-            Model(load_training(data), data, device),
+            Model(load_training(data), data, torch_device(data)),
             data,
             devices_per_node=arguments.devices_per_node,
             progress=lambda done, total: report(MeasurementProgress(done=done, total=total)),

@@ -308,3 +308,14 @@ def test_an_error_of_the_training_function_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no data" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "x.profile.json").exists()
+
+
+@pytest.mark.processes
+def test_a_device_that_is_not_there_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    job = (ROOT / "examples" / "mlp.toml").read_text().replace("[training]", '[training]\ndevice = "cuda"')
+    (tmp_path / "job.toml").write_text(job)
+    (tmp_path / "mlp.py").write_text((ROOT / "examples" / "mlp.py").read_text())
+    done = ftd("profile", "job.toml", directory=tmp_path)
+    assert done.returncode == 2
+    assert 'device "cuda" needs a CUDA device' in done.stderr and "Traceback" not in done.stderr
