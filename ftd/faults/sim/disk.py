@@ -28,8 +28,6 @@ class SimDisk:
         self.boots = 0
         self._name = name
         self._database: sqlite3.Connection | None = None
-        self.content: Content = (None, {})
-        """The written data, including a transaction that may still be open."""
         self._unforced: list[Content] = []
         """The contents that may be found after a power loss: what was forced last, and every commit since."""
         self.knew = (0, 0)
@@ -50,10 +48,18 @@ class SimDisk:
     def close(self) -> None:
         return
 
+    def read(self) -> Content:
+        """Return what is written."""
+        if self._database is None:
+            return None, {}
+        row = self._database.execute("SELECT value FROM state").fetchone()
+        known = dict(self._database.execute("SELECT name, value FROM meta").fetchall())
+        return row[0] if row is not None else None, known
+
     @property
     def position(self) -> tuple[int, int]:
         """The position of the journal on the disk."""
-        term, serial = self.content[1].get("position", "0 0").split()
+        term, serial = self.read()[1].get("position", "0 0").split()
         return int(term), int(serial)
 
     def committed(self, *, forced: bool) -> None:
@@ -62,14 +68,14 @@ class SimDisk:
         """
         if forced:
             self._unforced.clear()
-        self._unforced.append((self.content[0], dict(self.content[1])))
+        self._unforced.append(self.read())
 
     def lose_power(self, chance: Random) -> None:
         """Lose some of the commits that were not forced, from the end, and boot the host again."""
         self.knew = max(self.knew, self.position)
         self.boots += 1
         if self._unforced and self._database is not None:
-            self.content = state, known = chance.choice(self._unforced)
+            state, known = chance.choice(self._unforced)
             database = self._database
             if database.in_transaction:
                 database.rollback()
@@ -78,7 +84,7 @@ class SimDisk:
             if state is not None:
                 database.execute("INSERT INTO state VALUES (1, ?)", (state,))
             database.executemany("INSERT INTO meta VALUES (?, ?)", list(known.items()))
-            self._unforced = [(state, dict(known))]
+            self._unforced = [(state, known)]
 
 
 class _Connection:
@@ -88,13 +94,9 @@ class _Connection:
         self._database, self._disk = database, disk
         self._forced = True
         self._alive = disk.writer
-        self._before: Content = (None, {})
-        """The content when the open transaction began."""
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
         writes = statement.startswith(_WRITES)
-        if statement == "ROLLBACK" and self._database.in_transaction:
-            self._disk.content = self._before
         if not self._alive():
             raise sqlite3.OperationalError("this process was killed")
         if writes and self._disk.world.now < self._disk.full_until:
@@ -103,8 +105,6 @@ class _Connection:
             self._forced = statement.endswith("FULL")
             return self._database.cursor()  # The database is in memory, so there is nothing to set.
         done = self._database.execute(statement, values)
-        if writes:
-            self._note(statement, values)
         if writes and not self._database.in_transaction:
             self._disk.committed(forced=self._forced)
         return done
@@ -115,20 +115,8 @@ class _Connection:
         if not self._alive():
             raise sqlite3.OperationalError("this process was killed")
         done = self._database.executemany(statement, values)
-        for one in values:
-            self._note(statement, one)
         self._disk.committed(forced=self._forced)
         return done
-
-    def _note(self, statement: str, values: Any) -> None:
-        state, known = self._disk.content
-        if statement.startswith("BEGIN"):
-            self._before = state, dict(known)
-        elif statement.startswith("INSERT OR REPLACE INTO state"):
-            self._disk.content = values[0], known
-        elif statement.startswith("INSERT OR REPLACE INTO meta"):
-            name = statement.split("'")[1] if "'" in statement else values[0]
-            known[name] = values[-1] if values else "1"
 
     def executescript(self, script: str) -> sqlite3.Cursor:
         return self._database.executescript(script)
