@@ -52,6 +52,7 @@ from runtime.wire.recipe import (
     Positive,
     Recipe,
     ScheduleTable,
+    merge_tables,
 )
 from statemachine.messages.trainer import TrainingData, TrainingOptions
 from statemachine.messages.values import Job, UpdatePolicy
@@ -147,7 +148,7 @@ def load_job_data(
     if steps is not None:
         require_positive(steps, "--steps")
     collector = ErrorCollector(shown_as or path.name)
-    valid = keep_valid_fields(_merged(read_toml(path), override or {}), JobFile, collector)
+    valid = keep_valid_fields(merge_tables(read_toml(path), override or {}), JobFile, collector)
     try:
         file = msgspec.convert(valid, JobFile)
     except msgspec.ValidationError:  # Missing required keys have been collected.
@@ -270,18 +271,6 @@ def _reject_tables_of_model(file: JobFile, collector: ErrorCollector) -> None:
                 field=name,
                 remedy=f"{instead}; or write [model] instead of training.function",
             )
-
-
-def _merged(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """Return ``data`` with the values of ``override``; tables are merged, other values replaced."""
-    merged = dict(data)
-    for key, value in override.items():
-        known = merged.get(key)
-        if isinstance(known, dict) and isinstance(value, dict):
-            merged[key] = _merged(known, value)
-        else:
-            merged[key] = value
-    return merged
 
 
 def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:

@@ -15,7 +15,7 @@ from runtime.errors import TrainingError
 from runtime.pretrained import PretrainedWeights
 from runtime.sources.errors import import_package
 from runtime.sources.tokenizer import LoadedTokenizer
-from runtime.wire.recipe import LoraTable, ModelTable, Task
+from runtime.wire.recipe import LoraTable, ModelTable, Task, merge_tables
 
 _CLASSES: dict[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
@@ -151,7 +151,7 @@ def load_config(table: ModelTable, tokenizer: LoadedTokenizer | None) -> Any:
     names = kind.attribute_map
     values, overrides = ({names.get(n, n): v for n, v in one.items()} for one in (values, table.overrides))
     try:
-        config = kind(**_merged(values, overrides))
+        config = kind(**merge_tables(values, overrides))
     except Exception as error:
         field = "model.overrides" if overrides else f"the configuration in {table.huggingface}"
         raise TrainingError(f"{field}: transformers rejects it for {kind.model_type}: {error}") from error
@@ -210,16 +210,6 @@ def _check_overrides(default: Any, overrides: dict[str, Any]) -> None:
         raise TrainingError(
             f"model.overrides: the configuration of {default.model_type} has no {', '.join(unknown)}; {hint}"
         )
-
-
-def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with ``overrides`` merged into them, table by table."""
-    merged = dict(values)
-    for name, value in overrides.items():
-        known = merged.get(name)
-        both = isinstance(known, dict) and isinstance(value, dict)
-        merged[name] = _merged(known, value) if both else value  # type: ignore[arg-type]
-    return merged
 
 
 def task_of(table: ModelTable, config: Any) -> Task:

@@ -173,3 +173,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     steps: int
     files: dict[str, FileTotals] = {}
     """Files of each key of the job file (``data.text``) on the host that submitted the job."""
+
+
+def merge_tables(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with those of ``overrides``: tables are merged, and other values are replaced."""
+    merged = dict(values)
+    for name, value in overrides.items():
+        known = merged.get(name)
+        both = isinstance(known, dict) and isinstance(value, dict)
+        merged[name] = merge_tables(known, value) if both else value  # type: ignore[arg-type]
+    return merged
