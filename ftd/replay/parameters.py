@@ -11,6 +11,7 @@ import msgspec
 
 from ftd.config.validation import convert, read_toml
 from ftd.errors import ConfigurationError
+from ftd.replay.policy import Checkpoints
 
 _SHIPPED = Path(__file__).with_name("parameters.toml")
 
@@ -18,6 +19,28 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 BytesPerS = Annotated[float, msgspec.Meta(gt=0)]
 
 Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+class TimedCheckpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints at a fixed interval, among the parameters of several policies."""
+
+    checkpoint_every_s: Seconds
+    """Time between two checkpoints, of which each takes the next end of an iteration."""
+    checkpoint_stall_s: Seconds
+    """Time for which a checkpoint stops training; it is written after that."""
+    store_bytes_per_s: BytesPerS
+    """Rate at which the whole state is written or loaded."""
+
+    def checkpoints(self, iteration_s: float, write_s: float) -> Checkpoints:
+        """Return the checkpoints of iterations of ``iteration_s``.
+
+        :param write_s: time to write the whole state.
+        """
+        return Checkpoints(
+            every_iterations=max(1, round(self.checkpoint_every_s / iteration_s)),
+            stall_s=self.checkpoint_stall_s,
+            write_s=write_s,
+        )
 
 
 class Parameters:

@@ -23,14 +23,12 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-import msgspec
-
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import BytesPerS, Parameters, Seconds
+from ftd.replay.parameters import Parameters, Seconds, TimedCheckpoints
 from ftd.replay.policies.departures import Departures, last_boundary_s
 from ftd.replay.policies.pace import Pace, published_constants
 from ftd.replay.policies.pauses import pauses, total_s
-from ftd.replay.policy import Change, Checkpoints, Pause, Reaction, RecoveryPolicy, Running, Undo
+from ftd.replay.policy import Change, Pause, Reaction, RecoveryPolicy, Running, Undo
 from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import PipelineLayout, first_layout, reinstantiate
 from planner.changes.cover import held_by, whole_layers
@@ -38,7 +36,7 @@ from planner.changes.tradeoff import DEFAULT_HORIZON_S, choose_layout, place_sta
 from planner.values import Device, PipelinePlacement, Plan
 
 
-class OobleckParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OobleckParameters(TimedCheckpoints, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of Oobleck's recovery for throughput that is not the published one."""
 
     detect_s: Seconds
@@ -47,12 +45,6 @@ class OobleckParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Time to look pipelines up and to form process groups."""
     start_s: Seconds
     """Time to start the processes of a job that stopped."""
-    store_bytes_per_s: BytesPerS
-    """Rate at which the whole state is stored or loaded."""
-    checkpoint_every_s: Seconds
-    """Time between two checkpoints, of which each takes the next end of an iteration."""
-    checkpoint_stall_s: Seconds
-    """Time for which a checkpoint stops training; it is written after that."""
 
 
 class OobleckPolicy(RecoveryPolicy):
@@ -167,12 +159,7 @@ class OobleckPolicy(RecoveryPolicy):
         """:param iteration_s: of the placed pipelines; ``None``: as published for so many nodes."""
         if iteration_s is None:
             return self._pace.running(present, used)
-        every = self._times.checkpoint_every_s / iteration_s
-        checkpoints = Checkpoints(
-            every_iterations=max(1, round(every)),
-            stall_s=self._times.checkpoint_stall_s,
-            write_s=self._store_s,
-        )
+        checkpoints = self._times.checkpoints(iteration_s, self._store_s)
         return self._pace.running_at(present, iteration_s, self._pace.samples, checkpoints)
 
 

@@ -35,13 +35,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import BytesPerS, Parameters, Seconds
+from ftd.replay.parameters import Parameters, Seconds, TimedCheckpoints
 from ftd.replay.policies.departures import Departures, last_boundary_s
 from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses, total_s
 from ftd.replay.policy import (
     Change,
-    Checkpoints,
     Pause,
     PolicyExcluded,
     Reaction,
@@ -56,7 +55,7 @@ Position = tuple[int, int]
 """Pipeline, and node within the template."""
 
 
-class RecycleParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecycleParameters(TimedCheckpoints, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [recycle] of the parameters."""
 
     detect_s: Seconds
@@ -65,12 +64,6 @@ class RecycleParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Time to look the schedule up and to form process groups."""
     start_s: Seconds
     """Time to start the processes of a job that lost a stage."""
-    store_bytes_per_s: BytesPerS
-    """Rate at which the whole state is written to or read from a checkpoint."""
-    checkpoint_every_s: Seconds
-    """Time between two checkpoints."""
-    checkpoint_stall_s: Seconds
-    """Time for which a checkpoint stops training."""
     weight_share: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Part of the time of a backward, without recomputed activations, that the gradients of the weights take."""
     decoupled: bool
@@ -292,12 +285,7 @@ class RecyclePolicy(RecoveryPolicy):
         fault_free_s = layout.fault_free_s if self._parameters.baseline == "equal" else best_s
         assert fault_free_s is not None
         self._iteration_s = fault_free_s * layout.slowdown(set(layout.positions) - self._placed.keys())
-        parameters = self._parameters
-        checkpoints = Checkpoints(
-            every_iterations=max(1, round(parameters.checkpoint_every_s / self._iteration_s)),
-            stall_s=parameters.checkpoint_stall_s,
-            write_s=self._load_s,
-        )
+        checkpoints = self._parameters.checkpoints(self._iteration_s, self._load_s)
         return self._pace.running_at(present, self._iteration_s, self._pace.samples, checkpoints)
 
     def _left(self, at_s: float) -> tuple[Pause, ...]:

@@ -23,15 +23,15 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import BytesPerS, Parameters, Seconds
+from ftd.replay.parameters import BytesPerS, Parameters, Seconds, TimedCheckpoints
 from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses, total_s
-from ftd.replay.policy import Change, Checkpoints, PolicyExcluded, Reaction, RecoveryPolicy, Running
+from ftd.replay.policy import Change, PolicyExcluded, Reaction, RecoveryPolicy, Running
 
 Group = tuple[str, ...]
 
 
-class TorchftParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TorchftParameters(TimedCheckpoints, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of torchft, as tuned here."""
 
     leave_s: Seconds
@@ -45,11 +45,7 @@ class TorchftParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     several_nodes: bool
     """Whether a replica group may have several nodes."""
     checkpoint_every_s: Annotated[float, msgspec.Meta(gt=0)]
-    """Time between two checkpoints."""
-    checkpoint_stall_s: Seconds
-    """Time for which a checkpoint stops training; it is written after that."""
-    store_bytes_per_s: BytesPerS
-    """Rate at which a checkpoint is written and loaded."""
+    """Time between two checkpoints, above 0."""
 
 
 class TorchftPolicy(RecoveryPolicy):
@@ -159,10 +155,7 @@ class TorchftPolicy(RecoveryPolicy):
     def _run(self, present: int) -> Running | None:
         if not self._groups:
             return None
-        every = max(1, round(self._times.checkpoint_every_s / self._iteration_s))
-        checkpoints = Checkpoints(
-            every_iterations=every, stall_s=self._times.checkpoint_stall_s, write_s=self._store_s
-        )
+        checkpoints = self._times.checkpoints(self._iteration_s, self._store_s)
         samples = min(self._pace.samples, self._group_samples * len(self._groups))
         most = self._pace.most_samples_per_s(len(self._groups) * self._size)
         iteration_s = self._iteration_s
