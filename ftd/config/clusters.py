@@ -64,30 +64,18 @@ class LocalClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"{self.cluster} ({self.job}, process {self.pid})"
 
-
-class ClusterRegistration:
-    """Name and file of a local cluster during a ``register_cluster`` block."""
-
-    def __init__(self, content: LocalClusterRecord) -> None:
-        self._content = content
-
-    @property
-    def cluster(self) -> str:
-        """Name of the cluster."""
-        return self._content.cluster
-
     @contextlib.contextmanager
     def publish_broker(self, broker_url: str) -> Iterator[None]:
-        """Let commands find the cluster at this broker while the block runs."""
-        _write(msgspec.structs.replace(self._content, broker=broker_url))
+        """Let commands find the cluster of this process at a broker while the block runs."""
+        _write(msgspec.structs.replace(self, broker=broker_url))
         try:
             yield
         finally:
-            _write(self._content)
+            _write(self)
 
 
 @contextlib.contextmanager
-def register_cluster(name: str | None, job: Path) -> Iterator[ClusterRegistration]:
+def register_cluster(name: str | None, job: Path) -> Iterator[LocalClusterRecord]:
     """Reserve a cluster name for this process until the block ends.
 
     :param name: wanted name; ``None`` chooses ``ftd``, or ``ftd-2`` and so on if those names are taken.
@@ -112,7 +100,7 @@ def register_cluster(name: str | None, job: Path) -> Iterator[ClusterRegistratio
         )
         _write(content)
     try:
-        yield ClusterRegistration(content)
+        yield content
     finally:
         _file(name).unlink(missing_ok=True)
 

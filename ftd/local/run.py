@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ftd.config.clusters import ClusterRegistration, register_cluster
+from ftd.config.clusters import LocalClusterRecord, register_cluster
 from ftd.config.daemon_file import NodeTable
 from ftd.config.job import load_job_data
 from ftd.errors import ConfigurationError, FtdError, PeerError, UnreachableError
@@ -103,7 +103,7 @@ class LocalRun:
         job: JobData,
         scenario: Scenario,
         driver: LocalDriver,
-        announcement: ClusterRegistration,
+        announcement: LocalClusterRecord,
         console: Console,
     ) -> None:
         self._options = options
