@@ -340,7 +340,7 @@ def _situation(c: Cluster, group: Running, leaving: frozenset[str]) -> Situation
     if zero1 or resumption.held_parts:
         replicas = "aor" in resumption.protection
         parts = {
-            device: tuple(part for part in held if replicas or not part.replica)
+            device: tuple(sorted(part for part in held if replicas or not part.replica))
             for device, held in of_nodes(parts_by_device(resumption.plan, zero1=zero1), nodes).items()
         }
     return Situation(
