@@ -29,7 +29,7 @@ from ftd.config.daemon_file import (
     daemon_keys,
     environment_variable,
 )
-from ftd.config.dashboard import DashboardAddress, dashboard_address, is_loopback
+from ftd.config.dashboard import DashboardAddress, dashboard_address
 from ftd.config.error_collector import ErrorCollector
 from ftd.config.metrics import MetricsAddress, metrics_address
 from ftd.config.secrets import require_private, secret_or_file
@@ -151,7 +151,7 @@ class DaemonConfig:
     @property
     def is_on_loopback(self) -> bool:
         """Whether other hosts cannot reach this node, because its host is a loopback address."""
-        return is_loopback(self.host)
+        return self.host in ("127.0.0.1", "::1", "localhost")
 
     def require_secret(self) -> str:
         """Return the cluster's secret.

@@ -187,15 +187,6 @@ def test_every_timing_field_can_be_set(tmp_path: Path) -> None:
     assert parse_daemon_config({"timing": values}, directory=tmp_path).timing == Timing()
 
 
-@pytest.mark.parametrize(
-    ("host", "listens"),
-    [("127.0.0.2", "127.0.0.2"), ("localhost", "localhost"), ("10.0.0.1", "0.0.0.0"), ("gpu-7", "0.0.0.0")],
-)
-def test_a_node_on_loopback_listens_there_alone(tmp_path: Path, host: str, listens: str) -> None:
-    config = parse_daemon_config({"node": {"host": host}}, directory=tmp_path)
-    assert config.listening_host == listens
-
-
 def test_a_node_needs_the_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"secret: .*secret_file"):
         parse_daemon_config({}, directory=tmp_path).require_secret()
