@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import evaluation
 from benchmarks.evaluation import RATES, TABLE2, TABLE4
+from planner.values import Mode
 
 CELLS = [
     (system, model, number, rate)
@@ -69,7 +70,7 @@ def test_the_gradients_of_weights_cannot_wait_where_activations_are_recomputed(
     assert min(40e9 - used for used in memory.template_bytes(stages)) // 1e9 == free_gb
     for stage in stages:
         place = stage.first_layer, stage.end_layer, stage.devices, 0
-        assert memory.stage_bytes(*place, "none") > 40e9
+        assert memory.stage_bytes(*place, Mode("none")) > 40e9
 
 
 def test_a_change_of_a_constant_changes_the_cells_that_depend_on_it() -> None:
