@@ -306,6 +306,7 @@ def test_a_checkpoint_that_does_not_fit_the_job_is_rejected() -> None:
     other = CheckpointRecord(step=7, vote=vote(7), layers=9)
     s.feed(CheckpointFound, generation=1, checkpoint=other, skipped=(), reason="")
     assert "checkpoint.url: /checkpoints holds a model of 9 layers" in s.events("JobFailed")[0].reason
+    assert not s.all(ComputePlan), "nothing is planned for a job that is over"
 
 
 def test_the_first_trainer_that_cannot_take_the_state_ends_the_job_with_the_layer_s_name() -> None:

@@ -6,12 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from planner.values import Device, StatePart
-from statemachine.effects import ComputePlan, FindCheckpoint
+from statemachine.effects import ComputePlan, EmitEvent, FindCheckpoint
 from statemachine.events import (
     CheckpointFound,
     NodeVanished,
     PlanImpossible,
     RestoreChecked,
+    TimerFired,
 )
 from statemachine.messages.cluster import Heartbeat, RestoreFailed, Resume, Stepped, TakeSnapshot, TrainerLost
 from statemachine.messages.common import Prepared, Quiesce
@@ -270,3 +271,29 @@ def test_a_corrupt_part_of_a_snapshot_skips_no_checkpoint() -> None:
     s = restoring()
     s.say("node-0", RestoreFailed(generation=3, detail="a digest differs", bad=("node-3",), corrupt=True))
     assert not s.events("CheckpointSkipped") and s.machine.phase is ClusterPhase.QUIESCING
+
+
+# --- answers and timers that come too late -----------------------------------------------------------
+
+
+def ignored(s: Coordination) -> bool:
+    return any(event.name == "MessageIgnored" for event in s.all(EmitEvent))
+
+
+def test_an_answer_without_a_plan_is_ignored_when_another_generation_is_planned_or_the_group_trains() -> None:
+    s = running(4)
+    s.feed(PlanImpossible, generation=1, **LOST)
+    assert ignored(s) and s.machine.phase is ClusterPhase.RUNNING
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(1, held=(0, 1)))
+    asked: ComputePlan = s.one(ComputePlan)
+    s.feed(PlanImpossible, generation=asked.generation - 1, **LOST)
+    assert ignored(s) and s.machine.phase is ClusterPhase.RECOVERING
+
+
+def test_the_end_of_a_pause_that_is_over_changes_nothing() -> None:
+    """The timer was cancelled by an event that was processed with its expiry."""
+    s = running(3)
+    s.feed(TimerFired, name="pause_limit")
+    assert s.machine.phase is ClusterPhase.RUNNING
