@@ -10,7 +10,7 @@ from planner.values import Device, PipelinePlacement, Plan, StagePlacement
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.replicas import copies_of
 from statemachine.cluster.rules import owned_layers
-from statemachine.effects import ComputePlan
+from statemachine.effects import CheckRestore, ComputePlan
 from statemachine.events import (
     BrokerConnected,
     NodeVanished,
@@ -317,6 +317,7 @@ def test_what_differs_after_every_rollback_ends_the_job() -> None:
     (event,) = s.events("JobFailed")
     assert "again after 3 rollbacks" in event.reason
     assert s.machine.phase is ClusterPhase.FAILED
+    assert not s.all(CheckRestore), "there is no fourth rollback"
 
 
 def test_a_takeover_does_not_forget_what_differs() -> None:
