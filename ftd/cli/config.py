@@ -75,9 +75,9 @@ def schema() -> None:
 
     Example: ftd config schema > ftd.schema.json
     """
-    from ftd.config.daemon_file import daemon_schema as made
+    from ftd.config.daemon_file import daemon_schema
 
-    typer.echo(json.dumps(made(), indent=2))
+    typer.echo(json.dumps(daemon_schema(), indent=2))
 
 
 @group.command()

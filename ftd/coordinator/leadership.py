@@ -249,7 +249,7 @@ class LeadershipCallbacks:
     on_peer: Callable[[str], None]
     """Callback that receives the name of another coordinator, which is present or has left."""
     on_broker_alive: Callable[[], None]
-    """Callback for any message from the broker, whoever leads: at least twice a second with a healthy leader."""
+    """Callback for any message from the broker, of any leader: at least twice a second with a healthy leader."""
     save_journal: Callable[[JournalCopy], str]
     """Function that saves the leader's journal while this coordinator follows, and returns the reason why
     this coordinator could not begin from it, or ``""``.

@@ -72,7 +72,7 @@ class Invariants(Oracle):
         return [trainer for node in self.nodes.values() for trainer in node.trainers.values()]
 
     def _notice_job(self, machine: ClusterMachine | JournalView) -> None:
-        """Forget what was published of the last job, if there is another one now."""
+        """Forget what was published of the last job, if there is a new one now."""
         if machine.job_id == self.job_id:
             return
         self.job_id, begin, job = machine.job_id, machine.checkpoint, machine.job

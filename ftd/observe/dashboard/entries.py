@@ -1,4 +1,4 @@
-"""Entries of the page's lists, which only grow. That of an event is bounded in size whoever sent it, and has its
+"""Entries of the page's lists, which only grow. That of an event is bounded in size, from any sender, and has its
 text and its chapter.
 """
 
