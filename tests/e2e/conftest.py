@@ -14,6 +14,7 @@ from tests.helpers.reference import load, reference_losses
 
 REFERENCE_STEPS = 200
 USUAL_DEVICES = 2
+NEVER_S = 86400.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,12 +42,17 @@ class SharedCluster:
     def of(self, devices: int) -> Playground:
         """Return a cluster whose nodes have this number of devices.
 
-        Its nodes are not set aside for repeated failures, since those that tests cause add up.
+        Its nodes are not set aside for repeated failures, since those that tests cause add up. They do not
+        become stragglers, because a busy machine slows one of them or another down.
         """
         if self._ground is None or self._ground.devices != devices:
             self.close()
             self._ground = self._open.enter_context(
-                playground(devices_per_node=devices, quarantine=False, timing={"scrub_s": 0.5})
+                playground(
+                    devices_per_node=devices,
+                    quarantine=False,
+                    timing={"scrub_s": 0.5, "straggler_s": NEVER_S},
+                )
             )
         return self._ground
 
