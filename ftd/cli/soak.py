@@ -30,7 +30,7 @@ def soak(
         typer.Option(
             min=0,
             help="Largest relative difference between a step's loss and that of the run without faults.",
-            show_default="1e-9 in float64, otherwise 1e-2",
+            show_default="1e-2; in float64 1e-9, or 1e-6 with [model]",
         ),
     ] = None,
     beyond: Annotated[

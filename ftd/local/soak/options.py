@@ -1,5 +1,6 @@
 """The options of a soak, and the command that repeats it."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class SoakOptions:
     steps: int | None
     limit_s: float
     relative: float | None
-    """The allowed relative difference of losses; ``None`` chooses it by the job's precision."""
+    """The allowed relative difference of losses; ``None`` chooses it by the job (``rounding_tolerance``)."""
     beyond: bool
     """Whether more nodes may be lost at once than the job tolerates."""
     memory_mib: int | None
@@ -30,7 +31,7 @@ class SoakOptions:
 
     @property
     def command(self) -> str:
-        """The command that injects the same faults again."""
+        """The command that injects the same faults again, and checks the same rules."""
         parts = [
             f"ftd chaos soak --minutes {self.minutes:g} --seed {self.seed}",
             f"--rate {self.rate_per_min:g} --nodes {self.nodes}",
@@ -38,6 +39,9 @@ class SoakOptions:
             f"--steps {self.steps}" if self.steps is not None else "",
             "--beyond" if self.beyond else "",
             f"--memory-mib {self.memory_mib}" if self.memory_mib is not None else "",
-            str(self.job),
+            f"--limit {self.limit_s:g}",
+            f"--tolerance {self.relative:g}" if self.relative is not None else "",
+            f"--broker {self.broker}",
+            shlex.quote(str(self.job)),
         ]
         return " ".join(part for part in parts if part)

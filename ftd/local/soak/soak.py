@@ -30,6 +30,7 @@ from ftd.local.soak.report import SoakReport, count_by_kind, measure_goodput, ti
 from ftd.observe.run_model import Fact
 from ftd.transport.client import ANSWER_S
 from ftd.transport.wire.public import JobData
+from runtime.wire.recipe import RECIPE
 
 NODES_START_S = 120.0
 _TICK_S = 0.1
@@ -120,6 +121,16 @@ def _since(zero_s: float, found: Iterable[T]) -> tuple[T, ...]:
     return tuple(sorted(dated, key=lambda one: float(one.at_s)))
 
 
+def rounding_tolerance(job: JobData) -> float:
+    """Return the relative difference of two losses that rounding explains.
+
+    The models of Hugging Face compute some of their layers in float32, also where all others are in float64.
+    """
+    if job.training.get("precision") != "float64":
+        return 1e-2
+    return 1e-6 if job.training["function"] == RECIPE else 1e-9
+
+
 class Soak:
     """One soak on one cluster."""
 
@@ -127,7 +138,7 @@ class Soak:
         self, options: SoakOptions, job: JobData, driver: LocalDriver, report_line: Callable[[str], None]
     ) -> None:
         self._options, self._job, self._driver, self._report = options, job, driver, report_line
-        relative = options.relative or (1e-9 if job.training.get("precision") == "float64" else 1e-2)
+        relative = rounding_tolerance(job) if options.relative is None else options.relative
         standbys = options.coordinators > 1
         self.monitor = SoakMonitor(limit_s=options.limit_s, relative=relative, standbys=standbys)
         self.events: list[dict[str, Any]] = []

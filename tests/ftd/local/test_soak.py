@@ -1,15 +1,20 @@
 """The pure parts of a soak: what is drawn, what is checked, what is reported."""
 
+import shlex
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from typer.main import get_command
 
+from ftd.cli.main import app
 from ftd.errors import ConfigurationError, PeerError
 from ftd.local.soak.draw import CENTRAL_FAULTS, IMPAIRING, KINDS, draw_faults
 from ftd.local.soak.monitor import ObservedRecovery, SoakMonitor, Violation
+from ftd.local.soak.options import SoakOptions
 from ftd.local.soak.plot import _ROWS, FORMATS, plot_soak
 from ftd.local.soak.report import (
     FaultRecord,
@@ -20,8 +25,10 @@ from ftd.local.soak.report import (
     render_lines,
     time_by_cause,
 )
-from ftd.local.soak.soak import require_short
+from ftd.local.soak.soak import require_short, rounding_tolerance
 from ftd.observe.view.files import require_format
+from runtime.wire.recipe import RECIPE
+from tests.helpers.playground import tiny_job
 
 
 def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:
@@ -67,6 +74,41 @@ def test_a_job_that_is_too_long_is_rejected_by_the_pace_of_its_first_steps() -> 
     require_short(400, commits, 300.0)  # Later steps may be quicker.
     with pytest.raises(PeerError, match=r"2000 steps of 1 s take about 33.3 minutes.*and 5 are.*--steps 75,"):
         require_short(2000, commits, 300.0)
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.0])
+def test_the_command_of_a_soak_gives_all_options_again(tolerance: float | None) -> None:
+    options = SoakOptions(
+        job=Path("my jobs/job.toml"), minutes=0.5, seed=3, rate_per_min=20.0, nodes=5, coordinators=3, steps=40,
+        limit_s=30.0, relative=tolerance, beyond=True, memory_mib=64, broker="embedded", logs=None,
+    )  # fmt: skip
+    command: Any = get_command(app)
+    words = shlex.split(options.command)[1:]
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    given = command.make_context("soak", words).params
+    assert (
+        given | {"minutes": 0.5, "seed": 3, "rate": 20.0, "nodes": 5, "coordinators": 3, "steps": 40} == given
+    )
+    assert given | {"limit": 30.0, "tolerance": tolerance, "beyond": True, "memory_mib": 64} == given
+    assert given | {"broker": "embedded", "job": options.job} == given
+
+
+@pytest.mark.parametrize(
+    ("function", "precision", "expected"),
+    [
+        ("mlp.py:build", "float64", 1e-9),
+        ("mlp.py:build", "bfloat16", 1e-2),
+        (RECIPE, "float64", 1e-6),
+        (RECIPE, "float32", 1e-2),
+    ],
+)
+def test_losses_may_differ_by_what_rounding_explains(
+    function: str, precision: str, expected: float, tmp_path: Path
+) -> None:
+    job = tiny_job(tmp_path)
+    training = job.training | {"function": function, "precision": precision}
+    assert rounding_tolerance(msgspec.structs.replace(job, training=training)) == expected
 
 
 # --- the monitor -------------------------------------------------------------------------------------
