@@ -112,6 +112,17 @@ def test_a_missing_step_leaves_a_gap(tmp_path: Path) -> None:
     record.close()
 
 
+def test_a_sink_gets_past_more_missing_steps_than_it_reads_at_once(tmp_path: Path) -> None:
+    record = JobRecord(tmp_path / "steps.jsonl")
+    record.append([row(1), row(2)])
+    record.append([row(9)])
+    record.append([evaluation(9), row(10)])
+    assert read(record, Cursor(step=2)) == [
+        ("step", 9, 1 / 9), ("evaluation", 9, 3.0), ("step", 10, 0.1)
+    ]  # fmt: skip
+    record.close()
+
+
 def test_a_full_disk_leaves_the_record_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = JobRecord(tmp_path / "steps.jsonl")
     record.append([row(1)])
