@@ -251,8 +251,9 @@ def format_size(size_bytes: float) -> str:
     """Return a size such as ``0 B``, ``640 KiB``, ``3.2 MiB``."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        # The limits are where the rounded numbers reach the next form.
+        if value < 1023.5:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
 
