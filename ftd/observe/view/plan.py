@@ -96,7 +96,7 @@ def format_elapsed(value_ms: float) -> str:
     for unit, factor in (("s", 1e3), ("ms", 1.0), ("µs", 1e-3)):
         if value_ms >= factor:
             digits = f"{value_ms / factor:#.4g}".rstrip(".")
-            return f"{value_ms / 1e3:,.0f} s" if value_ms >= 1e7 else f"{digits} {unit}"
+            return f"{value_ms / 1e3:,.0f} s" if value_ms >= 9_999_500 else f"{digits} {unit}"
     return "0 ms" if value_ms == 0 else f"{value_ms * 1e6:.3g} ns"
 
 
