@@ -2,6 +2,7 @@
 a mark at the loss of each evaluation.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,7 +16,10 @@ EVALUATION_MARK, EVALUATION_STYLE = "◆", "bold #ffaf5f"
 
 
 class LossHistory:
-    """The loss of consecutive steps in bounded memory: a full history averages its values in pairs."""
+    """The loss of consecutive steps in bounded memory: a full history averages its values in pairs.
+
+    A step that is missing has no finite loss, so that all others keep their places.
+    """
 
     def __init__(self, capacity: int = 4096) -> None:
         """:param capacity: largest number of values; must be even, so that all values form pairs."""
@@ -26,8 +30,15 @@ class LossHistory:
         self._open: list[float] = []
 
     def add(self, step: int, value: float) -> None:
+        """Add the loss of a step after all that the history has."""
         if self._first is None:
             self._first = step
+        known = len(self._means) * self._stride + len(self._open)
+        for _ in range(step - self._first - known):
+            self._append(math.nan)
+        self._append(value)
+
+    def _append(self, value: float) -> None:
         self._open.append(value)
         if len(self._open) < self._stride:
             return
@@ -47,6 +58,8 @@ class LossHistory:
             del self._means[whole:]
         else:
             del self._open[remaining - len(self._means) * self._stride :]
+        if not remaining:
+            self._first = None
 
     @property
     def values(self) -> list[float]:

@@ -1,5 +1,6 @@
 """Renders the run model as one frame of the live view."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -117,8 +118,7 @@ class LiveFrame:
                 self._forget_losses()
             case StepCommittedFact(fresh=True, loss=loss):
                 self._newest = fact
-                if loss is not None:
-                    self._losses.add(fact.step, loss)
+                self._losses.add(fact.step, math.nan if loss is None else loss)
             case RolledBackFact():
                 self._losses.truncate(fact.to_step)
             case JobEndedFact():

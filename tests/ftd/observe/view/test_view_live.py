@@ -363,3 +363,15 @@ def test_another_job_resets_the_chart_even_if_the_state_shows_it_first(
     live_frame.on_event(event("JobSubmitted", 20, details=submitted))
     live_frame.on_event(event("StepCommitted", 21, step=1, generation=9, details={"loss": 1.0}))
     assert live_frame.step == 1 and live_frame._losses.values == [1.0]
+
+
+def test_steps_without_a_finite_loss_keep_their_place_in_the_chart(
+    event: Callable[..., Json], state: Json
+) -> None:
+    live_frame = LiveFrame(120)
+    for step in range(1, 11):
+        loss = None if step in (3, 4) else float(step)
+        live_frame.on_event(event("StepCommitted", 10 + step, step=step, details={"loss": loss}))
+    live_frame.on_state({**state, "step": 10})
+    live_frame.on_event(event("RolledBack", 22, step=5, details={"to_step": 5, "undone_steps": 5}))
+    assert [str(value) for value in live_frame._losses.values] == ["1.0", "2.0", "nan", "nan", "5.0"]

@@ -158,3 +158,22 @@ def test_a_truncated_history_continues_after_the_cut(step: int) -> None:
         history.add(again, 2.0)
     assert len(history.values) == 100 // history.steps_per_value
     assert column_of(100, history, 200) == len(history.values) - 1
+
+
+def test_steps_that_a_history_lacks_shift_none_of_the_others() -> None:
+    history = LossHistory()
+    for step in (1, 2, 3, 7, 8):
+        history.add(step, float(step))
+    assert history.values[6:] == [7.0, 8.0] and all(map(math.isnan, history.values[3:6]))
+    history.truncate(7)
+    assert history.values[-1] == 7.0
+
+
+def test_a_history_may_go_back_before_its_beginning() -> None:
+    history = LossHistory()
+    for step in (100, 101):
+        history.add(step, 2.0)
+    history.truncate(50)
+    for step in (51, 52, 53):
+        history.add(step, 1.0)
+    assert history.first_step == 51 and column_of(53, history, 40) == 2
