@@ -116,6 +116,7 @@ class LiveFrame:
         match fact:
             case JobSubmittedFact():
                 self._forget_losses()
+                self._end = {}
             case StepCommittedFact(fresh=True, loss=loss):
                 self._newest = fact
                 self._losses.add(fact.step, math.nan if loss is None else loss)

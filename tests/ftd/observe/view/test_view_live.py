@@ -365,6 +365,16 @@ def test_another_job_resets_the_chart_even_if_the_state_shows_it_first(
     assert live_frame.step == 1 and live_frame._losses.values == [1.0]
 
 
+def test_the_end_of_an_earlier_job_is_not_shown_for_the_job_that_runs(
+    event: Callable[..., Json], state: Json
+) -> None:
+    live_frame = LiveFrame(None)
+    live_frame.on_state(state)
+    live_frame.on_event(event("JobFinished", 10, reason="job earlier-1 finished"))
+    live_frame.on_event(event("JobSubmitted", 11, details={"job": state["job"]["id"], "steps": 120}))
+    assert "RUNNING" in live_frame.progress_line() and "earlier-1" not in live_frame.progress_line()
+
+
 def test_steps_without_a_finite_loss_keep_their_place_in_the_chart(
     event: Callable[..., Json], state: Json
 ) -> None:
