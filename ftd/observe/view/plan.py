@@ -137,7 +137,7 @@ def comparison_line(description: Description, other: Description) -> str:
     if description.iteration_ms <= 0:
         return f"{name} takes no time either"
     change = other.iteration_ms / description.iteration_ms - 1
-    if abs(change) < 5e-6:
+    if abs(change) < 5e-5:  # It would be shown as 0.00%.
         return f"{name} would take the same time"
     return f"{name} would take {abs(change):.2%} {'longer' if change > 0 else 'less'}"
 

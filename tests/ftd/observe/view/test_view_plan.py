@@ -134,6 +134,8 @@ def test_the_output_names_the_solver_of_the_batch_shares() -> None:
     [
         (1091.0 * 1.083, "the paper's plan would take 8.30% longer"),
         (1091.0 * 0.99, "the paper's plan would take 1.00% less"),
+        (1091.0 * 1.00006, "the paper's plan would take 0.01% longer"),
+        (1091.0 * 1.00004, "the paper's plan would take the same time"),
         (1091.0, "the paper's plan would take the same time"),
     ],
 )
