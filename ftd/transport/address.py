@@ -56,10 +56,12 @@ def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
     try:
         parts = urlsplit(url if "//" in url else f"mqtt://{url}")
         port = parts.port
+        if port == 0:
+            raise ValueError("nobody listens on port 0")
     except ValueError as error:
         raise ConfigurationError(f"{url!r}: {error}", field=where, remedy=remedy) from None
     host, known = parts.hostname or "", parts.scheme in ("mqtt", "mqtts")
-    if not known or not is_host(host) or parts.path.strip("/") or parts.query:
+    if not known or not is_host(host) or parts.path.strip("/") or parts.query or parts.fragment:
         raise ConfigurationError(f"{url!r} is no broker address", field=where, remedy=remedy)
     secure = parts.scheme == "mqtts"
     return BrokerAddress(

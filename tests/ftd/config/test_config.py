@@ -223,6 +223,14 @@ def test_broker_addresses(url: str, address: BrokerAddress) -> None:
     assert "p@" not in address.url
 
 
+@pytest.mark.parametrize(
+    "url", ["mqtt://h:0", "h:0", "mqtt://h:65536", "mqtt://h#1", "mqtt://u#x@h", "mqtt://h/a"]
+)
+def test_a_broker_address_with_an_impossible_part_is_rejected(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"broker\.url: .*write mqtt://host:port"):
+        parse_broker(url)
+
+
 def test_the_local_address_toward_an_unknown_broker_is_loopback() -> None:
     assert local_address_toward(BrokerAddress(host="no-such-host.invalid")) == "127.0.0.1"
 
