@@ -6,6 +6,7 @@ rejects it, does not take it within ``retry_for_s``, the queue is full, or the b
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 from dataclasses import dataclass
@@ -61,7 +62,9 @@ class DeadLetterFile:
         self.count += 1
         line = encode_json({"at": timestamp(), "reason": reason, "body": body}) + b"\n"
         try:
-            os.write(self._file, line)
+            if (written := os.write(self._file, line)) < len(line):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file)
             _log.error("dead_letter", alert=body["groupKey"], reason=reason)
         except OSError as error:

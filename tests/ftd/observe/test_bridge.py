@@ -17,10 +17,12 @@ from typing import Any
 import msgspec
 import paho.mqtt.publish
 import pytest
+import structlog
 
 from ftd.errors import ConfigurationError
 from ftd.observe.bridge.alert import build_alert
 from ftd.observe.bridge.filters import parse_filter
+from ftd.observe.bridge.webhook import DeadLetterFile
 from ftd.transport.wire.catalogue import SEVERITIES
 from ftd.transport.wire.contract_examples import DETAILS, envelope
 from ftd.transport.wire.public import EventMessage, decode_json
@@ -38,6 +40,27 @@ def event(name: str, number: int = 0) -> Json:
 
 def message(name: str, node: str | None = None) -> EventMessage:
     return decode_json(json.dumps({**event(name), "node": node}).encode(), EventMessage)  # type: ignore[no-any-return]
+
+
+# --- the dead-letter file ------------------------------------------------------------------------------
+
+
+def test_an_alert_that_a_full_disk_cuts_off_is_logged_and_leaves_the_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "dead.jsonl"
+    file = DeadLetterFile(path)
+    alerts = [build_alert(message("NodeLost", f"node-{number}"), "ftd") for number in range(3)]
+    file.append(alerts[0], "rejected")
+    real = os.write
+    with monkeypatch.context() as full, structlog.testing.capture_logs() as logged:
+        full.setattr(os, "write", lambda file, data: real(file, data[: len(data) // 2]))
+        file.append(alerts[1], "rejected")
+    assert [entry["event"] for entry in logged] == ["dead_letter_lost"]
+    assert json.loads(logged[0]["line"])["body"] == alerts[1]
+    file.append(alerts[2], "rejected")
+    file.close()
+    assert [json.loads(line)["body"] for line in path.read_text().splitlines()] == [alerts[0], alerts[2]]
 
 
 # --- filters -------------------------------------------------------------------------------------------
