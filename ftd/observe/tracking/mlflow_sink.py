@@ -6,6 +6,8 @@ step of each metric, so that nothing is logged twice, whatever a killed writer h
 """
 
 import os
+import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +71,7 @@ class MlflowSink:
         metrics = [
             Metric(key, value, int(1000 * row.wall_time), row.step)
             for row in rows
-            for key, value in row.scalars().items()
+            for key, value in ((_key(name), value) for name, value in row.scalars().items())
             if row.step > self._last.get(key, 0)
         ]
         for some in _chunks(metrics, _MAX_METRICS):
@@ -93,13 +95,18 @@ class MlflowSink:
             experiment, run_name=name, tags={_TAG: tag, "ftd.job": self._run}
         ).info.run_id
         self._last = {}
-        given = [Param(key, str(value)[:_MAX_CHARACTERS]) for key, value in self._parameters.items()]
+        given = [Param(_key(name), str(value)[:_MAX_CHARACTERS]) for name, value in self._parameters.items()]
         for some in _chunks(given, _MAX_PARAMETERS):
             client.log_batch(self._id, params=some)
         return Cursor()
 
     def _newest(self, client: MlflowClient, key: str) -> int:
         return max((metric.step for metric in client.get_metric_history(self._id, key)), default=0)
+
+
+def _key(name: str) -> str:
+    """Return the name of a metric or parameter as MLflow accepts it: a path in normal form of few characters."""
+    return posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name))
 
 
 def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:

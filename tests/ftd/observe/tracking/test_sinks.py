@@ -157,6 +157,27 @@ def test_mlflow_starts_a_new_run_with_the_whole_history_after_a_rollback(tmp_pat
     assert valid == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 9.25), (5, 9.2)]
 
 
+def test_mlflow_logs_under_similar_names_what_it_does_not_accept_as_a_name(tmp_path: Path) -> None:
+    sink = MlflowSink(
+        MlflowPolicy(tracking_uri=str(tmp_path / "mlruns"), experiment="x"),
+        JOB,
+        {"training.arguments.a@b": 1},
+    )
+    for step in (1, 2):
+        sink.reopen(())
+        sink.write([row(step, metrics={"recall@5": 0.5, "top-5 (%)": 50.0, "a//b/": 1.0, "../c": 2.0})])
+        sink.close(None)
+    [run] = runs(tmp_path).values()
+    assert run.data.params == {"training.arguments.a_b": "1"}
+    for name, value in {
+        "metrics/recall_5": 0.5,
+        "metrics/top-5 ___": 50.0,
+        "metrics/a/b": 1.0,
+        "c": 2.0,
+    }.items():
+        assert history(tmp_path, run, f"train/{name}") == [(1, value), (2, value)]
+
+
 # --- Weights & Biases --------------------------------------------------------------------------------
 
 
