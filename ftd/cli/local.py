@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftd.cli.options import run_until_signal, silence_logs
+from ftd.cli.options import run_until_signal, silence_logs, text_console
 
 PLAIN_COLUMNS = 110
 """Width of output to a file or a pipe, which has no terminal width."""
@@ -49,12 +49,10 @@ def local(
 
     Example: ftd local examples/gpt.toml --nodes 4 --chaos examples/demo-chaos.toml --report report.json
     """
-    from rich.console import Console
-
     from ftd.local.run import LocalOptions, run_local
 
     silence_logs()
-    console = Console()
+    console = text_console()
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
     options = LocalOptions(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -17,6 +17,9 @@ from ftd.config.validation import field_descriptions
 from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 from planner.values import ActivationCheckpointing
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 
@@ -229,9 +232,14 @@ def print_json(value: Any) -> None:
 
 def print_rich(renderable: Any) -> None:
     """Print for the terminal, or as plain text into a pipe (wide enough not to cut names)."""
+    console = text_console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(renderable)
+
+
+def text_console() -> "Console":
+    """Return a console that prints names and paths as they are, whatever they have in brackets or between colons."""
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    console.print(renderable)
+    return Console(markup=False, emoji=False)

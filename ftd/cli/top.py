@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import ClusterOptions, run_async, with_cluster_options
+from ftd.cli.options import ClusterOptions, run_async, text_console, with_cluster_options
 
 if TYPE_CHECKING:
     from ftd.observe.view.live.view import LiveView
@@ -31,12 +31,10 @@ def top(
 
 
 async def _watch(address: "ClusterAddress", *, once: bool) -> None:
-    from rich.console import Console
-
     from ftd.observe.view.live.view import LiveView
     from ftd.transport.client import ClusterClient
 
-    console = Console()
+    console = text_console()
     view = LiveView(console, lines=not once)
     async with ClusterClient(
         address, listen=True, on_state=view.on_state, on_broker=view.on_broker

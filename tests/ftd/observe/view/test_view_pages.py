@@ -2,13 +2,15 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
+from ftd.cli.options import print_rich
 from ftd.observe.run_model import RunModel
-from ftd.observe.view.document import Report
+from ftd.observe.view.document import Report, ReportedEvaluation
 from ftd.observe.view.report import build_report
 from ftd.observe.view.status import render_status
 from ftd.observe.view.story import chapters, render_story
@@ -119,6 +121,21 @@ def test_the_status_page(state: Json) -> None:
     assert "OFFLINE" in rows["node-2"] and "layers" not in rows["node-2"]
     assert rows["node-4"].split() == ["node-4", "●", "HEALTHY", "A", "layers", "6–7"]
     assert "× 5 microbatches" in text and "× 3 microbatches" in text
+
+
+def test_brackets_and_colons_in_names_are_printed_as_they_are(
+    state: Json, report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = {"url": "/data/[/run]/[red]:smile:", "step": None, "writing_step": None, "size_bytes": 0}
+    print_rich(render_status(state | {"checkpoint": checkpoint}))
+    assert "in /data/[/run]/[red]:smile:" in capsys.readouterr().out
+    metrics = {"f1[macro]": 0.25, "[/x]": 0.5}
+    evaluated = ReportedEvaluation(
+        step=9, loss=1.0, weight=None, metrics=metrics, took_s=None, generation=1, at_s=9.0
+    )
+    print_rich(render_summary(replace(report, evaluations=(evaluated,))))
+    out = capsys.readouterr().out
+    assert "f1[macro] 0.2500, [/x] 0.5000" in out and "─ ftd · gpt ─" in out
 
 
 def test_the_status_without_a_job_and_while_waiting(state: Json) -> None:
