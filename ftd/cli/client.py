@@ -173,10 +173,12 @@ def story(
 
 
 async def _past(address: ClusterAddress) -> list[dict[str, Any]]:
+    """Return all events of the journal in their order, whichever hosts the coordinators were on."""
+    from ftd.observe.view.history import on_one_clock
     from ftd.transport.client import ClusterClient
 
     async with ClusterClient(address) as client:
-        return await client.history()
+        return list(on_one_clock(await client.history()))
 
 
 def _print_recovery(past: list[dict[str, Any]], generation: int, *, as_json: bool) -> None:

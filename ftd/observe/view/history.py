@@ -41,7 +41,7 @@ def build_job_report(job: str, events: Sequence[JsonMap], steps: Sequence[JsonMa
         raise FtdError(f"nothing is known of a job {job!r} (known: {known})")
     job_events = runs[found[-1]]
     job_id = _details(job_events[0]).get("job")
-    return _build(_on_one_clock(job_events, [step for step in steps if step["job"] == job_id]))
+    return _build(on_one_clock(job_events, [step for step in steps if step["job"] == job_id]))
 
 
 def find_recovery(generation: int, events: Sequence[JsonMap]) -> tuple[Report, ReportedRecovery]:
@@ -51,7 +51,7 @@ def find_recovery(generation: int, events: Sequence[JsonMap]) -> tuple[Report, R
     """
     known: list[int] = []
     for run in _split_runs(events):
-        report = _build(_on_one_clock(run, []))
+        report = _build(on_one_clock(run))
         recoveries = [*([report.start] if report.start else []), *report.recoveries]
         for recovery in recoveries:
             if recovery.generation == generation:
@@ -80,8 +80,10 @@ def _split_runs(events: Sequence[JsonMap]) -> list[list[JsonMap]]:
     return runs
 
 
-def _on_one_clock(events: Sequence[JsonMap], steps: Sequence[JsonMap]) -> Iterator[dict[str, Any]]:
+def on_one_clock(events: Sequence[JsonMap], steps: Sequence[JsonMap] = ()) -> Iterator[dict[str, Any]]:
     """Yield events and steps in wall-clock order, with all times on the first event's monotonic clock."""
+    if not events:
+        return
     first = offset = _clock_offset(events[0])
     rows = [*events, *({**step, "event": "StepCommitted", "node": None} for step in steps)]
     for event in sorted(rows, key=_wall_time):

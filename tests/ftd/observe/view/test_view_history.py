@@ -1,7 +1,9 @@
 """Reports from a journal's history, as a page, an image and sentences."""
 
+import asyncio
 import io
 import re
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ftd.cli import client as cli_client
 from ftd.errors import ConfigurationError, FtdError
 from ftd.observe.run_model import RunModel
 from ftd.observe.view.document import Report, ReportedStep
@@ -19,7 +22,9 @@ from ftd.observe.view.plots.report_plot import plot_report
 from ftd.observe.view.rates import committed_at_s, goodput_series, throughput_series
 from ftd.observe.view.report import build_report
 from ftd.observe.view.sentences import describe_recovery
+from ftd.observe.view.story import chapters
 from ftd.observe.view.summary import render_summary
+from ftd.transport.address import BrokerAddress, ClusterAddress
 from tests.helpers.commands import ftd_here
 
 Json = dict[str, Any]
@@ -234,3 +239,31 @@ def test_every_requested_image_is_written(
     assert all(path.stat().st_size > 1000 for path in wanted)
     code, _, err = ftd_here(*command, "--plot", "c.gif", patch=monkeypatch, said=capsys)
     assert (code, "c.gif has no supported suffix" in err) == (2, True)
+
+
+@pytest.mark.usefixtures("fake_client")
+def test_a_story_across_two_hosts_is_told_in_order(event: Callable[..., Json]) -> None:
+    address = ClusterAddress(broker=BrokerAddress(host="h"))
+    past = asyncio.run(cli_client._past(address))
+    [chapter] = chapters(past, "node-2")
+    assert [one["event"] for one in chapter] == ["NodeLost", "GenerationStarted", "RecoveryCompleted"]
+    assert chapter[2]["monotonic"] - chapter[0]["monotonic"] == pytest.approx(30.0)
+
+
+@pytest.fixture
+def fake_client(event: Callable[..., Json], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the journal have a recovery that began under a coordinator of another host, which had run for longer."""
+    same = {"node": "node-2", "cause": "c1", "generation": 2}
+    events = [event("NodeLost", 1000.0, **same), event("GenerationStarted", 1001.0, **same)]
+    events.append({**event("RecoveryCompleted", 1030.0, **same), "monotonic": 50.0})
+
+    class Client:
+        def __init__(self, _address: ClusterAddress) -> None: ...
+        async def __aenter__(self) -> "Client":
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+        async def history(self) -> list[Json]:
+            return events
+
+    monkeypatch.setattr("ftd.transport.client.ClusterClient", Client)
