@@ -1,6 +1,7 @@
 """Tests of ``ftd reliability``, from the file to the answer."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.config.reliability_file import load_reliability
 from ftd.errors import ConfigurationError
+from ftd.observe.view.plots.survival_plot import plot_survival
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "reliability.toml"
 
@@ -67,6 +69,25 @@ def test_errors_name_the_wrong_key(tmp_path: Path, text: str, names: str) -> Non
     file.write_text(text)
     with pytest.raises(ConfigurationError, match=names):
         load_reliability(file)
+
+
+@pytest.mark.parametrize(
+    ("rates", "labels"),
+    [
+        ((1e-2, 1e-5), ["protected: 0.9 until 11.24 h", "not protected: 0.9 until 18.3 min"]),
+        ((0.0, 0.0), ["protected: 0.9 without end", "not protected: 0.9 until 2.58 days"]),
+    ],
+)
+def test_the_curves_are_labelled_in_units_that_read_well(
+    tmp_path: Path, rates: tuple[float, float], labels: list[str]
+) -> None:
+    hardware, snapshots = rates
+    file, image = tmp_path / "c.toml", tmp_path / "c.svg"
+    text = EXAMPLE.read_text().replace("rate = 1e-4 ", f"rate = {hardware} ")
+    head, table, tail = text.partition("[snapshots]")
+    file.write_text(head + table + tail.replace("rate = 1e-5", f"rate = {snapshots}", 1))
+    plot_survival(load_reliability(file), image)
+    assert re.findall(r"(?:not )?protected: [^<]*", image.read_text()) == labels
 
 
 def test_an_unknown_plot_format_is_rejected() -> None:

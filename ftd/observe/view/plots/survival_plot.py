@@ -9,6 +9,7 @@ from ftd.config.reliability_file import ReliabilityInput
 from ftd.observe.view.files import require_format, write_file
 from ftd.observe.view.plots.image import render_image
 from ftd.observe.view.plots.palette import BLUE, RED
+from ftd.observe.view.reliability import days
 from planner.reliability import safe_days
 
 
@@ -31,7 +32,7 @@ def _draw(question: ReliabilityInput) -> Figure:
     curves = ((protection.protected, BLUE, "protected"), (protection.unprotected, RED, "not protected"))
     for survival, colour, name in curves:
         until = safe_days(survival, threshold)
-        label = f"{name}: {threshold:g} until {until:.2f} days"
+        label = f"{name}: {threshold:g} " + (f"until {days(until)}" if np.isfinite(until) else days(None))
         axes.plot(shown, [survival(day) for day in shown.tolist()], color=colour, linewidth=2, label=label)
         if until <= longest:
             axes.plot([until], [threshold], "o", color=colour)
