@@ -335,7 +335,7 @@ class LiveFrame:
         evaluations = self._evaluations
         chart = loss_chart(
             self._losses,
-            width=width - 4,
+            width=max(1, width - 4),
             height=rows,
             failures=failed,
             changes=others,

@@ -385,3 +385,8 @@ def test_steps_without_a_finite_loss_keep_their_place_in_the_chart(
     live_frame.on_state({**state, "step": 10})
     live_frame.on_event(event("RolledBack", 22, step=5, details={"to_step": 5, "undone_steps": 5}))
     assert [str(value) for value in live_frame._losses.values] == ["1.0", "2.0", "nan", "nan", "5.0"]
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_the_narrowest_terminals_get_a_frame(run_events: list[Json], state: Json, width: int) -> None:
+    assert frame(at_step_90(run_events, state), width, 40)
