@@ -121,10 +121,9 @@ class JobRecord:
         """Return the next rows after a cursor, at most ``limit`` of each kind, ordered by step."""
         with self._lock:
             begin = max(after.step + 1 - self._first, 0)
+            # More steps may be missing than fit into one answer, and an empty one means the end.
             while begin < len(self._offsets) and self._offsets[begin] < 0:
-                begin += (
-                    1  # More steps may be missing than fit into one answer, and an empty one means the end.
-                )
+                begin += 1
             offsets = [offset for offset in self._offsets[begin : begin + limit] if offset >= 0]
             more = begin + limit < len(self._offsets)
             newest = self._first + begin + limit - 1 if more else None
