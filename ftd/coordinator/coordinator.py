@@ -347,6 +347,7 @@ class Coordinator:
         self.machine = ClusterMachine(self._timing, self._hardware)
         self._observer.track_job(None, 0, None)
         self._events.outbox.clear()
+        self._requests.forget_waiting()
         self.driver.replace_machine(self.machine)
         if self._publish_timer is not None:
             self._publish_timer.cancel()

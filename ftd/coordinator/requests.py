@@ -131,6 +131,10 @@ class RequestHandler:
         _log.info("answered", request=request, accepted=accepted, detail=detail)
         self._send(reply, answer)
 
+    def forget_waiting(self) -> None:
+        """Forget the requests that are not answered yet, since another coordinator leads: clients send them again."""
+        self._waiting.clear()
+
     def _serve(self, request: AnyRequest) -> None:
         stamp = self._driver.stamp()
         match request:
@@ -184,6 +188,8 @@ class RequestHandler:
         """
 
         def submit(begin: CheckpointRecord | None, rejection: str) -> None:
+            if request not in self._waiting:
+                return  # Another coordinator has led since: this one decides nothing, and the client asks again.
             if rejection:
                 self.answer(request, accepted=False, detail=rejection)
                 return

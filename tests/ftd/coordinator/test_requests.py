@@ -1,0 +1,108 @@
+"""Requests of clients to a coordinator whose broker, planner and checkpoints the test plays."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from ftd.coordinator.coordinator import Coordinator
+from ftd.coordinator.journal import LocalDisk
+from ftd.coordinator.ports import Observer, Ports, Program
+from ftd.driver import SystemClock
+from ftd.transport.wire.public import SubmitRequest, encode_json
+from statemachine.cluster.durable import durable
+from statemachine.election.leadership import Leader, Peer
+from statemachine.messages.values import CheckpointRecord, Job
+from statemachine.timing import Timing
+from tests.helpers.coordinator_process import job_data
+
+Then = Callable[[CheckpointRecord | None, str], None]
+
+
+class PlayedSession:
+    """A session without a connection."""
+
+    connected = False
+
+    def publish(self, *_: Any, **__: Any) -> None:
+        """Drop the message."""
+
+
+class PlayedTransport:
+    """A broker that nobody reaches."""
+
+    leader_client_id = "leader"
+
+    def session(self, **_: Any) -> Any:
+        return PlayedSession()
+
+
+class PlayedCheckpoints:
+    """A location of checkpoints that the test answers for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Then] = []
+
+    def find_initial(self, job: Job, then: Then) -> None:
+        self.asked.append(then)
+
+
+class PlayedPlanning:
+    """A planner that does nothing."""
+
+    progress = None
+
+    def cancel(self, effect: Any) -> None: ...
+
+    def check_solver(self, answer: Callable[[str], None]) -> None: ...
+
+
+def new_coordinator(directory: Path, checkpoints: PlayedCheckpoints) -> Coordinator:
+    return Coordinator(
+        Ports(
+            program=Program(version="1.0", schema=durable.SCHEMA),
+            clock=SystemClock(),
+            transport=cast(Any, PlayedTransport()),
+            disk=LocalDisk(),
+            planning=lambda *_: cast(Any, PlayedPlanning()),
+            checkpoints=lambda *_: cast(Any, checkpoints),
+            observer=Observer(),
+        ),
+        Peer(name="one", incarnation=1),
+        cluster="test",
+        directory=directory,
+        timing=Timing(),
+    )
+
+
+def test_a_coordinator_that_leads_no_more_takes_no_job_and_takes_it_when_it_leads_again(
+    tmp_path: Path,
+) -> None:
+    """The location of checkpoints may answer when another coordinator leads, and the client asks that one."""
+    tables = f'[snapshot]\nevery_steps = 1\n[checkpoint]\nurl = "{tmp_path}"\nevery_steps = 10\n'
+    request = SubmitRequest(request="r1", reply="client", job=job_data(tmp_path, tables=tables))
+
+    async def scene() -> None:
+        checkpoints = PlayedCheckpoints()
+        coordinator = new_coordinator(tmp_path / "state", checkpoints)
+        driving = asyncio.ensure_future(coordinator.driver.run())
+        other = Leader(term=2, name="two", incarnation=2)
+        topic, payload = coordinator.topics.request, encode_json(request)
+
+        coordinator._begin(Leader(term=1, name="one", incarnation=1), None)
+        coordinator._on_message(topic, payload, False)
+        coordinator._end_lead(other)
+        checkpoints.asked[0](None, "")
+        await asyncio.sleep(0.01)
+        assert coordinator.machine.job is None
+
+        coordinator._begin(Leader(term=3, name="one", incarnation=1), None)
+        coordinator._on_message(topic, payload, False)
+        assert len(checkpoints.asked) == 2, "the client asks again"
+        checkpoints.asked[1](None, "")
+        await asyncio.sleep(0.01)
+        assert coordinator.machine.job is not None and coordinator.machine.job.name == "gpt"
+        driving.cancel()
+        coordinator.journal.close()
+
+    asyncio.run(scene())
