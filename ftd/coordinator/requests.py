@@ -106,6 +106,7 @@ class RequestHandler:
             return
         self._waiting[request.request] = request.reply
         try:
+            _check_integers(msgspec.to_builtins(request))
             self._serve(request)
         except ConfigurationError as error:
             self.answer(request.request, accepted=False, detail=str(error))
@@ -248,3 +249,22 @@ class RequestHandler:
 
     def _send(self, client: str, answer: Answer) -> None:
         self._session.publish(self._topics.reply(client), encode_json(answer))
+
+
+def _check_integers(value: Any, where: str = "") -> None:
+    """Check that the journal and messages to nodes can hold the whole numbers of a request.
+
+    :param where: name of the value.
+    :raises ConfigurationError: one of them cannot be encoded.
+    """
+    match value:
+        case dict():
+            for name, part in value.items():
+                _check_integers(part, f"{where}.{name}" if where else str(name))
+        case list() | tuple():
+            for part in value:
+                _check_integers(part, where)
+        case int() if not -(2**63) <= value < 2**64:
+            raise ConfigurationError(
+                "the number has more than 64 bits", field=where, remedy="write a smaller one"
+            )

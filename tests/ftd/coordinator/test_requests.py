@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.ports import Observer, Ports, Program
 from ftd.driver import SystemClock
-from ftd.transport.wire.public import SubmitRequest, encode_json
+from ftd.transport.wire.public import Answer, SnapshotRequest, SubmitRequest, decode_json, encode_json
 from statemachine.cluster.durable import durable
 from statemachine.election.leadership import Leader, Peer
 from statemachine.messages.values import CheckpointRecord, Job
@@ -106,3 +108,39 @@ def test_a_coordinator_that_leads_no_more_takes_no_job_and_takes_it_when_it_lead
         coordinator.journal.close()
 
     asyncio.run(scene())
+
+
+def test_a_number_that_the_journal_cannot_hold_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise nothing of the cluster's state could be written any more."""
+    job = job_data(tmp_path, tables="[snapshot]\nevery_steps = 1\n")
+    submit = SubmitRequest(request="r1", reply="client", job=job)
+    huge = encode_json(submit).replace(b'"steps":100', b'"steps":%d' % 10**20).replace(b'"r1"', b'"r0"')
+    every = SnapshotRequest(request="r2", reply="client", every_steps=2**64)
+
+    async def scene() -> list[Answer]:
+        coordinator = new_coordinator(tmp_path / "state", PlayedCheckpoints())
+        answers: list[Answer] = []
+
+        def publish(topic: str, payload: bytes, **_: Any) -> None:
+            if topic == coordinator.topics.reply("client"):
+                answers.append(decode_json(payload, Answer))
+
+        monkeypatch.setattr(coordinator.leadership, "publish", publish)
+        driving = asyncio.ensure_future(coordinator.driver.run())
+        coordinator._begin(Leader(term=1, name="one", incarnation=1), None)
+        for payload in (huge, encode_json(submit), encode_json(every)):
+            coordinator._on_message(coordinator.topics.request, payload, False)
+            await asyncio.sleep(0.01)
+        assert coordinator.driver.bugs == 0, "the state was written"
+        driving.cancel()
+        coordinator.journal.close()
+        return answers
+
+    too_large = "the number has more than 64 bits (write a smaller one)"
+    assert [(answer.accepted, answer.detail.partition("-")[0]) for answer in asyncio.run(scene())] == [
+        (False, f"job.steps: {too_large}"),
+        (True, "gpt"),
+        (False, f"every_steps: {too_large}"),
+    ]
