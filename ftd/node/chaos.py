@@ -138,7 +138,7 @@ class NodeFaultInjector:
             self._actions.publish_event("ChaosRejected", problem, {"fault": request.do})
             self._answer(request, accepted=False, detail=problem)
             return
-        start_task(self._inject(request), self._tasks)
+        start_task(self._inject(request, at=self._announce(request)), self._tasks)
 
     def _problem(self, request: ChaosRequest) -> str | None:
         """Return why this request is rejected, or ``None``."""
@@ -184,7 +184,10 @@ class NodeFaultInjector:
             return f"{self._node} holds no part of a snapshot that is complete everywhere now"
         return None
 
-    async def _inject(self, request: ChaosRequest) -> None:
+    def _announce(self, request: ChaosRequest) -> float:
+        """Publish the fault, answer the request, so that a repeated one is not served again, and return the moment
+        of the fault.
+        """
         at = self._clock.monotonic_s() + NOTICE_S
         whole = _whole_node(request)
         details = {
@@ -204,6 +207,9 @@ class NodeFaultInjector:
             "ChaosInjected", f"{_describe(request)}, requested by {request.reply}", details
         )
         self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
+        return at
+
+    async def _inject(self, request: ChaosRequest, *, at: float) -> None:
         await self._actions.flush(ANNOUNCE_TIMEOUT_S)
         await asyncio.sleep(max(0.0, at - self._clock.monotonic_s()))
         self._do(request)

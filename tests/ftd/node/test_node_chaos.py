@@ -197,6 +197,21 @@ def test_a_fault_is_announced_before_it_is_injected_once(sleeper: subprocess.Pop
     assert [answer.accepted for answer in actions.answers] == [True, True]
 
 
+def test_a_request_that_arrives_twice_at_once_is_served_once() -> None:
+    """A daemon that was stopped finds what its client repeated meanwhile in one read of its socket."""
+    actions = RecordedActions({})
+
+    async def body(chaos: NodeFaultInjector) -> None:
+        chaos.on_request(payload(do="flip"))
+        chaos.on_request(payload(do="flip"))
+        await until(lambda: ("flip", None) in actions.log)
+        await asyncio.sleep(0.05)
+
+    play(actions, body)
+    assert actions.log == [("ChaosInjected", "flip", "trainer"), "flush", ("flip", None)]
+    assert [answer.accepted for answer in actions.answers] == [True, True]
+
+
 @pytest.mark.processes
 def test_a_stopped_trainer_continues_after_the_duration(sleeper: subprocess.Popen[bytes]) -> None:
     def woken() -> bool:
