@@ -129,7 +129,7 @@ def _time(seconds: float) -> str:
     ten hours on.
     """
     if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+        return f"{three_digits(seconds * 1e3)} ms"
     if seconds < 600:
         return f"{seconds:.3g} s"
     if seconds < 36_000:
@@ -140,7 +140,7 @@ def _time(seconds: float) -> str:
 def _size(size_bytes: int) -> str:
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size_bytes >= unit:
-            return f"{size_bytes / unit:.3g} {name}"
+            return f"{three_digits(size_bytes / unit)} {name}"
     return f"{size_bytes} bytes"
 
 
@@ -171,6 +171,11 @@ def describe_safety(pipelines: int) -> str:
     if pipelines == 2:
         return "any 1 node can fail and a copy of every layer is left"
     return f"any {pipelines - 1} nodes can fail and a copy of every layer is left"
+
+
+def three_digits(number: float) -> str:
+    """Return a number with three significant digits and without an exponent: ``0.127``, ``12.7``, ``1274``."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
 
 def count_noun(count: int, noun: str) -> str:

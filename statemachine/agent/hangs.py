@@ -10,6 +10,7 @@ for at most ``idle_heartbeat_s``: a group does not wait longer for a trainer who
 
 from statistics import median
 
+from planner.reasons import three_digits
 from statemachine.agent.events import TrainerStarved
 from statemachine.agent.state import HANG_CHECK, Agent, TrainerPhase, TrainerRecord
 from statemachine.messages.trainer import TrainerHeartbeat
@@ -81,4 +82,4 @@ def _hang_reason(a: Agent, trainer: TrainerRecord) -> tuple[str, float] | None:
 
 
 def _limit(limit_s: float, keys: str) -> str:
-    return f"{limit_s:.3g} s (timing: {keys})"
+    return f"{three_digits(limit_s)} s (timing: {keys})"

@@ -18,6 +18,7 @@ more before it takes part.
 import hashlib
 from statistics import median
 
+from planner.reasons import three_digits
 from statemachine.cluster.node import USABLE, DeviceSpeeds, NodeMachine
 from statemachine.cluster.phases import Planning, Quiescing, Running
 from statemachine.cluster.quarantine import (
@@ -172,13 +173,17 @@ def _find_slow(c: Cluster, node: NodeMachine, report: HealthReport) -> tuple[Nod
             compared = compared and (other > 0 or own <= 0)
             if 0 < own < c.hardware.health.min_speed * other:
                 detail = (
-                    f"{name} ({device.kind}): {what} at {own:.3g} {unit}, and the other nodes at {other:.3g}"
+                    f"{name} ({device.kind}): {what} at {three_digits(own)} {unit}, "
+                    f"and the other nodes at {three_digits(other)}"
                 )
                 return make_failure(c, "slow_device", detail), True
     fewest = c.hardware.health.min_others
     own, other = _link_speed(node), _usual([_link_speed(one) for one in others], fewest)
     if 0 < own < c.hardware.health.min_link_speed * other:
-        detail = f"transfers from other nodes at {own:.3g} MB/s, and those of the other nodes at {other:.3g}"
+        detail = (
+            f"transfers from other nodes at {three_digits(own)} MB/s, "
+            f"and those of the other nodes at {three_digits(other)}"
+        )
         return make_failure(c, "slow_link", detail), True
     return None, compared
 

@@ -14,7 +14,7 @@ that a node finds corrupt is skipped.
 
 from dataclasses import replace
 
-from planner.reasons import join_names
+from planner.reasons import join_names, three_digits
 from planner.values import Device, StatePart
 from statemachine.cluster.drains import next_left_out
 from statemachine.cluster.jobs import fail
@@ -141,7 +141,7 @@ def _wait_for_absent(c: Cluster, reason: str) -> None:
     then = "the newest checkpoint is searched for" if c.current_job.checkpoint.url else "the job fails"
     waited = (
         f"{reason}; {join_names(live + snapshot_holders)} may still hold it: waiting for their return for "
-        f"{left_s:.3g} s, then {then}"
+        f"{three_digits(left_s)} s, then {then}"
     )
     pause(c, waited, needed=None, pause_limited=True)
     c.set_timer(PAUSE_LIMIT, left_s)

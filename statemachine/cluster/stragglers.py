@@ -13,6 +13,7 @@ costs, the nodes stop at a step boundary, on the path of a join.
 
 from statistics import median_low
 
+from planner.reasons import three_digits
 from planner.stages.layers import expected_ms
 from planner.values import Situation
 from statemachine.cluster.node import NodeMachine
@@ -146,12 +147,12 @@ def take_comparison(c: Cluster, event: PlanCompared) -> None:
     if saved_s < c.timing.straggler_gain * step_s or saved_s * left < c.timing.straggler_cost_s:
         c.emit(
             "ReplanSkipped",
-            f"another plan for the speed of {names} would save {1e3 * max(saved_s, 0.0):.3g} ms of a step of "
-            f"{1e3 * step_s:.3g} ms, with {left} steps left",
+            f"another plan for the speed of {names} would save {three_digits(1e3 * max(saved_s, 0.0))} ms of a "
+            f"step of {three_digits(1e3 * step_s)} ms, with {left} steps left",
             nodes=changed,
             saved_s=max(saved_s, 0.0),
             step_s=step_s,
         )
         return
-    why = f"the speed of {names} changed: another plan saves {1e3 * saved_s:.3g} ms a step"
+    why = f"the speed of {names} changed: another plan saves {three_digits(1e3 * saved_s)} ms a step"
     reconfigure(c, why, "boundary", note_cause(c, "speed_changed", changed))

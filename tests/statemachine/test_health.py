@@ -155,7 +155,7 @@ def test_memory_and_each_device_of_a_node_are_compared() -> None:
     s.join("node-3", slow)
     s.check("node-3", msgspec.structs.replace(slow, number=2))
     assert s.aside("node-3") == "slow_device"
-    assert "device 1 (H100): copies in memory at 400 GB/s, and the other nodes at 1e+03" in (
+    assert "device 1 (H100): copies in memory at 400 GB/s, and the other nodes at 1000" in (
         s.named("NodeQuarantined")[0].reason
     )
 
@@ -220,7 +220,7 @@ def test_a_slow_link_counts_by_the_quickest_of_its_transfers() -> None:
     assert not s.ready("node-4")
     s.check("node-4", linked(2, 110.0))
     assert s.aside("node-4") == "slow_link"
-    assert "transfers from other nodes at 110 MB/s, and those of the other nodes at 1e+03" in (
+    assert "transfers from other nodes at 110 MB/s, and those of the other nodes at 1000" in (
         s.named("NodeQuarantined")[0].reason
     )
 

@@ -140,6 +140,14 @@ def test_a_plan_that_saves_too_little_is_not_worth_a_stop() -> None:
     assert not s.asked, "asked again only when speeds change"
 
 
+def test_a_saving_and_a_step_of_seconds_are_named_in_whole_milliseconds() -> None:
+    s = Watched()
+    s.heartbeats(6.0, node_3=2.0)
+    s.feed(PlanCompared, generation=1, current_s=40.0, best_s=39.0)
+    [skipped] = s.all(EmitEvent)
+    assert "would save 1250 ms of a step of 50000 ms" in skipped.reason
+
+
 def test_shortly_before_the_end_nothing_changes() -> None:
     s = Watched(steps=2)
     s.heartbeats(6.0, node_3=2.0)
