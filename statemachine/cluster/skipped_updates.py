@@ -92,10 +92,12 @@ def find_failure(skipped: SkippedUpdates, *, step: int, steps: int, max_skipped:
     in_row, (first, _) = skipped.in_row(step), skipped.runs[-1]
     if in_row >= max_skipped:
         what = f"the updates of {in_row} steps in a row were skipped, from step {first} on"
+        remedy = "training.max_skipped sets the limit"
     elif skipped.total * 2 > steps:
         what = (
             f"{skipped.total} of the job's {steps} updates were skipped, the last ones from step {first} on"
         )
+        remedy = "more than half of them are too many, unless training.max_skipped is 0"
     else:
         return None
     where = (
@@ -103,4 +105,4 @@ def find_failure(skipped: SkippedUpdates, *, step: int, steps: int, max_skipped:
         if skipped.first is not None
         else ""
     )
-    return f"{what}{where}; training.max_skipped sets the limit"
+    return f"{what}{where}; {remedy}"

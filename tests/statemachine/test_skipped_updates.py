@@ -133,6 +133,11 @@ def test_the_journal_does_not_grow_with_the_number_of_skipped_updates() -> None:
     for step in range(1, 2001, 2):
         skipped = skipped.added(step, None)
     assert (skipped.total, len(skipped.runs)) == (1000, MAX_RUNS)
-    assert find_failure(skipped, step=1999, steps=1999, max_skipped=20) is not None
+    for limit in (20, 10**6):  # It limits those in a row.
+        why = find_failure(skipped, step=1999, steps=1999, max_skipped=limit)
+        assert why is not None and why.endswith(
+            "; more than half of them are too many, unless training.max_skipped is 0"
+        )
+    assert find_failure(skipped, step=1999, steps=1999, max_skipped=0) is None
     assert find_failure(skipped, step=1999, steps=2000, max_skipped=20) is None
     assert skipped.rolled_back(10).total == 10
