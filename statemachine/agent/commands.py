@@ -379,8 +379,11 @@ def stop(a: Agent, command: Stop) -> None:
 
 
 def fence(a: Agent, command: Fence) -> None:
-    """End everything that this incarnation does, since it is fenced."""
+    """End everything that this incarnation does, since it is fenced. A node that is leaving leaves at once."""
     a.kill_trainers()
+    if a.leaving is not None:
+        leave_now(a)
+        return
     agent_persisting.abandon(a)
     a.publish(NodeState.OFFLINE, f"fenced: {command.reason}")
     for name in list(a.due):

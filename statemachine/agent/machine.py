@@ -52,7 +52,7 @@ from statemachine.agent.state import (
     TrainerPhase,
     TrainerRecord,
 )
-from statemachine.effects import Effect
+from statemachine.effects import Effect, ExitDaemon
 from statemachine.events import BrokerConnected, BrokerDisconnected, TimerFired
 from statemachine.messages.cluster import Leaving, TrainerLost
 from statemachine.messages.common import (
@@ -161,6 +161,8 @@ class AgentMachine:
                 a.corrupt_step = event.step  # The next heartbeat reports it; its sound parts still count.
             case SnapshotRepaired():
                 a.repairs += 1  # The next heartbeat reports it.
+            case TerminationRequested() if not a.active:
+                a.out.append(ExitDaemon(cause=a.cause, code=0))  # Nothing is left to hand over.
             case _ if not a.active:
                 pass  # fenced or gone: nothing counts until a new AgentStarted
             case CommandArrived():

@@ -725,6 +725,22 @@ def test_a_second_sigterm_or_one_with_nothing_to_hand_over_goes_at_once() -> Non
     assert idle.all(ExitDaemon)
 
 
+def test_a_leaving_node_that_is_fenced_leaves_at_once() -> None:
+    """A new incarnation would start trainers, and nobody would stop the daemon."""
+    d = running()
+    d.feed(TerminationRequested, reason="SIGTERM")
+    d.order(Fence(reason="out"))
+    assert d.all(KillTrainer) and d.all(ExitDaemon) and not d.all(RenewIncarnation)
+    assert d.all(PublishNode)[-1].state is NodeState.OFFLINE
+
+
+def test_a_sigterm_between_a_fence_and_the_new_incarnation_counts() -> None:
+    d = running()
+    d.order(Fence(reason="out"))
+    d.feed(TerminationRequested, reason="SIGTERM")
+    assert d.one(ExitDaemon).code == 0
+
+
 def test_a_drained_node_stays_without_trainers() -> None:
     d = running()
     d.order(Release())
