@@ -33,6 +33,7 @@ from ftd.snapshots.storage import LocalSnapshotStorage
 from ftd.tasks import cancel_all
 from ftd.transport.http_server import listen
 from ftd.transport.mqtt.session import MqttSession
+from planner.reasons import count_noun
 from runtime.wire.store_protocol import secret_fingerprint
 from statemachine.messages.values import NodeFacts
 
@@ -98,7 +99,7 @@ class NodeDaemon:
                 loop.add_signal_handler(number, self._on_signal, number)
             await self._node.introduce()
             name = self._config.node
-            systemd.notify("READY=1", f"STATUS=node {name}, {self._config.devices} devices")
+            systemd.notify("READY=1", f"STATUS=node {name}, {count_noun(self._config.devices, 'device')}")
             background += [
                 asyncio.ensure_future(work) for work in (systemd.feed_watchdog(), self._starvation.run())
             ]

@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from ftd.transport.wire.public import Answer, TraceData, TraceRequest, decode_json
+from planner.reasons import count_noun
 from runtime.monitoring.tracing import MAX_STEPS
 from statemachine.messages.trace import Trace, Traced
 
@@ -84,7 +85,7 @@ class TraceService:
             spans=[msgspec.structs.astuple(span) for span in traced.spans],
         )
         log.info("traced", device=device, spans=len(traced.spans), dropped=traced.dropped)
-        detail = f"{len(traced.spans)} spans of rank {traced.rank}"
+        detail = f"{count_noun(len(traced.spans), 'span')} of rank {traced.rank}"
         self._send_answer(
             request,
             Answer(request=request.request, accepted=True, detail=detail, data=msgspec.to_builtins(data)),
@@ -99,7 +100,8 @@ class TraceService:
     def _abandon(self, number: str) -> None:
         request, _ = self._waiting.pop(number)
         detail = (
-            f"{self._node}/{request.device} did not train {request.steps} steps within {request.within_s:g} s"
+            f"{self._node}/{request.device} did not train {count_noun(request.steps, 'step')} "
+            f"within {request.within_s:g} s"
         )
         self._send_answer(request, Answer(request=number, accepted=False, detail=detail))
 

@@ -103,7 +103,7 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
     c.answer(event.request, True, job.job_id)
     c.emit(
         "JobSubmitted",
-        f"job {job.name!r}: {job.steps} steps",
+        f"job {job.name!r}: {count_noun(job.steps, 'step')}",
         name=job.name,
         steps=job.steps,
         job=job.job_id,
@@ -311,7 +311,7 @@ def maybe_finish(c: Cluster, group: Running) -> None:
     lines = "".join(f"{layer}:{digest}\n" for layer, digest in sorted(digests.items()))
     checksum = hashlib.sha256(lines.encode()).hexdigest()
     failing = describe_failing_nodes(c.failing.items())
-    outcome = f"finished after {job.steps} steps" + (f", but {failing}" if failing else "")
+    outcome = f"finished after {count_noun(job.steps, 'step')}" + (f", but {failing}" if failing else "")
     end_job(c, PhaseEvent.JOB_ENDED, outcome, "JobFinished", checksum=checksum)
 
 

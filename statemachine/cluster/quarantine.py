@@ -127,8 +127,9 @@ def note_failure(c: Cluster, node: NodeMachine, cause: QuarantineCause, detail: 
     evidence = [one for one in node.failures if one.cause == cause]
     if len(evidence) < limits.failures or not _stands_out(c, node, cause, len(evidence)):
         return False
-    times = f"{len(evidence)} times within {duration(c.at - evidence[0].at)}"
-    return quarantine_node(c, node, cause, evidence, f"{_FAILED[cause]} {times}, the last: {failure.detail}")
+    times = f" {len(evidence)} times within {duration(c.at - evidence[0].at)}, the last"
+    often = times if len(evidence) > 1 else ""
+    return quarantine_node(c, node, cause, evidence, f"{_FAILED[cause]}{often}: {failure.detail}")
 
 
 def make_failure(c: Cluster, cause: QuarantineCause, detail: str) -> NodeFailure:

@@ -91,7 +91,11 @@ def find_failure(skipped: SkippedUpdates, *, step: int, steps: int, max_skipped:
         return None
     in_row, (first, _) = skipped.in_row(step), skipped.runs[-1]
     if in_row >= max_skipped:
-        what = f"the updates of {in_row} steps in a row were skipped, from step {first} on"
+        what = (
+            f"the updates of {in_row} steps in a row were skipped, from step {first} on"
+            if in_row > 1
+            else f"the update of step {first} was skipped"
+        )
         remedy = "training.max_skipped sets the limit"
     elif skipped.total * 2 > steps:
         what = (

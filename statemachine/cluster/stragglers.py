@@ -13,7 +13,7 @@ costs, the nodes stop at a step boundary, on the path of a join.
 
 from statistics import median_low
 
-from planner.reasons import three_digits
+from planner.reasons import count_noun, three_digits
 from planner.stages.layers import expected_ms
 from planner.values import Situation
 from statemachine.cluster.node import NodeMachine
@@ -148,7 +148,7 @@ def take_comparison(c: Cluster, event: PlanCompared) -> None:
         c.emit(
             "ReplanSkipped",
             f"another plan for the speed of {names} would save {three_digits(1e3 * max(saved_s, 0.0))} ms of a "
-            f"step of {three_digits(1e3 * step_s)} ms, with {left} steps left",
+            f"step of {three_digits(1e3 * step_s)} ms, with {count_noun(left, 'step')} left",
             nodes=changed,
             saved_s=max(saved_s, 0.0),
             step_s=step_s,

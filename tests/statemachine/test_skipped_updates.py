@@ -91,6 +91,9 @@ def test_the_limit_can_be_changed_or_removed() -> None:
     s = running(steps=100, updates=UpdatePolicy(max_skipped=2))
     steps(s, NOTHING, NOTHING)
     assert s.machine.phase is ClusterPhase.FAILED
+    s = running(steps=100, updates=UpdatePolicy(max_skipped=1))
+    steps(s, NOTHING)
+    assert outcome(s).startswith("the update of step 2 was skipped; training.max_skipped")
     s = running(steps=100, updates=UpdatePolicy(max_skipped=0))
     steps(s, *[NOTHING] * 98)
     assert s.machine.phase is ClusterPhase.RUNNING

@@ -153,6 +153,7 @@ def test_shortly_before_the_end_nothing_changes() -> None:
     s.heartbeats(6.0, node_3=2.0)
     s.weighed()
     assert [e.name for e in s.published] == ["StragglerDetected", "ReplanSkipped"]
+    assert s.published[-1].reason.endswith(", with 1 step left")
 
 
 def test_comparisons_of_plans_keep_their_distance() -> None:
