@@ -142,7 +142,8 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
         c.cancel_timer(timer)
     c.persist()
     c.emit(name, reason, **details)
-    if c.templates_for:
+    # The process for its plans starts while the model is measured.
+    if c.templates_for or c.profiled is None:
         c.out.append(CancelTemplates(cause=c.cause, job_id=c.current_job.job_id))
     c.send_all(
         c.alive(), Stop(job_id=c.current_job.job_id, reason=reason, failed=event is PhaseEvent.JOB_FAILED)

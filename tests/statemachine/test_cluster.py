@@ -21,6 +21,7 @@ from statemachine.effects import (
     AnswerRequest,
     BroadcastCommand,
     BuildTemplates,
+    CancelTemplates,
     CancelTimer,
     ComputePlan,
     EmitEvent,
@@ -138,6 +139,16 @@ def test_a_job_after_a_stopped_one_starts_from_step_0() -> None:
         s.say(name, Prepared(job_id="job-2", profile=PROFILE if name == "node-0" else None))
     s.feed(TemplatesReady, job_id="job-2")
     assert {q.generation for q in sent(s, Quiesce).values()} == {2}
+
+
+def test_a_job_that_ends_while_a_node_measures_it_ends_the_process_that_was_started_for_its_plans() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.feed(SubmitRequested, request="r", job=job())
+    assert sent(s, Prepare)["node-0"].profile
+    s.feed(StopRequested, request="stop", job="tiny")
+    assert s.one(CancelTemplates).job_id == "job-1"
 
 
 def test_a_stop_that_is_asked_for_again_is_one() -> None:
