@@ -46,8 +46,7 @@ def parse_expectations(table: ExpectTable, where: str) -> tuple[v.Expectation, .
         value = getattr(table, name)
         if value is None:
             continue
-        if value < 0:
-            raise ConfigurationError(f"{value:g} is negative", field=f"{where}.{name}", remedy="0 or more")
+        _require_at_least_0(value, f"{where}.{name}")
         found.append(kind(value))
     for name, known, several in (("tier", TIERS, v.RecoveryTier), ("cause", CAUSES, v.RecoveryCause)):
         given = getattr(table, name)
@@ -75,10 +74,17 @@ def _afterwards(table: ExpectTable, where: str) -> list[v.Expectation]:
         found.append(v.ClusterPhaseReached(phase=table.phase))
     if table.finishes:
         found.append(v.JobFinishes())
-    if table.same_losses:
+    if table.same_losses is not False:  # A difference of 0 is not False: the losses must be equal.
         relative = RELATIVE if table.same_losses is True else float(table.same_losses)
+        _require_at_least_0(relative, f"{where}.same_losses")
         found.append(v.SameLosses(relative=relative))
     return found
+
+
+def _require_at_least_0(value: float, field: str) -> None:
+    if not value >= 0:
+        problem = f"{value:g} is negative" if value < 0 else f"{value:g} is not a number of at least 0"
+        raise ConfigurationError(problem, field=field, remedy="0 or more")
 
 
 _LIMITS: dict[str, Any] = {

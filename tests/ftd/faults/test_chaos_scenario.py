@@ -1,12 +1,14 @@
 """Chaos scenarios: what their files may contain, and when their faults are due."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ftd.errors import ConfigurationError, FtdError, PeerError, UnreachableError
+from ftd.faults.chaos.expectations import RELATIVE
 from ftd.faults.chaos.inject import require_known_nodes, require_remote
 from ftd.faults.chaos.scenario import load_scenario, parse_scenario
 from ftd.faults.chaos.scheduler import FaultScheduler, FaultTriggers
@@ -170,6 +172,9 @@ def test_expectations_are_understood() -> None:
     [
         ({"expect": {"resumed_within": 5}}, "did you mean 'resumed_within_s'"),
         ({"expect": {"lost_steps_max": -1}}, "expect.lost_steps_max: -1 is negative"),
+        ({"expect": {"resumed_within_s": math.nan}}, "expect.resumed_within_s: nan is not a number"),
+        ({"expect": {"same_losses": -1e-6}}, "expect.same_losses: -1e-06 is negative"),
+        ({"expect": {"same_losses": math.nan}}, "expect.same_losses: nan is not a number"),
         ({"expect": {"tier": "replika"}}, "did you mean 'replica'"),
         ({"expect": {"cause": "node_los"}}, "did you mean 'node_lost'"),
         ({"expect": {"events": ["NodeLosst"]}}, "did you mean 'NodeLost'"),
@@ -187,6 +192,19 @@ def test_a_wrong_scenario_table_is_rejected(table: dict[str, Any], expected_word
         parse_scenario({"fault": [], **table}, "s.toml")
     assert expected_words in str(caught.value)
     assert str(caught.value).startswith("s.toml: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (True, (SameLosses(relative=RELATIVE),)),
+        (0, (SameLosses(relative=0.0),)),
+        (0.0, (SameLosses(relative=0.0),)),
+        (False, ()),
+    ],
+)
+def test_losses_may_have_to_be_equal(given: float, expected: tuple[SameLosses, ...]) -> None:
+    assert parse_scenario({"fault": [], "expect": {"same_losses": given}}, "s.toml").expect == expected
 
 
 def test_roles_become_nodes() -> None:
