@@ -5,6 +5,7 @@ A field that would have no effect is an error, because whoever wrote it expects 
 for an unknown field suggests the nearest known one.
 """
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -264,8 +265,12 @@ def _reject_idle_fields(table: FaultTable, target: v.Target, where: str) -> None
 
 
 def _check_numbers(table: FaultTable, where: str) -> None:
-    for name in ("for_s", "restart_after_s", "delay_s", "late_s"):
+    for name in ("restart_after_s", "delay_s", "late_s"):
         require_at_least(0, getattr(table, name), f"{where}: {name}")
+    if table.for_s is not None and not 0 < table.for_s < math.inf:
+        raise ConfigurationError(
+            f"{table.for_s:g} is not a duration", field=f"{where}: for_s", remedy="write seconds above 0"
+        )
     for name in ("drop", "duplicate"):
         value = getattr(table, name)
         if value is not None and not 0 <= value <= 1:
