@@ -22,7 +22,7 @@ def sim(
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Run this many seeds, beginning with --first.")
     ] = None,
-    first: Annotated[int, typer.Option(min=0, help="First seed of --seeds.")] = 0,
+    first: Annotated[int | None, typer.Option(min=0, help="First seed of --seeds.", show_default="0")] = None,
     triggered: Annotated[
         bool,
         typer.Option(
@@ -45,13 +45,18 @@ def sim(
         typer.Option(min=1, max=64, help="With --scenario: number of nodes, instead of the scenario's."),
     ] = None,
     skip_unsupported: Annotated[
-        bool, typer.Option("--skip-unsupported", help="Skip faults that the simulator does not support.")
+        bool,
+        typer.Option(
+            "--skip-unsupported", help="With --scenario: skip faults that the simulator does not support."
+        ),
     ] = False,
     junit: Annotated[
         Path | None,
         typer.Option(help="With --scenario: write the results as JUnit XML, for CI.", metavar="FILE.xml"),
     ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Print every event and effect.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="With --seed or --scenario: print every event and effect.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate clusters under random faults from a seed.
@@ -67,18 +72,31 @@ def sim(
 
     Example: ftd sim --seeds 1000, or ftd sim --scenario examples/chaos/node-killed.toml --seeds 20
     """
+    if first is not None and seeds is None:
+        raise typer.BadParameter("--first belongs to --seeds")
+    first = first or 0
     if scenario is not None:
+        if trace and as_json:
+            raise typer.BadParameter("the JSON of a scenario has no trace: leave out --trace or --json")
         if triggered:
             raise typer.BadParameter("--triggered belongs to random faults: leave out --scenario")
         if seed is not None and seeds is not None:
             raise typer.BadParameter("give either --seed N or --seeds N")
         worlds = range(first, first + seeds) if seeds is not None else range(seed or 0, (seed or 0) + 1)
         raise typer.Exit(_scenario(scenario, job, nodes, worlds, skip_unsupported, junit, trace, as_json))
-    for given, option in ((job, "--job"), (nodes, "--nodes"), (junit, "--junit")):
+    of_scenario = {
+        "--job": job,
+        "--nodes": nodes,
+        "--junit": junit,
+        "--skip-unsupported": skip_unsupported or None,
+    }
+    for option, given in of_scenario.items():
         if given is not None:
             raise typer.BadParameter(f"{option} belongs to --scenario")
     if (seed is None) == (seeds is None):
         raise typer.BadParameter("give either --seed N or --seeds N")
+    if trace and seed is None:
+        raise typer.BadParameter("--trace belongs to --seed or --scenario")
     if seed is not None:
         failed = _one(seed, triggered=triggered, trace=trace, as_json=as_json)
     else:

@@ -292,6 +292,24 @@ def test_the_command_needs_either_a_seed_or_a_number_of_seeds() -> None:
     assert CliRunner().invoke(app, ["sim", "--seed", "1", "--triggered", *scenario]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--seed", "1", "--first", "5"), "--first belongs to --seeds"),
+        (("--scenario", "examples/chaos/node-killed.toml", "--first", "5"), "--first belongs to --seeds"),
+        (("--seed", "1", "--skip-unsupported"), "--skip-unsupported belongs to --scenario"),
+        (("--seeds", "1", "--trace"), "--trace belongs to --seed or --scenario"),
+        (
+            ("--scenario", "examples/chaos/node-killed.toml", "--trace", "--json"),
+            "leave out --trace or --json",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_rejected(options: tuple[str, ...], complaint: str) -> None:
+    done = CliRunner().invoke(app, ["sim", *options], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and complaint in done.output
+
+
 def test_wrong_code_fails_the_job_and_nothing_else_counts_as_wrong_code() -> None:
     """Other faults happen as well, whoever leads; the other jobs of these seeds end as usual."""
     failed = 0
