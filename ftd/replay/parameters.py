@@ -15,7 +15,11 @@ from ftd.replay.policy import Checkpoints
 
 _SHIPPED = Path(__file__).with_name("parameters.toml")
 
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+MOST_S = 1e12
+"""Longest time that a parameter may be; an interval that is longer than every trace means never."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
+Interval = Annotated[float, msgspec.Meta(gt=0, le=MOST_S)]
+"""Time between two events, in seconds."""
 BytesPerS = Annotated[float, msgspec.Meta(gt=0)]
 
 Section = TypeVar("Section", bound=msgspec.Struct)

@@ -20,12 +20,12 @@ Assumptions:
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import BytesPerS, Parameters, Seconds
+from ftd.replay.parameters import BytesPerS, Interval, Parameters, Seconds
 from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses
 from ftd.replay.policy import Change, Checkpoints, Reaction, RecoveryPolicy, Running
@@ -51,9 +51,9 @@ class CheckpointParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """Whether training goes on while a checkpoint is written."""
     copy_bytes_per_s: BytesPerS
     """Rate at which a node copies its share of the state for an asynchronous checkpoint."""
-    every_s: Annotated[float, msgspec.Meta(gt=0)] | Literal["auto"]
+    every_s: Interval | Literal["auto"]
     """Time between checkpoints; ``auto``: the interval that loses least."""
-    failure_every_s: Annotated[float, msgspec.Meta(gt=0)] | Literal["learned"]
+    failure_every_s: Interval | Literal["learned"]
     """Mean time between failures from which ``auto`` follows."""
     joins: Literal["at_once", "next_restart"]
     """Moment at which nodes that join are taken in."""

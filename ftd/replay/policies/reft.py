@@ -24,7 +24,7 @@ import msgspec
 
 from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import BytesPerS, Parameters, Seconds
+from ftd.replay.parameters import BytesPerS, Interval, Parameters, Seconds
 from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses, total_s
 from ftd.replay.policy import Change, Checkpoints, Reaction, RecoveryPolicy, Running
@@ -53,7 +53,7 @@ class ReftParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rate at which the persistent checkpoint is loaded."""
     store_bytes_per_s: BytesPerS
     """Rate at which the persistent checkpoint is written."""
-    persist_every_s: Annotated[float, msgspec.Meta(gt=0)] | Literal["auto"]
+    persist_every_s: Interval | Literal["auto"]
     """Time between two persistent checkpoints, which stop nothing; ``auto``: storage is busy for a tenth of it."""
 
 

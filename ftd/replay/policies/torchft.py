@@ -18,12 +18,10 @@ Assumptions:
 """
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
-
-import msgspec
+from typing import ClassVar
 
 from ftd.replay.job import ReplayJob
-from ftd.replay.parameters import BytesPerS, Parameters, Seconds, TimedCheckpoints
+from ftd.replay.parameters import BytesPerS, Interval, Parameters, Seconds, TimedCheckpoints
 from ftd.replay.policies.pace import Pace
 from ftd.replay.policies.pauses import pauses, total_s
 from ftd.replay.policy import Change, PolicyExcluded, Reaction, RecoveryPolicy, Running
@@ -44,7 +42,7 @@ class TorchftParameters(TimedCheckpoints, frozen=True, kw_only=True, forbid_unkn
     """Highest rate at which a node receives state from another group; the job's link may be slower."""
     several_nodes: bool
     """Whether a replica group may have several nodes."""
-    checkpoint_every_s: Annotated[float, msgspec.Meta(gt=0)]
+    checkpoint_every_s: Interval
     """Time between two checkpoints, above 0."""
 
 

@@ -75,6 +75,18 @@ def test_wrong_parameters_are_all_named_with_their_table(tmp_path: Path) -> None
     assert f"{parameters}, [ftd]: detect: unknown field (did you mean 'detect_s'?)" in text
 
 
+@pytest.mark.parametrize(
+    ("policy", "key"),
+    [("oobleck", "checkpoint_every_s"), ("checkpoint", "every_s"), ("bamboo", "checkpoint_every_s")],
+)
+def test_a_time_among_the_parameters_is_finite(policy: str, key: str, tmp_path: Path) -> None:
+    parameters = tmp_path / "mine.toml"
+    parameters.write_text(f"[{policy}]\n{key} = inf\n")
+    with pytest.raises(ConfigurationError) as caught:
+        replayed("gpt2", "--trace", TRACE, "--policy", policy, "--parameters", parameters)
+    assert f"[{policy}]: {key}: inf is not allowed" in str(caught.value)
+
+
 def test_a_trace_of_one_instant_needs_a_length(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("time_s,event,node\n0,add,a\n0,add,b\n")
