@@ -20,6 +20,7 @@ import msgspec
 from ftd.coordinator.plan_answer import answer_question
 from ftd.coordinator.restore_check import check_restore
 from ftd.coordinator.speculative_planning import make_plan
+from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import BytesPerS, Seconds
 from ftd.replay.policy import Category
@@ -27,6 +28,7 @@ from planner.intervals import WRITE_PERIODS
 from planner.values import Device, Plan
 from statemachine.cluster.machine import ClusterEvent, ClusterMachine
 from statemachine.cluster.rules import owned_layers
+from statemachine.cluster.snapshots.protections import AUTO
 from statemachine.cluster.state import JOIN, STEPS, TICK
 from statemachine.effects import (
     BroadcastCommand,
@@ -77,6 +79,7 @@ from statemachine.messages.values import (
     Vote,
 )
 from statemachine.timing import Timing
+from storage.codes import parse_scheme
 
 COMMIT_DELAY_S = 1e-3
 """Time after the end of a step at which its commit is looked for."""
@@ -123,6 +126,17 @@ class FtdParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Estimate of what ftd does not do: after a loss, pipelines that have lost no node keep the gradients of the
     microbatches that they have completed, and only the others are computed again.
     """
+
+    def __post_init__(self) -> None:
+        """:raises ConfigurationError: there is no such protection scheme."""
+        if self.protection == AUTO:
+            return
+        try:
+            parse_scheme(self.protection)
+        except ValueError as error:
+            raise ConfigurationError(
+                str(error), field="protection", remedy="write one of these, or auto"
+            ) from None
 
     def checkpoint_write_s(self, state_bytes: int) -> float:
         """Return the time of a checkpoint of ``state_bytes``, from its order until it is complete."""
@@ -244,7 +258,7 @@ class VirtualCluster:
         for node in nodes:
             self._nodes[node] = self._new_node(at_start=True)
             self._say(node, self._hello())
-        automatic = self._parameters.protection == "auto"
+        automatic = self._parameters.protection == AUTO
         job = Job(
             job_id=_CAUSE,
             name=self._job.name,

@@ -87,6 +87,14 @@ def test_a_time_among_the_parameters_is_finite(policy: str, key: str, tmp_path: 
     assert f"[{policy}]: {key}: inf is not allowed" in str(caught.value)
 
 
+def test_an_unknown_protection_among_the_parameters_is_rejected(tmp_path: Path) -> None:
+    parameters = tmp_path / "mine.toml"
+    parameters.write_text('[ftd]\nprotection = "aec3"\n')
+    with pytest.raises(ConfigurationError) as caught:
+        replayed("gpt2", "--trace", TRACE, "--policy", "ftd", "--parameters", parameters)
+    assert "[ftd]: protection: 'aec3' is not a protection scheme" in str(caught.value)
+
+
 def test_a_trace_of_one_instant_needs_a_length(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("time_s,event,node\n0,add,a\n0,add,b\n")
