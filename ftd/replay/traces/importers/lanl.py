@@ -88,7 +88,7 @@ def _rows_of_system(file: TraceFile, system: str | None) -> list[tuple[str, dict
             f"the columns {', '.join(missing)} are missing", place="line 1", remedy="keep LANL's columns"
         )
     rows = []
-    for row in reader:
+    for row in file.csv_rows(reader):
         if None in row:
             raise file.error(
                 "the line has more fields than the header",

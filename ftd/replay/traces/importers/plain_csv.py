@@ -32,7 +32,7 @@ def read_plain_csv(file: TraceFile, options: ImportOptions) -> Trace:
             remedy=f"write {','.join(COLUMNS)}, and {OPTIONAL_COLUMN} as a fourth column if you need it",
         )
     records = []
-    for number, row in enumerate(csv.reader(lines[1:]), start=2):
+    for number, row in enumerate(file.csv_rows(csv.reader(lines[1:])), start=2):
         place = f"line {number}"
         if len(row) != len(columns):
             raise file.error(

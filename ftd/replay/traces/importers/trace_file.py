@@ -1,8 +1,9 @@
 """The text of a trace file, and the assembly of a trace from the records that an importer found in it."""
 
+import csv
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -83,6 +84,23 @@ class TraceFile:
     def lines(self) -> list[str]:
         """Lines without their ends; empty lines at the end of the file are left out."""
         return self.text.rstrip().splitlines()
+
+    def csv_rows(self, rows: Iterable[T]) -> Iterator[T]:
+        """Yield the rows after the header that a reader of the module ``csv`` finds.
+
+        :raises TraceError: they are no CSV.
+        """
+        number = 2
+        try:
+            for row in rows:
+                yield row
+                number += 1
+        except csv.Error as error:
+            raise self.error(
+                f"no CSV from here on: {error}",
+                place=f"line {number}",
+                remedy="is a quotation mark not closed?",
+            ) from None
 
     def error(self, problem: str, *, place: str = "", remedy: str | None = None) -> TraceError:
         """Return an error about this file."""

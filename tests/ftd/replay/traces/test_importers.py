@@ -131,6 +131,8 @@ def test_the_remedy_names_the_option_of_the_command(name: str, options: dict[str
     assert remedy in (caught.value.remedy or "")
 
 
+QUOTED = '"2'
+
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "events: too few fields": ("0,add,a\n5,add\n", {}, "line 2: the line has 2 fields"),
     "events: unknown event": ("0,add,a\n5,fail,b\n", {}, "line 2: 'fail' is not an event"),
@@ -210,6 +212,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         f"{LANL_HEADER}\n{lanl_line(**{'Prob Fixed': '6/21/2005 9:00'})}\n",
         {},
         "line 2: the failure was fixed at 6/21/2005 9:00, before it started",
+    ),
+    "lanl: a quotation mark": (
+        f"{LANL_HEADER}\n{lanl_line()}\n{lanl_line(nodenumz=QUOTED)}\n" + f"{lanl_line()}\n" * 6000,
+        {},
+        "line 3: no CSV from here on: field larger than field limit",
     ),
     "lanl: too few nodes": (
         f"{LANL_HEADER}\n{lanl_line()}\n{lanl_line(nodenumz='2')}\n",

@@ -119,6 +119,10 @@ def test_a_csv_is_read_from_its_first_record_on(tmp_path: Path) -> None:
         ("time_s,event,node\n0,remove,a\n", "line 2: a is removed but is not there"),
         ("time_s,event,node\n0,add,a\n9,add,a\n", "line 3: a is added but is there already"),
         ("time_s,event,node\n0,add,a\n9,add, \n", "line 3: the node has no name"),
+        (
+            'time_s,event,node\n0,add,a\n1,add,"b\n' + "2,add,c\n" * 20_000,
+            "line 3: no CSV from here on: field larger than field limit",
+        ),
         ("a trace\n", "the format is not recognised"),
     ],
 )
