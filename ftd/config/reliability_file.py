@@ -13,6 +13,8 @@ from planner.errors import InfeasibleError
 from planner.reliability import FailureDistribution, ProtectedCluster
 
 DAY_S = 86_400.0
+MOST_SHAPE = 10.0
+"""Largest shape of a law. Above it nearly all nodes fail at the same age, and its powers of days do not fit a float."""
 
 
 class FailureLawTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +102,12 @@ def load_reliability(path: Path) -> ReliabilityInput:
 
 def _law(table: FailureLawTable, name: str) -> FailureDistribution:
     require_positive(table.shape, f"{name}.shape")
+    if table.shape > MOST_SHAPE:
+        raise ConfigurationError(
+            f"{table.shape} is not allowed",
+            field=f"{name}.shape",
+            remedy=f"write a number above 0 and of at most {MOST_SHAPE:g}",
+        )
     if (table.rate is None) == (table.mean_days is None):
         raise ConfigurationError(
             "give either rate or mean_days",

@@ -59,6 +59,10 @@ def test_the_plot_is_written(tmp_path: Path, suffix: str) -> None:
         ("nodes = 4\ngroup = 2\n[hardware]\nrate = nan", "hardware.rate"),
         ("nodes = 4\ngroup = 2\n[hardware]\nmean_days = 0", "hardware.mean_days"),
         ("nodes = 4\ngroup = 2\n[hardware]\nrate = 1\nshape = -1", "hardware.shape"),
+        (
+            "nodes = 4\ngroup = 2\n[hardware]\nmean_days = 365\nshape = 200",
+            "hardware.shape: 200.0 is not allowed",
+        ),
         ("nodes = 4\ngroup = 2\n[hardwear]\nrate = 1", "hardware"),
         ("nodes = 4\ngroup = 2\nthreshold = 2\n[hardware]\nrate = 1", "threshold"),
         ("nodes = 4\ngroup = 2\n[hardware]\nrate = 1\n[repair]\nhours = 0", "repair.hours"),
