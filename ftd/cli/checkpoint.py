@@ -266,6 +266,12 @@ def _check_output(path: Path, kind: Format) -> None:
         raise ConfigurationError(
             f"{path} already exists", field="OUTPUT", remedy="name a new or an empty directory"
         )
+    if path.absolute() == Path.cwd():
+        raise ConfigurationError(
+            f"{path} is the current directory, which cannot be replaced",
+            field="OUTPUT",
+            remedy="name a new directory",
+        )
     require_directory(path, "OUTPUT")
 
 

@@ -157,6 +157,16 @@ def test_errors_name_the_wrong_input(checkpoints: Path, tmp_path: Path) -> None:
     run("export", str(checkpoints), out, "--format", "pickle", code=2)
 
 
+def test_the_empty_current_directory_is_not_replaced(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for kind in ("torch", "huggingface"):
+        error = error_of("export", str(checkpoints), ".", "--format", kind)
+        assert "OUTPUT: . is the current directory" in str(error)
+
+
 def test_sizes_are_parsed() -> None:
     sizes = {"5GB": 5 * 10**9, "1.5 MiB": 1.5 * 2**20, "10b": 10, "2TB": 2 * 10**12}
     assert {text: parse_size(text, "x") for text in sizes} == sizes
