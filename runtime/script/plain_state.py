@@ -52,8 +52,8 @@ def freeze(value: Any, where: str, take: TakeTensor) -> Any:
         return msgspec.msgpack.Ext(_BIG, str(number).encode())
     if isinstance(value, float | np.floating):
         return float(value)
-    if isinstance(value, str | bytes):
-        return value
+    if isinstance(value, str | bytes):  # A subclass, such as torch.__version__, which msgpack does not take.
+        return str.__str__(value) if isinstance(value, str) else bytes(value)
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, dict):

@@ -260,6 +260,17 @@ def test_plain_data_survives_a_round_trip() -> None:
     assert isinstance(thawed[3]["nested"][0], TensorRef)
 
 
+def test_text_and_bytes_of_subclasses_are_saved(place: Path) -> None:
+    plain = {"torch": torch.__version__, "name": np.str_("a"), "data": np.bytes_(b"b")}
+    assert thaw(encode(freeze(plain, "it", lambda tensor, where: 0))) == plain
+    with contextlib.closing(Snapshotter("job", directory=place, plain=dict(plain))) as snapshots:
+        snapshots.snapshot(1)
+    restored: dict[str, Any] = {}
+    with contextlib.closing(Snapshotter("job", directory=place, plain=restored)) as snapshots:
+        assert snapshots.restore() == 1
+    assert restored == plain
+
+
 def test_own_generators_are_restored(place: Path) -> None:
     def made(seed: int) -> dict[str, Any]:
         return {
