@@ -5,6 +5,7 @@ every stage and every device of a pipeline gets the same batch.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ class PadCollate:
             )
         length = self._length or -(-longest // self._multiple_of) * self._multiple_of
         fill = {"input_ids": self._pad_token_id, "labels": IGNORED_LABEL}.get(name, 0)
-        batch = column[0].new_full((len(column), length), fill)
+        # An empty list has no type of its own: torch takes it for floating-point numbers.
+        dtypes = [value.dtype for value in column if len(value)] or [column[0].dtype]
+        batch = column[0].new_full((len(column), length), fill, dtype=reduce(torch.promote_types, dtypes))
         for row, value in zip(batch, column, strict=True):
             row[: len(value)] = value
         return batch

@@ -48,6 +48,21 @@ def test_labels_with_other_lengths_and_classes() -> None:
     assert batch["labels"].tolist() == [1, 0]
 
 
+def test_whole_numbers_in_the_first_sample_do_not_cut_fractions_in_others() -> None:
+    samples = [sample(5, 6, weights=[1, 0]), sample(8, weights=[0.5])]
+    assert PadCollate(0, multiple_of=None)(samples)["weights"].tolist() == [[1.0, 0.0], [0.5, 0.0]]
+
+
+def test_a_sample_without_tokens_leaves_those_of_others_whole_numbers() -> None:
+    batch = CausalCollate(0, multiple_of=None)([{"input_ids": []}, {"input_ids": [1, 2]}])
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[0, 0], [1, 2]],
+        "attention_mask": [[0, 0], [1, 1]],
+        "labels": [[-100, -100], [1, 2]],
+    }
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+
+
 def test_a_mask_of_the_samples_is_used() -> None:
     samples = [sample(5, 6, attention_mask=[0, 1]), sample(8, attention_mask=[1])]
     assert PadCollate(0, multiple_of=None)(samples)["attention_mask"].tolist() == [[0, 1], [1, 0]]
