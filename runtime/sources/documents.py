@@ -6,6 +6,7 @@ location ("corpus.jsonl, line 7"), for messages.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -108,7 +109,7 @@ def _read_text(path: Path) -> str:
             f"{path} is not UTF-8 text (byte {error.start}); "
             "convert it, or name JSON lines .jsonl and Parquet .parquet"
         ) from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
@@ -119,7 +120,7 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
                 if line.strip():
                     place = f"{path}, line {number}"
                     yield place, _parse_line(place, line)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 

@@ -236,6 +236,10 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None
         TextDataset(path, str(nameless), length=16)
 
 
+DAMAGED_GZIP = gzip.compress(b"")[:10] + b"\xff" * 20
+"""A header of gzip, and a block of an unknown kind."""
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -253,6 +257,8 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: the tokenizer .* fails on this text"),
         ("a.jsonl", b"", "the files have no text, so there are no tokens"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", DAMAGED_GZIP, r"a\.jsonl\.gz cannot be read: Error -3 while decompressing"),
+        ("a.txt.gz", DAMAGED_GZIP, r"a\.txt\.gz cannot be read: Error -3 while decompressing"),
         ("a.parquet", b"no parquet", r"a\.parquet cannot be read as Parquet"),
         ("a.arrow", b"no arrow", r"a\.arrow cannot be read as an Arrow stream"),
         ("a.txt", b"ab\xff", r"a\.txt is not UTF-8 text \(byte 2\)"),
