@@ -122,10 +122,11 @@ def _open(table: DataTable, model: HuggingFaceModel) -> Any:
 
     :raises DataError: the files cannot be used with this model.
     """
-    length = table.length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
-    if model.longest is not None and length > model.longest:
+    longest = model.longest
+    length = table.length or (DEFAULT_LENGTH if longest is None else max(1, min(DEFAULT_LENGTH, longest)))
+    if longest is not None and length > longest:
         raise DataError(
-            f"data.length {length} is longer than the {model.longest} tokens that the model takes; write at "
+            f"data.length {length} is longer than the {longest} tokens that the model takes; write at "
             "most that, or a larger max_position_embeddings in [model.overrides]"
         )
     dataset: Any

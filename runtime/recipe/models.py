@@ -24,6 +24,14 @@ _CLASSES: dict[Task, str] = {
     "image-classification": "AutoModelForImageClassification",
     "sequence-classification": "AutoModelForSequenceClassification",
 }
+_PADDING_POSITIONS: dict[str, int | None] = {
+    **dict.fromkeys(("camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "roberta")),
+    **dict.fromkeys(("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")),
+    "mpnet": 1,
+}
+"""Architectures that number positions from the one after padding, and the position of padding; None: that of the
+padding token's id.
+"""
 _CLASSIFICATION = ("image-classification", "sequence-classification")
 
 
@@ -70,8 +78,14 @@ class HuggingFaceModel:
     @property
     def longest(self) -> int | None:
         """Maximum number of tokens of a sample; None if the architecture has no limit."""
-        positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return positions
+        config = self.config.get_text_config()
+        positions: int | None = getattr(config, "max_position_embeddings", None)
+        if positions is None or positions < 0:  # XLNet has -1.
+            return None
+        padding = _PADDING_POSITIONS.get(config.model_type, -1)
+        if padding is None:
+            padding = -1 if config.pad_token_id is None else config.pad_token_id
+        return max(0, positions - 1 - padding)
 
     def __call__(self) -> nn.Module:
         """Make the model with the weights that training starts from.

@@ -307,6 +307,40 @@ def test_a_length_beyond_the_models_is_rejected(tokens: str) -> None:
         built(from_sizes(), {"tokens": tokens, "length": 65})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "longest"), [("roberta", 40 - 1 - 1), ("mpnet", 40 - 1 - 1), ("bert", 40)]
+)
+def test_the_longest_sample_has_no_more_tokens_than_the_model_has_positions(
+    architecture: str, longest: int, tokens: str
+) -> None:
+    few = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    overrides = few | {"vocab_size": 100, "max_position_embeddings": 40, "pad_token_id": 1}
+    model = {"architecture": architecture, "task": "masked-lm", "overrides": overrides}
+    data = {"tokens": tokens, "tokenizer": "bytes"}
+    training = built(model, data)
+    (sample,) = samples(training.dataset, 1)
+    assert len(sample["input_ids"]) == longest
+    # No token is padding, so that all positions are used.
+    made(training)(input_ids=torch.full((1, longest), 7))
+    with pytest.raises(
+        TrainingError, match=rf"data.length {longest + 1} is longer than the {longest} tokens"
+    ):
+        built(model, data | {"length": longest + 1})
+
+
+def test_padding_may_leave_no_position_for_tokens(tokens: str) -> None:
+    overrides = {"vocab_size": 100, "max_position_embeddings": 40, "pad_token_id": 60}
+    model = {"architecture": "roberta", "task": "masked-lm", "overrides": overrides}
+    with pytest.raises(TrainingError, match=r"data\.length 1 is longer than the 0 tokens that"):
+        built(model, {"tokens": tokens, "tokenizer": "bytes"})
+
+
+def test_an_architecture_may_have_no_limit(tokens: str) -> None:
+    few = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 100}
+    training = built({"architecture": "xlnet", "task": "causal-lm", "overrides": few}, {"tokens": tokens})
+    assert len(training.dataset[0]["input_ids"]) == 1024
+
+
 def test_token_ids_outside_of_the_vocabulary_are_named_with_their_place(tokens: str) -> None:
     with pytest.raises(TrainingError, match=r"tokens\.bin, token 90: the token id 90 is outside"):
         built(from_sizes(vocab_size=90), {"tokens": tokens})
