@@ -182,11 +182,12 @@ class SnapshotAgent:
     async def _follow(self, run: ProtectedRun) -> None:
         """Protect the newest of rank 0's snapshots, one after the other, until the job is removed."""
         directory = self._job(run.job) / "rank-0"
-        done, last_error, rest_s = 0, "", _POLL_S
+        done: int | None = None
+        last_error, rest_s = "", _POLL_S
         while directory.exists():
             steps = [key[1] for key in _keys(directory) if key[0] == run.generation]
-            newest = max(steps, default=0)
-            if newest <= done:
+            newest = max(steps, default=done)
+            if newest is None or (done is not None and newest <= done):
                 await asyncio.sleep(rest_s)
                 rest_s = min(_RESTED_POLL_S, 1.2 * rest_s)
                 continue
@@ -346,7 +347,7 @@ class SnapshotAgent:
         retained = (read_retained(self._job(run.job)).common, run.restored)
         spare = sorted((m.generation, m.step) for m in arena.snapshots)
         if len(spare) == SLOTS:
-            arena.release([step for key in spare if (step := key[1]) and key not in retained][:1])
+            arena.release([key[1] for key in spare if key not in retained][:1])
 
     async def release(self, message: ProtectRequest) -> None:
         """Release what is older than the step, which is protected on all hosts now, and what is not this
