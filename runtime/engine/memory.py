@@ -42,7 +42,7 @@ def check_planned_memory(device: int, usable_bytes: int | None, planned_bytes: i
     raise TrainingError(
         f"device {device} of this node has {usable_bytes} bytes of memory, and the job's plans assume "
         f"{planned_bytes} bytes: give the device its memory back (node.device_memory_mib, MIG) and restart the "
-        f"node, or submit the job again with planner.device_memory_mib = {usable_bytes / (1 << 20):g}"
+        f"node, or submit the job again with planner.device_memory_mib = {usable_bytes >> 20}"
     )
 
 

@@ -52,3 +52,12 @@ def test_a_device_with_less_memory_than_planned_refuses_with_both_numbers() -> N
         TrainingError, match=r"device 1 of this node has 1048576 bytes .* assume 2097152 bytes"
     ):
         check_planned_memory(1, 1 << 20, 2 << 20)
+
+
+def test_the_memory_to_submit_the_job_with_is_there() -> None:
+    usable = 81_089 * (1 << 20) + 600_000
+    with pytest.raises(TrainingError, match=r"planner\.device_memory_mib = [\d.]+$") as rejected:
+        check_planned_memory(0, usable, 2 * usable)
+    mib = float(str(rejected.value).rpartition(" ")[2])
+    assert mib > 81_088
+    check_planned_memory(0, usable, int(mib * (1 << 20)))
