@@ -59,10 +59,10 @@ class SavedDataset:
 
 
 class ImagePreparation:
-    """The preparation of images of any size for a model: resizing, and normalisation channel by channel."""
+    """The preparation of images of any size for a model: resizing, cropping, and normalisation channel by channel."""
 
     def __init__(self, model: HuggingFaceModel) -> None:
-        """Read size, mean and deviation from the model's directory, or use the usual ones."""
+        """Read sizes, mean and deviation from the model's directory, or use the usual ones."""
         path = Path(model.table.huggingface or "") / "preprocessor_config.json"
         known: dict[str, Any] = {}
         if model.table.huggingface is not None and path.is_file():
@@ -71,15 +71,21 @@ class ImagePreparation:
             except (OSError, ValueError) as error:
                 raise DataError(f"{path} cannot be read: {error}") from error
         self._size = _size(known.get("size"), getattr(model.config, "image_size", _USUAL_IMAGE_SIZE))
+        self._crop = _size(known.get("crop_size") if known.get("do_center_crop") else None, self._size)
         channels = getattr(model.config, "num_channels", 3)
         self._mode = "L" if channels == 1 else "RGB"
-        self._mean = _channels(known.get("image_mean"), channels)
-        self._deviation = _channels(known.get("image_std"), channels)
+        is_normalised = known.get("do_normalize") is not False
+        self._mean = _channels(known.get("image_mean") if is_normalised else [0.0] * channels, channels)
+        self._deviation = _channels(known.get("image_std") if is_normalised else [1.0] * channels, channels)
 
     def __call__(self, image: Any) -> Tensor:
         """Return a PIL image as float32 of shape (channels, height, width)."""
         height, width = self._size
-        pixels = np.asarray(image.convert(self._mode).resize((width, height)), dtype=np.float32) / 255.0
+        resized = image.convert(self._mode).resize((width, height))
+        rows, columns = min(self._crop[0], height), min(self._crop[1], width)
+        top, left = (height - rows) // 2, (width - columns) // 2
+        cropped = resized.crop((left, top, left + columns, top + rows))
+        pixels = np.asarray(cropped, dtype=np.float32) / 255.0
         values = torch.from_numpy(np.atleast_3d(pixels)).permute(2, 0, 1).contiguous()
         return (values - self._mean) / self._deviation
 

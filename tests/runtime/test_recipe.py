@@ -16,11 +16,13 @@ from runtime.description import describe
 from runtime.errors import TrainingError
 from runtime.recipe import build
 from runtime.recipe.datasets import Split, byte_tokenizer
+from runtime.recipe.models import load_model
 from runtime.recipe.optimization import make_optimizer, make_scheduler, schedule_factor
+from runtime.recipe.saved_dataset import ImagePreparation
 from runtime.sources.tokenizer import load_tokenizer
 from runtime.sources.used_files import count_files
 from runtime.training import Training, load_training
-from runtime.wire.recipe import RECIPE, FileTotals, OptimizerTable, Recipe, ScheduleTable
+from runtime.wire.recipe import RECIPE, FileTotals, ModelTable, OptimizerTable, Recipe, ScheduleTable
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.corpus import make_tokenizer, sentence, write_lines
 from tests.helpers.deferred import whole
@@ -426,6 +428,25 @@ def test_images_are_prepared_as_in_the_models_directory(tmp_path: Path) -> None:
     values = built(model, {"huggingface": str(tmp_path / "set")}).dataset[0]["pixel_values"]
     assert values.shape == (3, 8, 8)
     assert values[:, 0, 0].tolist() == pytest.approx([-0.2, 1.6, -1.2])
+
+
+def test_images_are_cropped_and_not_normalised_where_the_models_directory_says_so(tmp_path: Path) -> None:
+    from PIL import Image as LiveFrame
+
+    place = Path(saved(tmp_path / "model", "resnet"))
+    numbers = {
+        "size": {"height": 8, "width": 12},
+        "do_center_crop": True,
+        "crop_size": {"height": 4, "width": 6},
+        "do_normalize": False,
+        "image_mean": [0.1, 0.2, 0.3],
+    }
+    (place / "preprocessor_config.json").write_text(json.dumps(numbers))
+    model = load_model(ModelTable(huggingface=str(place), task="image-classification"), None)
+    ramp = np.broadcast_to(np.arange(12, dtype=np.uint8)[None, :, None] * 20, (8, 12, 3))
+    values = ImagePreparation(model)(LiveFrame.fromarray(ramp.copy()))
+    assert values.shape == (3, 4, 6)
+    assert values[0, 0].tolist() == pytest.approx([n * 20 / 255 for n in range(3, 9)])
 
 
 def test_columns_of_a_saved_data_set_are_those_that_the_model_takes(tmp_path: Path) -> None:
