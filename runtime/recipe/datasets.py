@@ -17,7 +17,7 @@ from runtime.sources.megatron import MegatronDataset
 from runtime.sources.text import TextDataset
 from runtime.sources.token_file import TokenFile
 from runtime.sources.tokenizer import LoadedTokenizer, load_tokenizer
-from runtime.wire.recipe import BYTES, DataTable, Recipe
+from runtime.wire.recipe import BYTES, DataTable, EvaluationTable, Recipe
 
 DEFAULT_LENGTH = 1024
 """Tokens of a sample, unless the table or the model asks for fewer."""
@@ -70,7 +70,7 @@ def make_data(recipe: Recipe, model: HuggingFaceModel, tokenizer: LoadedTokenize
                 "evaluation.fraction, or [evaluation.data]"
             )
         dataset, held_out = Split(dataset, count, held_out=False), Split(dataset, count, held_out=True)
-    collate = _collate(recipe.data, model, tokenizer, dataset[0])
+    collate = _collate(recipe.data, table, model, tokenizer, dataset[0])
     return Data(training=dataset, held_out=held_out, collate=collate)
 
 
@@ -172,8 +172,17 @@ def _checked(dataset: Any, model: HuggingFaceModel) -> Any:
     return dataset
 
 
+def _is_unequal(table: DataTable) -> bool:
+    """Return whether the samples of a table may have unequal lengths."""
+    return table.huggingface is not None or table.instructions is not None or not table.packing
+
+
 def _collate(
-    table: DataTable, model: HuggingFaceModel, tokenizer: LoadedTokenizer | None, sample: Any
+    table: DataTable,
+    evaluation: EvaluationTable,
+    model: HuggingFaceModel,
+    tokenizer: LoadedTokenizer | None,
+    sample: Any,
 ) -> Collate | None:
     """Return the collator that the data and the task need; None to stack samples.
 
@@ -186,8 +195,9 @@ def _collate(
         if tokenizer is None:
             raise DataError("masking needs a tokenizer: write data.tokenizer")
         return MaskedLanguageModelCollate(str(tokenizer.path), probability=table.mask_probability)
-    unequal = table.huggingface is not None or table.instructions is not None or not table.packing
-    if table.collate != "pad" and not unequal:
+    # The same function makes the batches of the held-out data.
+    tables = [table] if evaluation.data is None or not evaluation.every_steps else [table, evaluation.data]
+    if table.collate != "pad" and not any(map(_is_unequal, tables)):
         return None
     pad = None if tokenizer is None else tokenizer.pad_token_id
     pad = getattr(model.config, "pad_token_id", None) if pad is None else pad

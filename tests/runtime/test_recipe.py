@@ -539,6 +539,19 @@ def test_an_evaluation_may_have_data_of_its_own(tokens: str) -> None:
     assert (len(training.dataset), len(training.evaluation)) == (32, 64)
 
 
+def test_held_out_samples_of_unequal_lengths_are_padded_where_those_of_training_are_packed(
+    text: str, tmp_path: Path
+) -> None:
+    tokenizer = str(make_tokenizer(tmp_path / "tokenizer"))
+    data = {"text": text, "tokenizer": tokenizer, "length": 16}
+    evaluation = {"every_steps": 5, "data": data | {"packing": False, "length": 64}}
+    training = built({"architecture": "llama", "overrides": LLAMA}, data, evaluation=evaluation)
+    held_out = samples(training.evaluation, 4)
+    assert len({len(sample["input_ids"]) for sample in held_out}) > 1
+    assert training.collate is not None
+    assert len(training.collate(held_out)["input_ids"]) == 4
+
+
 @pytest.mark.parametrize(("total", "count"), [(2, 1), (10, 3), (10, 5), (101, 1), (1000, 499), (1000, 7)])
 def test_held_out_samples_are_spaced_evenly_and_never_trained_on(total: int, count: int) -> None:
     whole: Sequence[int] = range(total)
