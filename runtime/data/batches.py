@@ -86,9 +86,19 @@ def _stack_arrays(values: Sequence[Any], path: str) -> Tensor:
     arrays = [np.asarray(value) for value in values]
     _check_shapes([array.shape for array in arrays], path)
     array = np.stack(arrays)
-    if array.dtype.kind not in "biufc":
+    if not _is_known(array.dtype):
         raise TrainingError(f"{_field(path)} is an array of {array.dtype}, which torch does not have")
-    return torch.from_numpy(array.astype(_WIDER.get(array.dtype.name, array.dtype), copy=False))
+    return torch.from_numpy(array.astype(_dtype_for_torch(array.dtype), copy=False))
+
+
+def _is_known(dtype: np.dtype[Any]) -> bool:
+    """Return whether torch can hold such values; it has no numbers of 80 or 128 bits."""
+    return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
+def _dtype_for_torch(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type for torch: perhaps a wider one, and in this machine's order of bytes."""
+    return np.dtype(_WIDER.get(dtype.name, dtype.newbyteorder("=")))
 
 
 def _is_array(value: Any) -> bool:
@@ -179,10 +189,10 @@ def _checked(value: Any, path: str) -> Batch:
             if value.layout is not torch.strided:
                 raise TrainingError(f"batch{path} is a {value.layout} tensor; make it dense with to_dense()")
             return value.detach().contiguous()
-        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":
+        case np.ndarray() | np.generic() if _is_known(value.dtype):
             if isinstance(value, np.generic):
                 return value.item()
-            array = np.ascontiguousarray(value, dtype=_WIDER.get(value.dtype.name, value.dtype))
+            array = np.ascontiguousarray(value, dtype=_dtype_for_torch(value.dtype))
             return torch.from_numpy(array if array.flags.writeable else array.copy())
         case int() if not -(2**63) <= value < 2**63:
             raise TrainingError(f"batch{path} is {value}, which has more than 64 bits")

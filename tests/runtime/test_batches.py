@@ -22,6 +22,22 @@ from runtime.data.batches import (
 from runtime.errors import TrainingError
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">u2", ">c8"])
+def test_arrays_in_another_order_of_bytes_are_converted(dtype: str) -> None:
+    array = np.array([1, 2, 300], dtype=dtype)
+    assert check_batch(array).tolist() == [1, 2, 300]
+    assert default_collate([array, array]).tolist() == [[1, 2, 300]] * 2
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_numbers_that_torch_does_not_have_are_rejected(dtype: Any) -> None:
+    with pytest.raises(TrainingError, match=r"sample is an array of \w+, which torch does not have"):
+        default_collate([np.zeros(2, dtype)])
+    for value in (np.zeros(2, dtype), dtype(1)):
+        with pytest.raises(TrainingError, match=r"batch\['x'\], as the collate function returned it, is a"):
+            check_batch({"x": value})
+
+
 def test_structures_are_preserved_and_leaves_are_stacked() -> None:
     batch = default_collate(
         [
