@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runtime.sources.cache import replace_file
-from runtime.sources.documents import read_texts
+from runtime.sources.documents import Document, read_texts
 from runtime.sources.errors import DataError, import_package
 
 END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
@@ -34,7 +34,7 @@ def train_tokenizer(files: Sequence[Path], *, field: str, vocabulary: int, out: 
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (document.text for document in read_texts(files, field))
+    texts = (_checked(document) for document in read_texts(files, field))
     first = next(texts, None)
     if first is None:
         raise DataError("the files have no text, so there is nothing to train a tokenizer on")
@@ -58,3 +58,15 @@ def train_tokenizer(files: Sequence[Path], *, field: str, vocabulary: int, out: 
     replace_file(out / "tokenizer.json", tokenizer.to_str(pretty=True))
     size: int = tokenizer.get_vocab_size()
     return size
+
+
+def _checked(document: Document) -> str:
+    """Return the text.
+
+    :raises DataError: it has no bytes in UTF-8, since JSON may write half of a character.
+    """
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{document.location}: this text is not valid Unicode: {error}") from error
+    return document.text

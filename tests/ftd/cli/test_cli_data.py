@@ -128,6 +128,10 @@ def test_facts_that_contradict_the_token_file_are_an_error(tmp_path: Path, corpu
         (["train-tokenizer", "{corpus}", "--out", "{tmp}/t"], "corpus.jsonl, line 1: there is no field"),
         (["train-tokenizer", "{tmp}/empty.txt", "--out", "{tmp}/t"], "the files have no text"),
         (
+            ["train-tokenizer", "{tmp}/half.jsonl", "--out", "{tmp}/t"],
+            "half.jsonl, line 1: this text is not valid Unicode",
+        ),
+        (
             ["train-tokenizer", "{corpus}", "--out", "{tmp}/t", "--vocabulary", "100"],
             "--vocabulary: 100 tokens are too few for all bytes and special tokens (give at least 259)",
         ),
@@ -143,6 +147,7 @@ def test_errors_name_the_problem_and_nothing_is_written(
 ) -> None:
     for name in ("old.bin", "empty.txt"):
         (tmp_path / name).touch()
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}')
     arguments = [option.format(corpus=corpus, tmp=tmp_path) for option in options]
     if options[0] == "tokenize":
         arguments += ["--tokenizer", str(make_tokenizer(tmp_path / "tokenizer"))]
