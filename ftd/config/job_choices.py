@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -103,19 +104,35 @@ def data_table(written: Sequence[str], field: str | None, job_directory: Path) -
     place = Path(first).expanduser()
     prefix = Path(re.sub(r"\.(bin|idx)$", "", str(place)))
     if prefix.with_name(f"{prefix.name}.idx").is_file():
+        _require_alone(others, f"the Megatron data {prefix}")
         return {"megatron": path_relative_to(str(prefix), job_directory)}
     if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        _require_alone(others, f"the saved data set {first}")
         return {"huggingface": paths}
     try:
         files = find_files(list(written), "file of data")
         suffix = files[0].suffix
         if suffix == ".npz":
+            _require_alone(others, f"the file of images {first}")
             return {"images": paths}
         if suffix in (".bin", ".npy"):
             return {"tokens": paths}
         return _text_table(files[0], paths, field)
     except DataError as error:
         raise ConfigurationError(str(error), field="--data") from None
+
+
+def _require_alone(others: Sequence[str], what: str) -> None:
+    """Check that the only data is of a kind of which a job reads one.
+
+    :raises ConfigurationError: there is more.
+    """
+    if others:
+        raise ConfigurationError(
+            f"{what} cannot be read together with {', '.join(others)}",
+            field="--data",
+            remedy="give --data once",
+        )
 
 
 def image_overrides(images: Path, model: Tables) -> Tables:
@@ -125,7 +142,7 @@ def image_overrides(images: Path, model: Tables) -> Tables:
     try:
         with np.load(images, allow_pickle=False) as arrays:
             shape, classes = arrays["images"].shape, int(arrays["labels"].max()) + 1
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return {}
     size = {"image_size": shape[1], "num_channels": shape[3] if len(shape) == 4 else 1}
     return {"num_labels": classes} | (size if "architecture" in model else {})

@@ -154,6 +154,10 @@ def test_images_determine_classes_and_sizes(place: Path, init: Command) -> None:
     assert model["task"] == "image-classification"
     assert model["overrides"].items() >= {"num_labels": 3, "image_size": 16, "num_channels": 3}.items()
     assert image_overrides(place / "images.npz", {"huggingface": "x"}) == {"num_labels": 3}
+    whole = (place / "images.npz").read_bytes()
+    for size in (0, len(whole) // 2):
+        (place / "cut.npz").write_bytes(whole[:size])
+        assert image_overrides(place / "cut.npz", {"architecture": "vit"}) == {}
     assert image_overrides(place / "tokens.bin", {"huggingface": "x"}) == {}
 
 
@@ -219,6 +223,18 @@ def test_options_answer_questions(place: Path, init: Command) -> None:
         ),
         (["--model", "llama", "--function", "a.py:b"], "--function: a training function provides"),
         (["--function", "gone.py:build"], "job.toml: training.function:"),
+        (
+            ["--model", "vit", "--data", "images.npz", "--data", "images.npz"],
+            "--data: the file of images images.npz cannot be read together with images.npz (give --data once)",
+        ),
+        (
+            ["--model", "llama", "--data", "m.bin", "--data", "tokens.bin"],
+            "--data: the Megatron data m cannot",
+        ),
+        (
+            ["--model", "llama", "--data", "saved", "--data", "saved"],
+            "--data: the saved data set saved cannot",
+        ),
         (["--model", "llama", "--data", "tokens.bin", "--name", "a/b"], "job.toml: name:"),
         (["--model", "llama", "--data", "tokens.bin", "--learning-rate", "0"], "optimizer.learning_rate"),
         (["gone/job.toml", "--model", "llama"], "the directory gone does not exist"),
