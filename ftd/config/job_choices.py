@@ -11,6 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ftd.config.models import model_directory
+from ftd.config.validation import expand_path
 from ftd.errors import ConfigurationError
 from runtime.sources.documents import is_table, read_records
 from runtime.sources.errors import DataError, find_files
@@ -101,6 +102,8 @@ def data_table(written: Sequence[str], field: str | None, job_directory: Path) -
         if others
         else path_relative_to(first, job_directory)
     )
+    for one in written:
+        expand_path(one, Path.cwd(), "--data")  # Reports a user or a variable that is not known here.
     place = Path(first).expanduser()
     prefix = Path(re.sub(r"\.(bin|idx)$", "", str(place)))
     if prefix.with_name(f"{prefix.name}.idx").is_file():

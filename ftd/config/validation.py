@@ -276,7 +276,7 @@ def _field_names(kind: Any, path: str) -> list[str]:
 def expand_path(written: str, directory: Path, field: str) -> Path:
     """Return a file path with ``~`` and ``$VARIABLES`` expanded; relative paths begin at ``directory``.
 
-    :raises ConfigurationError: a variable is not set.
+    :raises ConfigurationError: a variable is not set, or this host has no such user.
     """
     expanded = os.path.expandvars(written)
     if "$" in expanded:
@@ -285,7 +285,14 @@ def expand_path(written: str, directory: Path, field: str) -> Path:
             field=field,
             remedy="set the variable, or write the path without it",
         )
-    return directory.resolve() / Path(expanded).expanduser()
+    try:
+        return directory.resolve() / Path(expanded).expanduser()
+    except RuntimeError:
+        raise ConfigurationError(
+            f"the home directory in {expanded} is not known here",
+            field=field,
+            remedy="write the path without ~, or ./~ for a name that begins with it",
+        ) from None
 
 
 def require_positive(value: float, field: str) -> None:

@@ -221,6 +221,11 @@ def test_options_answer_questions(place: Path, init: Command) -> None:
             ["--model", "model", "--data", "images.npz"],
             "job.toml: data.images: images cannot be used for the task causal-lm",
         ),
+        (
+            ["--model", "~nobody-here/m", "--data", "m.bin"],
+            "--model: the home directory in ~nobody-here/m is",
+        ),
+        (["--model", "llama", "--data", "~nobody-here/d"], "--data: the home directory in ~nobody-here/d is"),
         (["--model", "llama", "--function", "a.py:b"], "--function: a training function provides"),
         (["--function", "gone.py:build"], "job.toml: training.function:"),
         (
