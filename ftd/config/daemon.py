@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 
@@ -441,7 +441,12 @@ def _given_variables(environment: Mapping[str, str], collector: ErrorCollector) 
 
 
 def _value(text: str, kind: Any, variable: str) -> Any:
-    """Return the text as a value of the key's type; TOML's rules for values apply afterwards."""
+    """Return the text as a value of the key's type; TOML's rules for values apply afterwards.
+
+    The items of a list are separated by commas; an empty text is an empty list.
+    """
+    if get_origin(kind) is tuple:
+        return [item.strip() for item in text.split(",") if item.strip()]
     try:
         return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as error:

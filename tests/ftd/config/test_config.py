@@ -357,11 +357,14 @@ def test_the_environment_takes_precedence_over_the_file(tmp_path: Path) -> None:
         "FTD_BROKER": "mqtt://h:9",
         "FTD_TIMING_SILENCE_S": "2.5",
         "FTD_SECRET": "sesame",
+        "FTD_NODE_PRELOAD": "",
+        "FTD_NODE_SNAPSHOT_PEERS": "host-b:7130, [::1]:7131",
         "FTDX": "not ours",
     }
     config = load_daemon_config(path, environment=environment)
     assert (config.cluster, config.devices, config.chaos, config.broker.port) == ("lab", 8, True, 9)
     assert (config.timing.silence_s, config.secret) == (2.5, "sesame")
+    assert (config.preload, config.snapshot_peers) == ((), ("host-b:7130", "[::1]:7131"))
     shown = {s.key.name: s for s in list_effective_settings(path, environment)}
     assert (shown["node.devices"].shown, shown["node.devices"].origin) == (8, "$FTD_NODE_DEVICES")
     assert (shown["cluster"].origin, shown["node.name"].origin) == ("ftd.toml", "default")
