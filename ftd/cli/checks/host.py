@@ -154,6 +154,11 @@ def check_torch(config: DaemonConfig) -> CheckResult:
             check=True,
         )
         found = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        detail = f"importing it and checking the devices takes more than {TORCH_PROBE_TIMEOUT_S:g} s"
+        return failed(
+            name, detail, f"see nvidia-smi, and how long this takes: {sys.executable} -c 'import torch'"
+        )
     except (subprocess.SubprocessError, ValueError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         remedy = f"install it; to see the error, run {sys.executable} -c 'import torch'"

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from ftd.cli.checks import host
 from ftd.cli.checks.configuration import check_configuration, is_broker_known
-from ftd.cli.checks.host import check_directory, check_memory, check_names, check_ports
+from ftd.cli.checks.host import check_directory, check_memory, check_names, check_ports, check_torch
 from ftd.config.daemon import examine_daemon_config, parse_daemon_config
 from tests.helpers.secure_broker import PATIENCE_S, SecureBroker, needs_mosquitto
 
@@ -159,3 +160,15 @@ def test_checks_of_the_host_find_problems(tmp_path: Path) -> None:
     assert check_directory("state directory", tmp_path / "file" / "state").verdict == "failed"
     assert check_directory("state directory", tmp_path / "new").verdict == "ok"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.processes
+def test_a_torch_that_hangs_fails_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = "import sys, time; print('a warning', file=sys.stderr, flush=True); time.sleep(60)"
+    monkeypatch.setattr(host, "_PROBE", hanging)
+    monkeypatch.setattr(host, "TORCH_PROBE_TIMEOUT_S", 2.0)
+    result = check_torch(parse_daemon_config({}, directory=tmp_path))
+    assert (result.verdict, result.detail) == (
+        "failed",
+        "importing it and checking the devices takes more than 2 s",
+    )
