@@ -104,11 +104,11 @@ def reap(pids: set[int]) -> None:
 def trainer_environment(device: int) -> dict[str, str]:
     """Return the variables that make a trainer see its own GPU as the first one.
 
-    If ``CUDA_VISIBLE_DEVICES`` is set for this daemon, only those GPUs are used. Trainers share GPUs
-    round-robin if there are more trainers than GPUs.
+    If ``CUDA_VISIBLE_DEVICES`` is set for this daemon, only those GPUs are used; none if it is empty. Trainers
+    share GPUs round-robin if there are more trainers than GPUs.
     """
-    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if given:
+    if (written := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        given = [name for name in written.split(",") if name] or [""]
         return {"CUDA_VISIBLE_DEVICES": given[device % len(given)]}
     return {"CUDA_VISIBLE_DEVICES": str(device % (_gpus(DEVICES) or device + 1))}
 

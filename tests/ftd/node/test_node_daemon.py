@@ -154,6 +154,8 @@ def test_each_trainer_sees_its_own_gpu_or_shares_one(
     assert [trainer_environment(n)["CUDA_VISIBLE_DEVICES"] for n in range(4)] == ["0", "1", "0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert [trainer_environment(n)["CUDA_VISIBLE_DEVICES"] for n in range(3)] == ["4", "7", "4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert trainer_environment(1)["CUDA_VISIBLE_DEVICES"] == "", "an empty variable hides all GPUs"
 
 
 def test_the_compile_cache_is_private_to_the_user(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
