@@ -38,7 +38,8 @@ def signal_group(pid: int, signal_number: int) -> bool:
 def is_alive(pid: int) -> bool:
     """Return whether the process exists and is not a zombie."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        # A name that was cut in the middle of a character is not valid UTF-8.
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state not in ("Z", "X")

@@ -131,7 +131,8 @@ def _running(*, remove: bool = False) -> list[LocalClusterRecord]:
 def _start_time(pid: int) -> int | None:
     """Return the start time of a process in clock ticks since boot, or None if it has ended (proc(5), ``stat``)."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A name that was cut in the middle of a character is not valid UTF-8.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if state in "ZX" else int(fields[18])

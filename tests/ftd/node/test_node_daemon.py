@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ftd import processes
+from ftd.config.clusters import _start_time
 from ftd.processes import descendant_pids, is_alive, prepare_compile_cache, trainer_environment
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.codec import decode_from_node, encode_to_nodes
@@ -141,6 +142,17 @@ def test_leftovers_of_killed_daemons_are_removed(directory: Path) -> None:
             assert (directory / "run" / "other").exists()
         finally:
             daemon.kill()
+
+
+def test_a_process_whose_name_was_cut_in_a_character_is_seen() -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"\xd0")
+    try:
+        assert is_alive(os.getpid())
+        assert _start_time(os.getpid()) is not None
+    finally:
+        name.write_bytes(before)
 
 
 def test_each_trainer_sees_its_own_gpu_or_shares_one(
