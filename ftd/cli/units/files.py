@@ -29,7 +29,7 @@ def files_for(role: Role, layout: InstallPaths) -> tuple[InstalledFile, ...]:
     return (
         InstalledFile(path=Path("/etc/systemd/system") / unit_name(role), text=unit_text(role, layout)),
         InstalledFile(path=Path("/etc/sysusers.d/ftd.conf"), text=sysusers_text()),
-        InstalledFile(path=Path("/etc/tmpfiles.d/ftd.conf"), text=tmpfiles_text()),
+        InstalledFile(path=Path("/etc/tmpfiles.d/ftd.conf"), text=tmpfiles_text(layout.config)),
         InstalledFile(path=layout.config, text=sample_config(), mode=0o640, keep=True),
     )
 

@@ -120,6 +120,8 @@ def sysusers_text() -> str:
     return f'u {USER} - "ftd training daemons" /var/lib/ftd\n'
 
 
-def tmpfiles_text() -> str:
-    """Return the tmpfiles.d(5) file: the directories of the configuration and of snapshots in shared memory."""
-    return f"d /etc/ftd 0750 root {USER} -\nd /dev/shm/ftd 0700 {USER} {USER} -\n"
+def tmpfiles_text(config: Path) -> str:
+    """Return the tmpfiles.d(5) file: the directories of the configuration and of snapshots in shared memory, and the
+    group of the configuration, which did not exist yet when the file was written.
+    """
+    return f"d /etc/ftd 0750 root {USER} -\nz {config} - - {USER} -\nd /dev/shm/ftd 0700 {USER} {USER} -\n"

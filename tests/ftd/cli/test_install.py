@@ -70,6 +70,14 @@ def test_the_sample_configuration_is_valid(tmp_path: Path) -> None:
     assert config.require_secret() == "sesame"
 
 
+def test_the_group_of_the_service_may_read_the_configuration(tmp_path: Path) -> None:
+    files = files_for("node", InstallPaths(executable=FTD, config=Path("/srv/ftd.toml")))
+    [config] = [file for file in files if file.keep]
+    [temporary] = [file for file in files if file.path == Path("/etc/tmpfiles.d/ftd.conf")]
+    assert config.mode & stat.S_IRGRP and not config.mode & stat.S_IROTH
+    assert "z /srv/ftd.toml - - ftd -\n" in temporary.text
+
+
 def test_installing_twice_changes_nothing_and_keeps_the_configuration(tmp_path: Path) -> None:
     command = ["install", "node", "--root", str(tmp_path), "--executable", str(FTD)]
     first = CliRunner().invoke(app, command)
