@@ -64,7 +64,7 @@ def install(
         typer.echo(
             f"warning: the user ftd cannot run {program}, because others have no access to {hidden}", err=True
         )
-    typer.echo("\nNext:\n" + "\n".join(f"  {step}" for step in next_steps(role)))
+    typer.echo("\nNext:\n" + "\n".join(f"  {step}" for step in next_steps(role, config)))
 
 
 def _current_program() -> Path:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,15 +81,17 @@ def hidden_from_others(executable: Path) -> Path | None:
     return None
 
 
-def next_steps(role: Role) -> tuple[str, ...]:
+def next_steps(role: Role, config: Path) -> tuple[str, ...]:
     """Return the commands to run next, in order."""
+    secret = shlex.quote(str(config.with_name("secret")))  # The name in the sample configuration.
+    written = shlex.quote(str(config))
     return (
         "systemd-sysusers",
         "systemd-tmpfiles --create",
-        "head -c 24 /dev/urandom | base64 | install -m 640 -g ftd /dev/stdin /etc/ftd/secret  "
+        f"head -c 24 /dev/urandom | base64 | install -m 640 -g ftd /dev/stdin {secret}  "
         "# on one host; copy it to the others",
-        "${EDITOR:-vi} /etc/ftd/ftd.toml",
-        f"ftd config check --config /etc/ftd/ftd.toml{' --node' if role == 'node' else ''}",
+        f"${{EDITOR:-vi}} {written}",
+        f"ftd config check --config {written}{' --node' if role == 'node' else ''}",
         "systemctl daemon-reload",
         f"systemctl enable --now {unit_name(role)}",
     )

@@ -78,6 +78,16 @@ def test_the_group_of_the_service_may_read_the_configuration(tmp_path: Path) -> 
     assert "z /srv/ftd.toml - - ftd -\n" in temporary.text
 
 
+def test_the_next_commands_name_the_chosen_configuration(tmp_path: Path) -> None:
+    command = ["install", "node", "--root", str(tmp_path), "--executable", str(FTD)]
+    usual = CliRunner().invoke(app, command).output
+    assert "vi} /etc/ftd/ftd.toml\n" in usual and "/dev/stdin /etc/ftd/secret " in usual
+    elsewhere = CliRunner().invoke(app, [*command, "--config", "/srv/my ftd/ftd.toml"]).output
+    assert "ftd config check --config '/srv/my ftd/ftd.toml' --node\n" in elsewhere
+    assert "vi} '/srv/my ftd/ftd.toml'\n" in elsewhere and "/dev/stdin '/srv/my ftd/secret' " in elsewhere
+    assert "/etc/ftd/ftd.toml" not in elsewhere.partition("Next:")[2]
+
+
 def test_installing_twice_changes_nothing_and_keeps_the_configuration(tmp_path: Path) -> None:
     command = ["install", "node", "--root", str(tmp_path), "--executable", str(FTD)]
     first = CliRunner().invoke(app, command)
