@@ -68,14 +68,14 @@ def unit_name(role: Role) -> str:
 def unit_text(role: Role, layout: InstallPaths) -> str:
     """Return a hardened ``Type=notify`` unit."""
     what = "this host's node of an ftd cluster" if role == "node" else "coordinator of an ftd cluster"
-    paths = "".join(f"ReadWritePaths={path}\n" for path in layout.writable)
+    paths = "".join(f"ReadWritePaths={_quoted(path)}\n" for path in layout.writable)
     return (
         f"[Unit]\nDescription=ftd {role}: {what}\n"
         "Wants=network-online.target\nAfter=network-online.target\n"
         "# Restart it without a limit.\n"
         "StartLimitIntervalSec=0\n\n"
         f"[Service]\nType=notify\nNotifyAccess=main\nUser={USER}\nGroup={USER}\n"
-        f"ExecStart={layout.executable} {role} --config {layout.config}\n"
+        f"ExecStart={_quoted(layout.executable)} {role} --config {_quoted(layout.config).replace('$', '$$')}\n"
         f"{_NODE if role == 'node' else _COORDINATOR}"
         "Restart=always\nRestartSec=2\n"
         "# Exit code 2: the configuration is wrong, and a restart would not help.\n"
@@ -88,6 +88,12 @@ def unit_text(role: Role, layout: InstallPaths) -> str:
         f"{paths}\n{_SANDBOX}{_GPUS if role == 'node' else 'PrivateDevices=yes' + chr(10)}\n"
         "[Install]\nWantedBy=multi-user.target\n"
     )
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as one word of systemd's files, without specifiers (systemd.syntax(7), systemd.unit(5))."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{text}"' if any(sign in text for sign in " \t'\"") else text
 
 
 def _streaming() -> str:
@@ -124,4 +130,4 @@ def tmpfiles_text(config: Path) -> str:
     """Return the tmpfiles.d(5) file: the directories of the configuration and of snapshots in shared memory, and the
     group of the configuration, which did not exist yet when the file was written.
     """
-    return f"d /etc/ftd 0750 root {USER} -\nz {config} - - {USER} -\nd /dev/shm/ftd 0700 {USER} {USER} -\n"
+    return f"d /etc/ftd 0750 root {USER} -\nz {_quoted(config)} - - {USER} -\nd /dev/shm/ftd 0700 {USER} {USER} -\n"

@@ -70,6 +70,15 @@ def test_the_sample_configuration_is_valid(tmp_path: Path) -> None:
     assert config.require_secret() == "sesame"
 
 
+def test_paths_with_spaces_are_single_words() -> None:
+    place = Path("/srv/my %i")
+    layout = InstallPaths(executable=place / "ftd", config=place / "ftd.toml", writable=[place])
+    unit, *_, temporary, _ = (file.text for file in files_for("node", layout))
+    assert 'ExecStart="/srv/my %%i/ftd" node --config "/srv/my %%i/ftd.toml"\n' in unit
+    assert 'ReadWritePaths="/srv/my %%i"\n' in unit
+    assert 'z "/srv/my %%i/ftd.toml" - - ftd -\n' in temporary
+
+
 def test_the_group_of_the_service_may_read_the_configuration(tmp_path: Path) -> None:
     files = files_for("node", InstallPaths(executable=FTD, config=Path("/srv/ftd.toml")))
     [config] = [file for file in files if file.keep]
