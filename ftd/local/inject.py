@@ -62,8 +62,10 @@ class LocalInjector(RemoteInjector):
             self.absent.discard(name)
             raise
         await asyncio.sleep(fault.restart_after_s)
-        await self._cluster.restart(name)
-        self.absent.discard(name)
+        try:
+            await self._cluster.restart(name)
+        finally:  # If it did not start, its monitor reports that it has ended.
+            self.absent.discard(name)
 
     def _process(self, part: Service) -> str:
         """Return the process of a service; of several coordinators, the one that leads."""
