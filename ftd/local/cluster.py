@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -334,7 +335,10 @@ async def _repeat(wait: Callable[[float], None], limit_s: float) -> None:
 def _credentials(broker: BrokerAddress) -> str:
     if broker.username is None:
         return ""
-    return f'username = "{broker.username}"\npassword = "{broker.password or ""}"\n'
+    username, password = (
+        json.dumps(text or "", ensure_ascii=False) for text in (broker.username, broker.password)
+    )
+    return f"username = {username}\npassword = {password}\n"
 
 
 def shared_environment() -> dict[str, str]:
