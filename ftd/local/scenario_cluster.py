@@ -182,8 +182,14 @@ class ScenarioCluster:
             await self._clean_up()
             self._report(f"          {job.steps} steps without faults, for comparison")
             await self._train(job)
-            async with asyncio.timeout(scenario.limit_s):
-                await self._ended.wait()
+            try:
+                async with asyncio.timeout(scenario.limit_s):
+                    await self._ended.wait()
+            except TimeoutError:
+                raise PeerError(
+                    f"without any fault the job did not end within limit_s = {scenario.limit_s:g} s, {job.steps} steps "
+                    "for comparison (give fewer steps under [cluster], or a greater limit_s)"
+                ) from None
             losses = {
                 step.step: step.loss for step in self._driver.run.steps.values() if step.loss is not None
             }
