@@ -201,15 +201,20 @@ class ScenarioCluster:
     async def _train(self, job: JobData) -> None:
         """Submit the job, and return when training has begun.
 
-        :raises PeerError: training does not begin.
+        :raises PeerError: training does not begin, or the job ends before.
         :raises RequestRejected: the job cannot run.
         """
         self._started.clear()
         self._ended.clear()
-        await self._driver.submit(job)
+        submitted = await self._driver.submit(job)
         try:
             async with asyncio.timeout(START_S):
-                await self._started.wait()
+                while not self._started.is_set():
+                    state = self._driver.state
+                    if (state.get("job") or {}).get("id") == submitted and state.get("phase") == "FAILED":
+                        raise PeerError(f"the job failed before its first step: {state.get('outcome')}")
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
         except TimeoutError:
             waiting = self._driver.state.get("waiting_for")
             raise PeerError(f"the job did not begin within {START_S:g} s; it waits for {waiting}") from None
@@ -267,6 +272,7 @@ class ScenarioCluster:
             self._player.on_event(event)
         if isinstance(fact, RecoveryCompletedFact):  # The first recovery is the start: a step is committed.
             self._started.set()
+            self._state_changed.set()
         elif isinstance(fact, JobEndedFact):
             self._ended.set()
 

@@ -1,4 +1,4 @@
-"""Jobs of a scenario's cluster that do not end."""
+"""Jobs of a scenario's cluster that do not begin or do not end."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import pytest
 from ftd.config.job import load_job_data
 from ftd.errors import PeerError
 from ftd.faults.chaos.values import ClusterSetup, SameLosses, Scenario
+from ftd.local import scenario_cluster
 from ftd.local.driver import LocalDriver
 from ftd.local.scenario_cluster import ScenarioCluster
 from ftd.observe.run_model import RunModel
@@ -41,6 +42,29 @@ def cluster_of(
     cluster._driver = cast(LocalDriver, Driver(run=run, submit=submit))
     cluster._clean_up = clean_up  # type: ignore[method-assign]
     return cluster, load_job_data(path)
+
+
+def fail(cluster: ScenarioCluster) -> None:
+    state = {"phase": "FAILED", "job": {"id": "tiny-1"}, "outcome": "train.py raised ValueError"}
+    cluster._driver.run.on_state(state)
+    cluster._on_state(state)
+
+
+def test_a_job_that_fails_before_its_first_step_is_reported_at_once(tmp_path: Path) -> None:
+    cluster, job = cluster_of(tmp_path, fail)
+    with pytest.raises(PeerError, match=r"the job failed before its first step: train.py raised ValueError"):
+        asyncio.run(asyncio.wait_for(cluster._train(job), 10.0))
+
+
+def test_a_job_that_does_not_begin_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenario_cluster, "START_S", 0.05)
+    cluster, job = cluster_of(
+        tmp_path, lambda cluster: cluster._driver.run.on_state({"waiting_for": "more nodes"})
+    )
+    with pytest.raises(PeerError, match=r"did not begin within 0.05 s; it waits for more nodes"):
+        asyncio.run(cluster._train(job))
 
 
 def test_a_job_that_does_not_end_in_time_without_faults_is_an_error(tmp_path: Path) -> None:
