@@ -287,7 +287,7 @@ class Soak:
                 self.now_s, "stuck", f"the cluster did not recover from the last fault: {details}"
             )
         if self.monitor.ended:
-            await self._check_round()
+            await self._check_last_round()
 
     async def _shut_down(self, injector: SoakInjector) -> None:
         """Stop the job, and end the nodes as their hosts would."""
@@ -296,7 +296,7 @@ class Soak:
                 await self._driver.stop(self.monitor.job)
             with contextlib.suppress(TimeoutError):
                 await self._wait(lambda: self.monitor.ended is not None, self._options.limit_s)
-            await self._check_round()
+            await self._check_last_round()
         await injector.end_nodes(self.now_s, _GRACE_S)
 
     # --- rounds ------------------------------------------------------------------------------------
@@ -362,6 +362,16 @@ class Soak:
         rows = [row for row in await self._driver.client.history(what="steps") if row["job"] == job]
         monitor.check_journal(rows, self.now_s)
         monitor.job = None
+
+    async def _check_last_round(self) -> None:
+        """Compare the journal with the events after the faults. A coordinator that has not come back is a violation
+        like others, which the report names.
+        """
+        try:
+            await self._check_round()
+        except UnreachableError as error:
+            self.monitor.job = None
+            self.monitor.add_violation(self.now_s, "stuck", f"the journal cannot be read: {error}")
 
     # --- events and states --------------------------------------------------------------------------
 

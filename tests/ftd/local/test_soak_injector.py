@@ -1,6 +1,7 @@
 """The injector of a soak on a cluster that does not obey: nothing is lost, and every failure is reported."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,7 +10,7 @@ import pytest
 
 import ftd.local.soak.soak as module
 from ftd.config.job import load_job_data
-from ftd.errors import FtdError, PeerError
+from ftd.errors import FtdError, PeerError, UnreachableError
 from ftd.local.cluster import LocalCluster
 from ftd.local.driver import LocalDriver
 from ftd.local.soak.draw import DrawnFault
@@ -103,6 +104,13 @@ def test_unexpected_errors_are_reported() -> None:
 # --- the undisturbed run ---------------------------------------------------------------------------
 
 
+def soak_options(job: Path) -> SoakOptions:
+    return SoakOptions(
+        job=job, minutes=0.0, seed=1, rate_per_min=1.0, nodes=2, coordinators=1, steps=None, limit_s=1.0,
+        relative=None, beyond=False, memory_mib=None, broker="embedded", logs=None,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("phase", "expected_words"),
     [
@@ -116,10 +124,7 @@ def test_an_undisturbed_run_that_does_not_end_raises_the_reason(
     monkeypatch.setattr(module, "_PAUSED_S", 0.0)
     monkeypatch.setattr(module, "_LEAST_UNDISTURBED_S", 0.3)
     path = write_job(tmp_path, steps=9)
-    options = SoakOptions(
-        job=path, minutes=0.0, seed=1, rate_per_min=1.0, nodes=2, coordinators=1, steps=None, limit_s=1.0,
-        relative=None, beyond=False, memory_mib=None, broker="embedded", logs=None,
-    )  # fmt: skip
+    options = soak_options(path)
 
     class Driver:
         disk = tmp_path
@@ -133,3 +138,30 @@ def test_an_undisturbed_run_that_does_not_end_raises_the_reason(
     with pytest.raises(FtdError) as caught:
         asyncio.run(soak._undisturbed())
     assert expected_words in str(caught.value)
+
+
+# --- the end ---------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_does_not_come_back_is_in_the_report(tmp_path: Path) -> None:
+    path = write_job(tmp_path, steps=9)
+
+    async def stop(_: str) -> None:
+        raise UnreachableError("no coordinator answers")
+
+    async def history(what: str) -> None:
+        raise UnreachableError(f"no coordinator answers about {what}")
+
+    async def end_nodes(at_s: float, grace_s: float) -> None:
+        ended.append(grace_s)
+
+    ended: list[float] = []
+    driver = SimpleNamespace(stop=stop, client=SimpleNamespace(history=history), logs=tmp_path)
+    options = replace(soak_options(path), limit_s=0.2)
+    soak = Soak(options, load_job_data(path), cast(LocalDriver, driver), lambda _: None)
+    soak.monitor.begin_round("tiny-1", 0.0)
+    asyncio.run(soak._shut_down(cast(SoakInjector, SimpleNamespace(end_nodes=end_nodes))))
+    assert ended, "the nodes are ended all the same"
+    assert violations(soak.monitor) == [
+        ("stuck", "the journal cannot be read: no coordinator answers about steps")
+    ]
