@@ -52,6 +52,7 @@ class SoakInjector:
 
     :param tolerate: the maximum number of nodes that are impaired at once, unless ``beyond``.
     :param seed: the seed of lossy sessions.
+    :param memory_mib: the size of the file system that may be filled, if there is one.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class SoakInjector:
         tolerate: int,
         beyond: bool,
         seed: int,
+        memory_mib: int | None = None,
     ) -> None:
+        self._memory_mib = memory_mib
         self._cluster, self._monitor = cluster, monitor
         self._tolerate, self._beyond = tolerate, beyond
         self._remote = RemoteInjector(client, layout=lambda: read_layout(monitor.state), seed=seed)
@@ -260,6 +263,7 @@ class SoakInjector:
             process=process,
             for_s=drawn.for_s or None,
             factor=drawn.factor if do == "slow" else None,
+            size_mib=self._memory_mib if do == "fill_memory" else None,
             drop=lost,
             duplicate=lost,
             late_s=round(_LATE_S * lost, 3),

@@ -174,6 +174,7 @@ class Soak:
                 tolerate=self._job.policy.tolerate,
                 beyond=options.beyond,
                 seed=options.seed,
+                memory_mib=options.memory_mib,
             )
             try:
                 await driver.ready(NODES_START_S)

@@ -11,6 +11,7 @@ import pytest
 import ftd.local.soak.soak as module
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError, PeerError, UnreachableError
+from ftd.faults.chaos.values import Fault
 from ftd.local.cluster import LocalCluster
 from ftd.local.driver import LocalDriver
 from ftd.local.soak.draw import DrawnFault
@@ -165,3 +166,23 @@ def test_a_coordinator_that_does_not_come_back_is_in_the_report(tmp_path: Path) 
     assert violations(soak.monitor) == [
         ("stuck", "the journal cannot be read: no coordinator answers about steps")
     ]
+
+
+def test_a_memory_of_any_size_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Fault] = []
+
+    async def inject(fault: Fault) -> tuple[str, ...]:
+        sent.append(fault)
+        return ()
+
+    async def main() -> None:
+        client, cluster = cast(ClusterClient, None), cast(LocalCluster, Unwilling())
+        monitor = SoakMonitor(limit_s=10.0, relative=1e-6)
+        injector = SoakInjector(client, cluster, monitor, tolerate=1, beyond=False, seed=1, memory_mib=4096)
+        monkeypatch.setattr(injector, "_remote", SimpleNamespace(inject=inject))
+        for do in ("fill_memory", "flip"):
+            injector.inject(DrawnFault(number=1, at_s=0.0, do=do, for_s=1.0, factor=1.0, position=0.5), 7.0)
+        await injector.finish(60.0)
+
+    asyncio.run(main())
+    assert {fault.do: fault.size_mib for fault in sent} == {"fill_memory": 4096, "flip": None}
