@@ -160,7 +160,7 @@ def story(
     else:
         past = run_async(_past(where.resolve()))
     found = chapters(past, of)
-    if not found and of.isdigit():
+    if not found and of.isdecimal():
         _print_recovery(past, int(of), as_json=as_json)
         return
     if not found:

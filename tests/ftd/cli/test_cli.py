@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -325,6 +326,17 @@ def test_events_follow_prints_new_events(tmp_path: Path, cluster: dict[str, str]
     assert json.loads(follower.stdout.readline())["event"] == "JobSubmitted"
     follower.send_signal(2)
     assert follower.wait(100) == 130
+
+
+def test_a_digit_that_is_no_number_is_the_name_of_an_unknown_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ftd.observe.view.files.read_report", lambda *_: SimpleNamespace(events=()))
+    assert ftd_here("story", "run.json", "²", patch=monkeypatch, said=capsys) == (
+        1,
+        "",
+        "ftd: no event names a node '²' (known nodes: none)\n",
+    )
 
 
 @pytest.mark.parametrize(
