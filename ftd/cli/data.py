@@ -75,7 +75,7 @@ def tokenize(
             texts,
             load_tokenizer(tokenizer),
             field=field,
-            end_of_text=end_of_text or not no_end_of_text,
+            end_of_text=not no_end_of_text if end_of_text is None else end_of_text,
             report=lambda line: typer.echo(line, err=True),
         )
     typer.echo(

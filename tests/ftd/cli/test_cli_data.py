@@ -125,6 +125,10 @@ def test_facts_that_contradict_the_token_file_are_an_error(tmp_path: Path, corpu
             ["tokenize", "{corpus}", "--out", "{tmp}/a.bin", "--end-of-text", "a", "--no-end-of-text"],
             "--end-of-text: --end-of-text and --no-end-of-text exclude each other",
         ),
+        (
+            ["tokenize", "{corpus}", "--out", "{tmp}/a.bin", "--end-of-text", ""],
+            "end_of_text '' is no token of the tokenizer",
+        ),
         (["train-tokenizer", "{corpus}", "--out", "{tmp}/t"], "corpus.jsonl, line 1: there is no field"),
         (["train-tokenizer", "{tmp}/empty.txt", "--out", "{tmp}/t"], "the files have no text"),
         (
