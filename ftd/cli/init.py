@@ -1,5 +1,6 @@
 """``ftd init``: writes a commented job file, from questions or options."""
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -116,8 +117,20 @@ def init(
         devices_per_node=ask.number("Devices per node", devices_per_node, 1, least=1),
     )
     _write(path, build_tables(choices))
-    devices = f" --devices-per-node {choices.devices_per_node}" if choices.devices_per_node > 1 else ""
-    typer.echo(f"wrote {path}; next: ftd local {path} --nodes {choices.nodes}{devices}")
+    typer.echo(f"wrote {path}; next: {_next_command(path, choices.nodes, choices.devices_per_node)}")
+
+
+def _next_command(path: Path, nodes: int, devices_per_node: int) -> str:
+    """Return the command that trains the job: on this machine, or on a cluster if that needs more processes than
+    ``ftd local`` starts.
+    """
+    from ftd.cli.local import MAX_DEVICES, MAX_NODES
+
+    job = shlex.quote(str(path))
+    if nodes > MAX_NODES or devices_per_node > MAX_DEVICES:
+        return f"ftd submit {job}"
+    devices = f" --devices-per-node {devices_per_node}" if devices_per_node > 1 else ""
+    return f"ftd local {job} --nodes {nodes}{devices}"
 
 
 class _Questions:

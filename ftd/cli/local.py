@@ -9,14 +9,16 @@ from ftd.cli.options import run_until_signal, silence_logs, text_console
 
 PLAIN_COLUMNS = 110
 """Width of output to a file or a pipe, which has no terminal width."""
+MAX_NODES = 64
+MAX_DEVICES = 64
 
 
 def local(
     job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
-    nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of nodes to start.")],
+    nodes: Annotated[int, typer.Option(min=1, max=MAX_NODES, help="Number of nodes to start.")],
     steps: Annotated[int | None, typer.Option(help="Train this many steps instead of the file's.")] = None,
     devices_per_node: Annotated[
-        int, typer.Option(min=1, max=64, help="Number of trainers on each node.")
+        int, typer.Option(min=1, max=MAX_DEVICES, help="Number of trainers on each node.")
     ] = 1,
     chaos: Annotated[
         Path | None, typer.Option(help="Scenario of faults to inject.", metavar="SCENARIO.toml")

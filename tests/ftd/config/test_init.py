@@ -177,6 +177,21 @@ def test_a_name_in_the_local_cache_is_kept(place: Path, init: Command) -> None:
     assert written(place / "job.toml")["model"] == {"huggingface": "meta/llama"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "following"),
+    [
+        (["job.toml", "--nodes", "3"], "ftd local job.toml --nodes 3"),
+        (["my job.toml", "--name", "a", "--devices-per-node", "8"],
+         "ftd local 'my job.toml' --nodes 2 --devices-per-node 8"),
+        (["job.toml", "--nodes", "65"], "ftd submit job.toml"),
+        (["job.toml", "--devices-per-node", "65"], "ftd submit job.toml"),
+    ],
+)  # fmt: skip
+def test_the_next_command_can_be_run(init: Command, arguments: list[str], following: str) -> None:
+    code, out, _ = init(*arguments, "--model", "llama", "--data", "tokens.bin")
+    assert (code, out) == (0, f"wrote {arguments[0]}; next: {following}\n")
+
+
 def test_a_function_replaces_model_and_data(place: Path, init: Command) -> None:
     (place / "train.py").write_text("def build(): ...\n")
     assert init("jobs/a.toml", "--function", "train.py:build", "--nodes", "1")[0] == 0
