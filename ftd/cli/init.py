@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
@@ -88,11 +88,13 @@ def init(
     job_directory = path.absolute().parent
     if function is None:
         sources = _model_and_data(ask, model, size, data, field, tokenizer, job_directory)
-    elif model is not None or data is not None:
+    elif given := _given(
+        {"--model": model, "--size": size, "--data": data, "--field": field, "--tokenizer": tokenizer}
+    ):
         raise ConfigurationError(
             "a training function provides the model and the data",
             field="--function",
-            remedy="leave out --model and --data",
+            remedy=f"leave out {' and '.join(given)}",
         )
     else:
         script, _, called = function.rpartition(":")
@@ -131,6 +133,10 @@ def _next_command(path: Path, nodes: int, devices_per_node: int) -> str:
         return f"ftd submit {job}"
     devices = f" --devices-per-node {devices_per_node}" if devices_per_node > 1 else ""
     return f"ftd local {job} --nodes {nodes}{devices}"
+
+
+def _given(options: Mapping[str, object]) -> list[str]:
+    return [option for option, value in options.items() if value is not None]
 
 
 class _Questions:

@@ -242,6 +242,10 @@ def test_options_answer_questions(place: Path, init: Command) -> None:
         ),
         (["--model", "llama", "--data", "~nobody-here/d"], "--data: the home directory in ~nobody-here/d is"),
         (["--model", "llama", "--function", "a.py:b"], "--function: a training function provides"),
+        (
+            ["--size", "large", "--field", "f", "--tokenizer", "bytes", "--function", "a.py:b"],
+            "the data (leave out --size and --field and --tokenizer)",
+        ),
         (["--function", "gone.py:build"], "job.toml: training.function:"),
         (
             ["--model", "vit", "--data", "images.npz", "--data", "images.npz"],
