@@ -45,7 +45,7 @@ def check_host(config: DaemonConfig) -> Iterator[CheckResult]:
 def check_memory(config: DaemonConfig) -> CheckResult:
     """Check the space for snapshots in the memory file system."""
     name = "snapshot memory"
-    place = next(path for path in (config.snapshot_dir, *config.snapshot_dir.parents) if path.exists())
+    place = _nearest(config.snapshot_dir)
     usage = shutil.disk_usage(place)
     limit = config.snapshot_limit_bytes
     detail = f"{place}: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
@@ -133,12 +133,12 @@ def check_ports(config: DaemonConfig) -> Iterator[CheckResult]:
 
 def check_directory(name: str, path: Path) -> CheckResult:
     """Check that a directory can be written, or created."""
-    there = next(place for place in (path, *path.parents) if place.exists())
+    there = _nearest(path)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return failed(
             name, f"{there} cannot be written", "let this user write there, or name another directory"
         )
-    missing = "" if path.exists() else "will be created, "
+    missing = "" if there == path else "will be created, "
     return ok(name, f"{path}: {missing}{shutil.disk_usage(there).free / _GIB:.1f} GiB free")
 
 
@@ -176,6 +176,12 @@ def check_torch(config: DaemonConfig) -> CheckResult:
     if not found["gloo"]:
         return warning(name, f"{detail}, without gloo", 'set backend = "nccl" in job files')
     return ok(name, detail)
+
+
+def _nearest(path: Path) -> Path:
+    """Return ``path``, or the nearest directory above it that exists, as far as this user may see."""
+    # Path.exists raises an error for what is in a directory of somebody else.
+    return next(place for place in (path, *path.parents) if os.path.exists(place))  # noqa: PTH110
 
 
 def _file_system(path: Path) -> str:

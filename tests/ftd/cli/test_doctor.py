@@ -1,5 +1,6 @@
 """Tests of ``ftd doctor`` with real daemons on a broker with TLS and an ACL, and with wrong configurations."""
 
+import errno
 import json
 import os
 import signal
@@ -160,6 +161,24 @@ def test_checks_of_the_host_find_problems(tmp_path: Path) -> None:
     assert check_directory("state directory", tmp_path / "file" / "state").verdict == "failed"
     assert check_directory("state directory", tmp_path / "new").verdict == "ok"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_below_one_of_somebody_else_fails_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if path.parent == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return usual(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    result = check_directory("state directory", tmp_path / "state")
+    assert (result.verdict, result.detail) == ("failed", f"{tmp_path} cannot be written")
+    config = parse_daemon_config({"node": {"snapshot_dir": str(tmp_path)}}, directory=tmp_path)
+    assert check_memory(config).detail.startswith(f"{tmp_path}: ")
 
 
 @pytest.mark.processes
