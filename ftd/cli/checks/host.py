@@ -49,7 +49,7 @@ def check_memory(config: DaemonConfig) -> CheckResult:
     usage = shutil.disk_usage(place)
     limit = config.snapshot_limit_bytes
     detail = f"{place}: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
-    kind = _file_system(place)
+    kind = _file_system(place.resolve())
     if limit is not None and limit > usage.total:
         remedy = "lower node.snapshot_limit_mib, or enlarge the file system: mount -o remount,size=…"
         detail = f"{detail}, but node.snapshot_limit_mib allows {limit / _GIB:.1f} GiB"

@@ -181,6 +181,13 @@ def test_a_directory_below_one_of_somebody_else_fails_its_check(
     assert check_memory(config).detail.startswith(f"{tmp_path}: ")
 
 
+def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/proc/sys")  # A file system that is certainly another one.
+    assert host._file_system(Path("/proc/sys")) == "proc"
+    config = parse_daemon_config({"node": {"snapshot_dir": str(tmp_path / "link")}}, directory=tmp_path)
+    assert ", on proc" in check_memory(config).detail
+
+
 @pytest.mark.processes
 def test_a_torch_that_hangs_fails_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = "import sys, time; print('a warning', file=sys.stderr, flush=True); time.sleep(60)"
