@@ -5,10 +5,12 @@ A failure that live replicas do not cover undoes the steps after the newest snap
 every k steps of s seconds, each of which costs C seconds of training, work proceeds in pieces of k·s
 seconds that take w = k·s + C. Under failures at the constant rate 1/M a piece that a failure interrupts
 begins again, so it takes M·(e^(w/M) − 1) seconds on average (Daly 2006, Eq. 13 without the restart, which
-multiplies every k alike and so has no influence on the choice). The share of time lost is that over k·s,
-minus one:
+multiplies every k alike and so has no influence on the choice). The time lost per time of useful work is
+that over k·s, minus one:
 
     lost(k) = M·(e^((k·s + C)/M) − 1) / (k·s) − 1
+
+Its share of all time, which is what is reported, is lost(k) / (1 + lost(k)).
 
 For k·s + C ≪ M this is C/(k·s) + k·s/2M, whose minimum is Young's k·s = √(2·C·M). As a function of x = k·s
 it has one minimum, where its derivative is zero: e^(−(x + C)/M) = 1 − x/M. The left side minus the right
@@ -68,6 +70,16 @@ class IntervalChoice:
 
 
 def lost_share(every_steps: int, cost: IntervalCost) -> float:
+    """Return the expected share of all time that is lost, from 0 to 1; 1 if a piece is never expected to end."""
+    return _share(_lost(every_steps, cost))
+
+
+def _share(lost: float) -> float:
+    """Return the share of all time that ``lost`` of the module's docstring is."""
+    return 1 - 1 / (1 + lost)
+
+
+def _lost(every_steps: int, cost: IntervalCost) -> float:
     """Return lost(k) of the module's docstring; infinite if a piece is never expected to end."""
     work_s = every_steps * cost.step_s
     exponent = (work_s + cost.cost_s) / cost.horizon_s
@@ -88,7 +100,7 @@ def best_interval(cost: IntervalCost, most: int) -> int:
         else:
             high = middle
     below = min(max(1, int(low / cost.step_s)), most)
-    return min((below, min(below + 1, most)), key=lambda every: (lost_share(every, cost), every))
+    return min((below, min(below + 1, most)), key=lambda every: (_lost(every, cost), every))
 
 
 def choose_interval(
@@ -104,19 +116,21 @@ def choose_interval(
     what = f"a snapshot costs {_ms(cost.cost_s)} of a step of {_ms(cost.step_s)} ({share:.2%})"
     limit = cheap_share * (EXCEED_WITHIN if settled and present == 1 else 1.0)
     if share <= limit:
-        lost = lost_share(1, cost)
-        return IntervalChoice(every_steps=1, lost_share=lost, reason=f"{what}: cheap enough for every step")
+        lost = _lost(1, cost)
+        return IntervalChoice(
+            every_steps=1, lost_share=_share(lost), reason=f"{what}: cheap enough for every step"
+        )
     best = best_interval(cost, most)
-    kept, lost = lost_share(present, cost), lost_share(best, cost)
+    kept, lost = _lost(present, cost), _lost(best, cost)
     if settled and present <= most and kept <= KEEP_INTERVAL_WITHIN * lost:
         best, lost = present, kept
     reason = (
         f"{what}, and a failure is expected every {_span(cost.horizon_s)}: "
-        f"every {best} steps loses {lost:.2%} of the time"
+        f"every {best} steps loses {_share(lost):.2%} of the time"
     )
     if best != present:
-        reason += f", every {present} would lose {kept:.2%}"
-    return IntervalChoice(every_steps=best, lost_share=lost, reason=reason)
+        reason += f", every {present} would lose {_share(kept):.2%}"
+    return IntervalChoice(every_steps=best, lost_share=_share(lost), reason=reason)
 
 
 def checkpoint_cost_share(step_s: float, writing_step_s: float) -> float:
@@ -143,16 +157,16 @@ def choose_checkpoint_interval(
     spaced = math.ceil(WRITE_PERIODS * write_s / cost.step_s)
     bound = min(max(least, spaced), most)
     best = max(best_interval(cost, most), bound)
-    kept, lost = lost_share(present, cost), lost_share(best, cost)
+    kept, lost = _lost(present, cost), _lost(best, cost)
     allowed = max(KEEP_INTERVAL_WITHIN * lost, lost + KEEP_CHECKPOINTS_WITHIN)
     if settled and bound <= EXCEED_WITHIN * present and present <= most and kept <= allowed:
         best, lost = present, kept
     reason = (
         f"a checkpoint costs {_span(cost.cost_s)} of training and takes {_span(write_s)} to write, and memory "
-        f"is expected to lose the state every {_span(cost.horizon_s)}: every {best} steps loses {lost:.2%} of "
+        f"is expected to lose the state every {_span(cost.horizon_s)}: every {best} steps loses {_share(lost):.2%} of "
         "the time"
     )
-    return IntervalChoice(every_steps=best, lost_share=lost, reason=reason)
+    return IntervalChoice(every_steps=best, lost_share=_share(lost), reason=reason)
 
 
 def _ms(seconds: float) -> str:

@@ -1,6 +1,8 @@
 """The interval between snapshots compared with every interval, and with failures drawn one by one."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,14 +35,14 @@ def test_the_best_interval_is_the_best_of_all(cost: IntervalCost, most: int) -> 
 
 
 def simulated_share(every: int, cost: IntervalCost, pieces: int) -> float:
-    """Return the lost share of work whose pieces run under failures drawn one by one: total time / work − 1."""
+    """Return the lost share of work whose pieces run under failures drawn one by one: 1 − work / total time."""
     draw, spent_s = random.Random(7), 0.0
     piece_s = every * cost.step_s + cost.cost_s
     for _ in range(pieces):
         while (failed_s := draw.expovariate(1 / cost.horizon_s)) < piece_s:
             spent_s += failed_s
         spent_s += piece_s
-    return spent_s / (pieces * every * cost.step_s) - 1
+    return 1 - pieces * every * cost.step_s / spent_s
 
 
 @pytest.mark.parametrize("every", [1, 4, 12, 40])
@@ -114,6 +116,15 @@ def test_the_reason_has_the_figures() -> None:
     choice = choose_interval(cost, present=5, most=1000, cheap_share=0.01)
     assert choice.reason == (
         "a snapshot costs 20 ms of a step of 100 ms (20.00%), and a failure is expected every 2 h: every 170 "
-        "steps loses 0.24% of the time, every 5 would lose 4.00%"
+        "steps loses 0.24% of the time, every 5 would lose 3.85%"
     )
     assert choice.lost_share == pytest.approx(lost_share(choice.every_steps, cost))
+
+
+def test_the_share_of_all_time_is_never_more_than_all() -> None:
+    cost = IntervalCost(step_s=1.0, cost_s=1.0, horizon_s=1.0)
+    assert lost_share(4, cost) == pytest.approx(1 - 4 / (math.e**5 - 1))
+    endless = choose_interval(replace(cost, cost_s=1e4), present=4, most=10, cheap_share=0.01)
+    assert endless.lost_share == 1.0 and "loses 100.00% of the time" in endless.reason
+    endless = choose_checkpoint_interval(cost, present=1, least=1000, most=1000, write_s=1.0)
+    assert endless.lost_share == 1.0 and "loses 100.00% of the time" in endless.reason
