@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from ftd.transport.wire.codec import MAX_COUNTER
 from ftd.transport.wire.public import Answer, TraceData, TraceRequest, decode_json
 from planner.reasons import count_noun
 from runtime.monitoring.tracing import MAX_STEPS
@@ -113,6 +114,8 @@ class TraceService:
             return f"steps is {request.steps}; 1 to {MAX_STEPS} can be traced"
         if request.first_step < 0:
             return f"first_step is {request.first_step}; give 0 to begin with the next step"
+        if request.first_step > MAX_COUNTER:
+            return f"first_step is {request.first_step}; give at most {MAX_COUNTER}"
         if not 0 < request.within_s <= MOST_WITHIN_S:
             return f"within_s is {request.within_s:g}; give a positive number of at most {MOST_WITHIN_S:g} seconds"
         if len(self._waiting) >= _MOST_WAITING:

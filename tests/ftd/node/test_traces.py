@@ -1,0 +1,32 @@
+"""Requests for traces that a node rejects."""
+
+import pytest
+
+from ftd.node.traces import TraceService
+from ftd.transport.wire.public import Answer, TraceRequest, encode_json
+from runtime.wire.frames import encode
+from statemachine.messages.trace import Trace
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"device": 1}, "devices 0 to 0, not 1"),
+        ({"steps": 0}, "steps is 0"),
+        ({"first_step": -1}, "first_step is -1"),
+        ({"first_step": 2**64}, "first_step is 18446744073709551616; give at most 9007199254740992"),
+        ({"within_s": 0.0}, "within_s is 0"),
+    ],
+)
+def test_impossible_requests_get_an_answer(fields: dict[str, int], expected: str) -> None:
+    answers: list[Answer] = []
+
+    def send(_device: int, frame: Trace) -> bool:
+        return bool(encode(frame))
+
+    service = TraceService(
+        node="node-1", devices=1, send=send, answer=lambda _client, answer: answers.append(answer)
+    )
+    service.on_request(encode_json(TraceRequest(request="r", reply="client", **fields)))
+    [answer] = answers
+    assert not answer.accepted and expected in answer.detail
