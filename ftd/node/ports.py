@@ -31,7 +31,7 @@ class HostProcesses(Protocol):
         """Send a signal to a process group, if it still exists."""
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to one process."""
+        """Send a signal to one process, if it still exists."""
 
     def continue_later(self, pids: Sequence[int], for_s: float) -> None:
         """Continue these processes (SIGCONT) after ``for_s``, even if this daemon is one of them."""

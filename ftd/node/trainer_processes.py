@@ -43,7 +43,8 @@ class LocalProcesses:
         signal_group(pid, number)
 
     def signal(self, pid: int, number: int) -> None:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
     def continue_later(self, pids: Sequence[int], for_s: float) -> None:
         """Let a separate shell continue them, since this daemon may be stopped itself."""

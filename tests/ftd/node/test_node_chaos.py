@@ -225,6 +225,25 @@ def test_a_stopped_trainer_continues_after_the_duration(sleeper: subprocess.Pope
     play(RecordedActions({0: sleeper.pid}), body)
 
 
+@pytest.mark.processes
+def test_a_trainer_that_has_just_ended_does_not_keep_the_others_running(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    def stopped() -> bool:
+        return os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOHANG) is not None
+
+    async def body(chaos: NodeFaultInjector) -> None:
+        chaos.on_request(payload(do="stop", target="trainer"))
+        async with asyncio.timeout(5):
+            while not stopped():  # noqa: ASYNC110  # the kernel notifies nobody
+                await asyncio.sleep(0.005)
+
+    play(RecordedActions({0: ended.pid, 1: sleeper.pid}), body)
+
+
 def test_a_bad_device_is_planted_in_the_health_checks_of_all_devices_or_of_one() -> None:
     actions = RecordedActions({})
 
