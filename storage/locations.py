@@ -137,14 +137,18 @@ class LocalLocation:
         target, old = self.root / final, self.root / f".{final}.replaced"
         with self._translate_errors("written"):
             sync_directory(self.root / draft)
-            if target.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                target.rename(old)
-            try:
-                (self.root / draft).rename(target)
-            except OSError:
-                self._finish(old)
-                raise
+            for last in (False, True):
+                if target.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    target.rename(old)
+                try:
+                    (self.root / draft).rename(target)
+                    break
+                except OSError as error:
+                    # Another writer that began meanwhile may have moved the old one back.
+                    if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        self._finish(old)
+                        raise
             sync_directory(self.root)
         shutil.rmtree(old, ignore_errors=True)
 

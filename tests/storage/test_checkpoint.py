@@ -339,6 +339,23 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch:
     assert store.steps() == (7,) and holds(store, 7)
 
 
+def test_a_writer_that_begins_during_a_replacement_does_not_fail_it(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, 7, seed=1)
+    rename, begun = Path.rename, []
+
+    def begin_between(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        if target.name == f".{STEP_7}.replaced" and not begun:
+            begun.append(CheckpointStore(store.location).begin(8))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", begin_between)
+    again = write(store, 7, attempt="2", seed=2)
+    assert begun and store.open(7).manifest.fingerprint == again.fingerprint
+
+
 def test_the_fingerprint_depends_on_the_model_and_not_on_the_step(store: CheckpointStore) -> None:
     fingerprint = write(store, 7).fingerprint
     assert write(store, 8).fingerprint == fingerprint == fingerprint_of(store.open(7).headers())
