@@ -136,10 +136,12 @@ class PlanningService:
             await (await expecting).dismiss()
 
     async def _next_process(self) -> PlanProcess:
-        if self._next_process_task is None:
+        if (expecting := self._next_process_task) is None:
             return PlanProcess(self._command)
         # If this is cancelled, the process remains for the next build.
-        process = await asyncio.shield(self._next_process_task)
+        process = await asyncio.shield(expecting)
+        if self._next_process_task is not expecting:  # It was dismissed meanwhile.
+            return PlanProcess(self._command)
         self._next_process_task = None
         return process
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 import planner
 from ftd.coordinator import planning
 from ftd.coordinator.plan_cache import MAX_FILES, PlanCache, code_digest
-from ftd.coordinator.plan_process import COMMAND
+from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import PrecomputeRequest
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.speculative_planning import expected_situation, likely_losses, plan_likely_losses
@@ -237,6 +237,28 @@ def test_an_unneeded_process_that_was_started_in_advance_ends(tmp_path: Path, en
             case _:
                 assert isinstance(await scene.ask(build()), TemplatesReady)
         await scene.until(lambda: not is_alive(pid))
+
+    play(Scene(tmp_path), story)
+
+
+def test_a_build_does_not_take_a_process_that_is_dismissed_while_it_starts(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        service, begun = scene.service, asyncio.Event()
+        dismissed, later = PlanProcess(COMMAND), PlanProcess(COMMAND)
+
+        async def start(process: PlanProcess) -> PlanProcess:
+            await begun.wait()
+            return process
+
+        service._next_process_task = asyncio.ensure_future(start(dismissed))
+        taking = asyncio.ensure_future(service._next_process())
+        await asyncio.sleep(0)
+        service.cancel(CancelTemplates(cause="c", job_id="another"))
+        await asyncio.sleep(0)
+        service._next_process_task = expecting = asyncio.ensure_future(start(later))
+        begun.set()
+        assert await taking not in (dismissed, later)
+        assert service._next_process_task is expecting
 
     play(Scene(tmp_path), story)
 
