@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ftd.snapshots.protection import make_bounded_code, stated_guarantee
 from planner.values import LayerProfile, Plan
-from statemachine.cluster.snapshots.replica_peers import choose_replica_peers
+from statemachine.cluster.snapshots.replica_peers import BUDDY, choose_replica_peers
 from statemachine.cluster.snapshots.snapshots import groups_of
 from statemachine.messages.values import ProtectionChoice, ProtectionRequest
 from storage.arena import SLOTS
@@ -44,8 +44,9 @@ def choose_protection(
     owners.
     """
     owners = len(plan.pipelines)
-    limits = [wish.limits[node] for node in plan.nodes if wish.limits.get(node)]
-    limit = min(limits, default=None)
+    peers = choose_replica_peers(plan, BUDDY, {*plan.nodes, *plan.idle_nodes}).values()
+    holding = {*plan.nodes, *peers}
+    limit = min((wish.limits[node] for node in holding if wish.limits.get(node)), default=None)
 
     def fullest(scheme: str) -> int | None:
         return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1)

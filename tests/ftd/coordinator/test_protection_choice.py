@@ -3,6 +3,7 @@ owners.
 """
 
 import pytest
+from msgspec.structs import replace
 
 from ftd.coordinator.protection_choice import choose_protection, choose_scheme
 from ftd.snapshots.protection import make_bounded_code, stated_guarantee
@@ -116,6 +117,19 @@ def test_a_requested_scheme_is_used_if_the_owners_allow_it() -> None:
     assert (
         choose_protection(plan, layers, ProtectionRequest(scheme=None, losses=1, limits={})).scheme == "aec"
     )
+
+
+def test_an_idle_node_that_holds_copies_must_have_room_for_them() -> None:
+    plan, layers = plan_of(1)
+    plan = replace(plan, idle_nodes=("idle-0", "idle-1"))
+
+    def of(limits: dict[str, int]) -> str:
+        return choose_protection(plan, layers, ProtectionRequest(scheme=None, losses=1, limits=limits)).scheme
+
+    enough = 3 * 1216  # Three slots for 1200 bytes, aligned.
+    assert of({"n0": enough, "idle-0": enough, "idle-1": enough}) == "buddy"
+    assert of({"n0": enough, "idle-0": enough - 1, "idle-1": enough}) == "none"
+    assert of({"n0": enough, "idle-0": enough, "idle-1": 1}) == "buddy"
 
 
 def test_an_impossible_request_is_replaced_by_an_equally_safe_scheme() -> None:
