@@ -48,8 +48,13 @@ def choose_protection(
     holding = {*plan.nodes, *peers}
     limit = min((wish.limits[node] for node in holding if wish.limits.get(node)), default=None)
 
+    own_limit = min((wish.own_limits[node] for node in plan.nodes if node in wish.own_limits), default=None)
+
     def fullest(scheme: str) -> int | None:
         return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1)
+
+    def fullest_own(scheme: str) -> int | None:
+        return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1, copies=False)
 
     if wish.scheme is None:
         return choose_scheme(
@@ -58,13 +63,23 @@ def choose_protection(
             zero1=wish.zero1,
             fullest_bytes=fullest,
             limit_bytes=limit,
+            own_bytes=fullest_own,
+            own_limit_bytes=own_limit,
             nodes=len({*plan.nodes, *plan.idle_nodes}),
         )
     try:
         make_bounded_code(wish.scheme, owners)
     except ValueError as error:
         losses = stated_guarantee(wish.scheme, owners)
-        choice = choose_scheme(owners, losses, zero1=wish.zero1, fullest_bytes=fullest, limit_bytes=limit)
+        choice = choose_scheme(
+            owners,
+            losses,
+            zero1=wish.zero1,
+            fullest_bytes=fullest,
+            limit_bytes=limit,
+            own_bytes=fullest_own,
+            own_limit_bytes=own_limit,
+        )
         return ProtectionChoice(scheme=choice.scheme, reason=f"{error}; {choice.reason}", fallback=True)
     return ProtectionChoice(scheme=wish.scheme, reason="as requested")
 
@@ -76,22 +91,33 @@ def choose_scheme(
     zero1: bool,
     fullest_bytes: FullestBytes,
     limit_bytes: int | None,
+    own_bytes: FullestBytes | None = None,
+    own_limit_bytes: int | None = None,
     nodes: int = 1,
 ) -> ProtectionChoice:
     """Return the cheapest scheme under which any ``losses`` of the owners may be lost, and at least one if
     there are several.
 
     :param limit_bytes: most bytes that a node's arenas may take, for all their slots.
+    :param own_bytes: as ``fullest_bytes``, without copies of other nodes' parts.
+    :param own_limit_bytes: most bytes that a node's own arenas may take, if the rest is for copies.
     :param nodes: nodes that are present: a single owner of everything needs another one next to it.
     """
 
     def excess(scheme: str) -> str:
         """Return the reason why a scheme does not fit into a node's memory; empty: it does."""
         takes = fullest_bytes(scheme)
-        if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
-            return ""
-        takes_mib, limit_mib = _mib(SLOTS * takes), _mib(limit_bytes)
-        return f"{scheme} would take {takes_mib} of a node's memory, which is limited to {limit_mib}; "
+        if limit_bytes is not None and takes is not None and SLOTS * takes > limit_bytes:
+            takes_mib, limit_mib = _mib(SLOTS * takes), _mib(limit_bytes)
+            return f"{scheme} would take {takes_mib} of a node's memory, which is limited to {limit_mib}; "
+        own = own_bytes(scheme) if own_bytes is not None else takes
+        if own_limit_bytes is not None and own is not None and SLOTS * own > own_limit_bytes:
+            own_mib, limit_mib = _mib(SLOTS * own), _mib(own_limit_bytes)
+            return (
+                f"{scheme} would take {own_mib} of a node's memory, where {limit_mib} are for its own snapshots "
+                "and as much for copies; "
+            )
+        return ""
 
     required = min(max(1, losses), owners - 1)
     too_large = ""
@@ -149,7 +175,9 @@ def _reason(one: _Candidate, others: list[_Candidate], owners: int) -> str:
     return f"{reason}; cheaper to make than {more}" if more else reason
 
 
-def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *, zero1: bool) -> int | None:
+def _fullest_bytes(
+    plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *, zero1: bool, copies: bool = True
+) -> int | None:
     if not any(layer.state_bytes for layer in layers):
         return None
     nodes: Counter[str] = Counter()
@@ -160,7 +188,7 @@ def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *,
         for owner, node in enumerate(group.owners):
             size_bytes = state_bytes if group.whole else layout.shard_bytes(owner)
             nodes[node] += size_bytes
-            if node in replica_peers:
+            if copies and node in replica_peers:
                 nodes[replica_peers[node]] += size_bytes
     return max(nodes.values())
 

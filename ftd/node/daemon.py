@@ -157,6 +157,7 @@ class NodeDaemon:
             chaos_allowed=config.chaos,
             snapshot_port=snapshots.port,
             snapshot_bytes=snapshots.size_bytes,
+            snapshot_limited=config.snapshot_limit_bytes is not None,
             secret_fingerprint=secret_fingerprint(self._secret),
             log=log_location(),
             checks_health=config.hardware.health.enabled,

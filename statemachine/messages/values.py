@@ -401,6 +401,8 @@ class ProtectionRequest(Struct, frozen=True, kw_only=True):
     zero1: bool = False
     limits: dict[str, int] = {}
     """Most bytes that snapshots may take on each node that reported a limit."""
+    own_limits: dict[str, int] = {}
+    """Most bytes that a node's own snapshots may take, where the rest of its limit is for copies."""
 
 
 class ProtectionChoice(Struct, frozen=True, kw_only=True):
@@ -495,6 +497,10 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     """Port at which it serves its snapshots; 0: it serves none."""
     snapshot_bytes: int = 0
     """Most bytes that snapshots may take here, all devices together; 0: not reported."""
+    snapshot_limited: bool = False
+    """Whether that is a configured limit, of which half is for copies if there may be any, and not merely the size
+    of the file system.
+    """
     secret_fingerprint: str = ""
     """A value that is equal on all nodes with the same secret and does not reveal the secret; empty: not
     reported.

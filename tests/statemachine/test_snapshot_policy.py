@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from ftd.coordinator.protection_choice import choose_protection
 from statemachine.cluster.machine import ClusterMachine
+from statemachine.cluster.snapshots.protections import protection_request
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, PlanImpossible, PlanReady, SnapshotRequested
 from statemachine.messages.cluster import Heartbeat, Resume, SnapshotCompleted, Stepped, TakeSnapshot
@@ -339,3 +341,19 @@ def test_a_protection_survives_a_restart_also_one_that_is_not_in_effect_yet() ->
     assert s.machine.job is not None and s.machine.job.snapshot.protection == "arc:1"
     journal = json.loads(json.dumps(s.machine.durable_state()))
     assert journal["resumed_protection"] == "aec"
+
+
+@pytest.mark.parametrize(
+    ("protection", "auto", "reserved"),
+    [("none", True, True), ("aec+buddy", False, True), ("aec", False, False)],
+)
+def test_half_of_a_configured_limit_is_for_copies_where_there_may_be_any(
+    protection: str, auto: bool, reserved: bool
+) -> None:
+    s = protected(every_steps=30, protection=protection, auto_protection=auto)
+    nodes = s.machine._c.nodes
+    for name, limited in (("node-0", True), ("node-1", False)):
+        nodes[name].facts = replace(nodes[name].facts, snapshot_bytes=1000, snapshot_limited=limited)
+    wish = protection_request(s.machine._c, ["node-0", "node-1", "node-2"])
+    assert wish is not None and wish.limits == {"node-0": 1000, "node-1": 1000}
+    assert wish.own_limits == ({"node-0": 500} if reserved else {})

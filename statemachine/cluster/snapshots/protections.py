@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from statemachine.cluster.phases import Running
+from statemachine.cluster.snapshots.replica_peers import has_buddy
 from statemachine.cluster.state import Cluster
 from statemachine.messages.values import ProtectionChoice, ProtectionRequest
 
@@ -28,12 +29,17 @@ def protection_request(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | 
     job = c.current_job
     if job.snapshot.every_steps < 1 and not job.policy.zero1:
         return None
-    limits = {name: c.nodes[name].facts.snapshot_bytes for name in nodes}
+    facts = {name: c.nodes[name].facts for name in nodes}
+    may_copy = job.snapshot.auto_protection or has_buddy(job.snapshot.protection)
     return ProtectionRequest(
         scheme=None if job.snapshot.auto_protection else job.snapshot.protection,
         losses=max(1, job.policy.tolerate),
         zero1=job.policy.zero1,
-        limits={name: size_bytes for name, size_bytes in limits.items() if size_bytes},
+        limits={name: one.snapshot_bytes for name, one in facts.items() if one.snapshot_bytes},
+        # As the node tells its trainers (``ftd.snapshots.service``).
+        own_limits={
+            name: one.snapshot_bytes // 2 for name, one in facts.items() if may_copy and one.snapshot_limited
+        },
     )
 
 

@@ -15,12 +15,17 @@ from statemachine.messages.values import HeldSnapshot, Snapshot
 BUDDY = "buddy"
 
 
+def has_buddy(protection: str) -> bool:
+    """Return whether replica peers hold copies of what one node alone owns."""
+    return BUDDY in (part.strip() for part in protection.split("+"))
+
+
 def choose_replica_peers(plan: Plan, protection: str, able: Collection[str]) -> dict[str, str]:
     """Return the replica peer of each owner; owners that are not named have none.
 
     :param able: nodes that are present and serve snapshots, also idle ones.
     """
-    if BUDDY not in (part.strip() for part in protection.split("+")) or len(plan.pipelines) > 1:
+    if not has_buddy(protection) or len(plan.pipelines) > 1:
         return {}
     ring = [*plan.nodes, *sorted(set(able) - set(plan.nodes))]
     owners = dict.fromkeys(stage.devices[0].node for stage in plan.pipelines[0].stages)

@@ -132,6 +132,42 @@ def test_an_idle_node_that_holds_copies_must_have_room_for_them() -> None:
     assert of({"n0": enough, "idle-0": enough, "idle-1": 1}) == "buddy"
 
 
+def test_half_of_a_limit_is_for_copies_with_an_automatic_protection() -> None:
+    plan, layers = plan_of(
+        4
+    )  # Each owner holds 400 bytes with a parity and 300 without, in three slots, aligned.
+
+    def of(own_limit_bytes: int) -> ProtectionChoice:
+        limits, own_limits = {"n1": 2 * own_limit_bytes}, {"n1": own_limit_bytes}
+        return choose_protection(
+            plan, layers, ProtectionRequest(scheme=None, losses=1, limits=limits, own_limits=own_limits)
+        )
+
+    takes = 3 * 512
+    assert of(takes).scheme == "aec"
+    less = of(takes - 1)
+    assert less.scheme == "none" and "are for its own snapshots and as much for copies" in less.reason
+    alone, layers = plan_of(1)
+    uneven = replace(alone, idle_nodes=("idle-0",))
+    limits = {"n0": 3 * 2432, "idle-0": 3 * 2432}
+    assert (
+        choose_protection(
+            uneven,
+            layers,
+            ProtectionRequest(scheme=None, losses=1, limits=limits, own_limits={"n0": 3 * 1216}),
+        ).scheme
+        == "buddy"
+    )
+    assert (
+        choose_protection(
+            uneven,
+            layers,
+            ProtectionRequest(scheme=None, losses=1, limits=limits, own_limits={"n0": 3 * 1216 - 1}),
+        ).scheme
+        == "none"
+    )
+
+
 def test_an_impossible_request_is_replaced_by_an_equally_safe_scheme() -> None:
     plan, layers = plan_of(17)
     choice = choose_protection(plan, layers, ProtectionRequest(scheme="aec2", losses=1))
