@@ -340,7 +340,7 @@ class Journal:
             rows: list[tuple[int, str]] = []
             size = 0
             for row in found:
-                size += len(row[1])
+                size += len(row[1].encode())
                 if rows and size > _MAX_PAGE_BYTES:
                     break
                 rows.append(row)

@@ -22,6 +22,7 @@ from ftd.coordinator.leadership import Takeover, restore_newest
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
+from ftd.transport.wire.codec import MAX_PAYLOAD_BYTES
 from ftd.transport.wire.compression import IncrementalCompressor
 from ftd.transport.wire.coordinator_messages import (
     MAX_COPY_BYTES,
@@ -32,7 +33,7 @@ from ftd.transport.wire.coordinator_messages import (
     is_compressed,
     state_compressor,
 )
-from ftd.transport.wire.public import EventMessage
+from ftd.transport.wire.public import EventMessage, encode_json
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.durable import RESERVED
 from statemachine.cluster.durable.outbox import OUTBOX
@@ -217,12 +218,13 @@ def test_the_log_is_moved_into_the_file_at_quiet_moments(tmp_path: Path) -> None
     assert Journal(tmp_path).load() == b"x" * 100_000
 
 
-def test_a_page_fits_into_one_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("letter", ["x", "語"])
+def test_a_page_fits_into_one_message(tmp_path: Path, letter: str) -> None:
     journal = Journal(tmp_path)
     for _ in range(20):
-        journal.record(event("TrainerLost", detail="x" * 100_000))
+        journal.record(event("TrainerLost", detail=letter * 100_000))
     page, last = journal.events(after=0, limit=1000, newest=False)
-    assert 1 <= len(page) < 10
+    assert 1 <= len(page) < 10 and len(encode_json(page)) < MAX_PAYLOAD_BYTES
     assert len(journal.events(after=last, limit=1000, newest=False)[0]) >= 1
     journal.close()
 
