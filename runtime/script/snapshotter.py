@@ -241,6 +241,8 @@ class Snapshotter:
             self._copier.begin(self._contents.capture(step))
         except SnapshotError as error:
             self._failed(step, error)
+        except Exception as error:  # A registered object's state_dict() may raise anything.
+            self._failed(step, SnapshotError(f"{type(error).__name__}: {error}"))
         self.counts.stall_s += time.perf_counter() - began
 
     @property

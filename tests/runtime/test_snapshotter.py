@@ -819,6 +819,34 @@ def test_a_value_that_becomes_unsavable_costs_a_snapshot_and_not_the_run(
     script.leave()
 
 
+def test_a_state_dict_that_raises_costs_a_snapshot_and_not_the_run(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Sampler:
+        closed = False
+
+        def state_dict(self) -> dict[str, int]:
+            if self.closed:
+                raise KeyError("position")
+            return {"position": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    sampler = Sampler()
+    script = Script(place)
+    script.snapshots.register("sampler", sampler)
+    script.run(1, 2)
+    sampler.closed = True
+    with caplog.at_level(logging.WARNING):
+        script.run(3, 3)
+    assert "no snapshot of step 3, training goes on: KeyError: 'position'" in caplog.text
+    sampler.closed = False
+    script.run(4, 4)
+    script.snapshots.wait()
+    assert script.snapshots.counts.completed_step == 4 and script.snapshots.counts.failed == 1
+    script.leave()
+
+
 def test_a_rank_of_several_must_be_able_to_ask_the_others(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
