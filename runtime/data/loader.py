@@ -277,4 +277,7 @@ class _Pool:
             lost.close()
         if status >= 0:
             return f"exited with code {status}"
-        return f"was killed by {signal.Signals(-status).name}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:  # Most real-time signals have no name.
+            return f"was killed by signal {-status}"

@@ -453,7 +453,12 @@ def test_a_worker_that_is_killed_is_replaced_and_the_batch_is_read_again(
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [(kill_myself, "was killed by SIGKILL"), (lambda: os._exit(7), "exited with code 7")]
+    ("how", "said"),
+    [
+        (kill_myself, "was killed by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGRTMIN + 1), "was killed by signal 35"),
+        (lambda: os._exit(7), "exited with code 7"),
+    ],
 )
 def test_a_batch_that_costs_two_workers_is_an_error(
     how: Callable[[], object], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
