@@ -110,7 +110,7 @@ class MaskedLanguageModelCollate:
         mask_token_id: int | None = None,
         vocabulary_size: int | None = None,
         pad_token_id: int | None = None,
-        special_token_ids: Sequence[int] = (),
+        special_token_ids: Sequence[int] | None = None,
         multiple_of: int | None = 8,
         length: int | None = None,
     ) -> None:
@@ -129,7 +129,7 @@ class MaskedLanguageModelCollate:
             mask_token_id = loaded.mask_token_id if mask_token_id is None else mask_token_id
             vocabulary_size = loaded.vocabulary_size if vocabulary_size is None else vocabulary_size
             pad_token_id = loaded.pad_token_id if pad_token_id is None else pad_token_id
-            special_token_ids = special_token_ids or loaded.special_token_ids
+            special_token_ids = loaded.special_token_ids if special_token_ids is None else special_token_ids
         if mask_token_id is None or vocabulary_size is None or pad_token_id is None:
             raise DataError(
                 "masking needs mask_token_id, vocabulary_size and pad_token_id"
@@ -148,7 +148,7 @@ class MaskedLanguageModelCollate:
         self._probability = float(probability)
         self._mask_token_id = mask_token_id
         self._vocabulary_size = vocabulary_size
-        self._special_token_ids = torch.tensor(sorted({*special_token_ids, mask_token_id, pad_token_id}))
+        self._special_token_ids = torch.tensor(sorted({*(special_token_ids or ()), mask_token_id, pad_token_id}))
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the batch, with the samples in dim 0; draws from torch's default generator."""

@@ -160,6 +160,12 @@ def test_token_ids_come_from_a_tokenizer(tmp_path: Path) -> None:
     assert set(batch["input_ids"][1, 2:].tolist()) == {1}
 
 
+def test_no_special_tokens_are_given_by_an_empty_list(tmp_path: Path) -> None:
+    tokenizer = str(make_tokenizer(tmp_path))
+    collate = MaskedLanguageModelCollate(tokenizer, probability=1.0, special_token_ids=[])
+    assert collate([sample(0, 12)])["labels"][0, :2].tolist() == [0, 12]
+
+
 def test_masking_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="masking needs mask_token_id, vocabulary_size and pad_token_id or a"):
         MaskedLanguageModelCollate()
