@@ -58,10 +58,10 @@ def make_data(recipe: Recipe, model: HuggingFaceModel, tokenizer: LoadedTokenize
     :raises DataError: files are missing or corrupt, tokens are not in the model's vocabulary, labels are
         missing, or the data is too small.
     """
-    dataset = _open(recipe.data, model)
+    dataset = _open(recipe.data, model, "data")
     table, held_out = recipe.evaluation, None
     if table.every_steps and table.data is not None:
-        held_out = _open(table.data, model)
+        held_out = _open(table.data, model, "evaluation.data")
     elif table.every_steps and table.fraction is not None:
         count = int(len(dataset) * Fraction(table.fraction).limit_denominator(10**6))
         if not count:
@@ -117,16 +117,17 @@ class CheckedClasses:
         return sample
 
 
-def _open(table: DataTable, model: HuggingFaceModel) -> Any:
+def _open(table: DataTable, model: HuggingFaceModel, name: str) -> Any:
     """Return the data set of a table.
 
+    :param name: name of the table in the job file.
     :raises DataError: the files cannot be used with this model.
     """
     longest = model.longest
     length = table.length or (DEFAULT_LENGTH if longest is None else max(1, min(DEFAULT_LENGTH, longest)))
     if longest is not None and length > longest:
         raise DataError(
-            f"data.length {length} is longer than the {longest} tokens that the model takes; write at "
+            f"{name}.length {length} is longer than the {longest} tokens that the model takes; write at "
             "most that, or a larger max_position_embeddings in [model.overrides]"
         )
     dataset: Any

@@ -307,6 +307,9 @@ def test_token_files_become_samples_of_the_model_s_length(tokens: str) -> None:
 def test_a_length_beyond_the_models_is_rejected(tokens: str) -> None:
     with pytest.raises(TrainingError, match=r"data.length 65 is longer than the 64 tokens"):
         built(from_sizes(), {"tokens": tokens, "length": 65})
+    held_out = {"every_steps": 5, "data": {"tokens": tokens, "length": 65}}
+    with pytest.raises(TrainingError, match=r"evaluation\.data\.length 65 is longer than the 64 tokens"):
+        built(from_sizes(), {"tokens": tokens}, evaluation=held_out)
 
 
 @pytest.mark.parametrize(
