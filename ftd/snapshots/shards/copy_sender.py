@@ -5,7 +5,7 @@ that rejects the copy, breaks the contract or stalls causes a ``PeerError`` that
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from urllib.parse import quote
 
 import aiohttp
@@ -56,15 +56,19 @@ class CopySender:
         return sum(one.manifest.size_bytes for one in held)
 
     async def _send(self, held: ArenaSnapshot, to: SnapshotSource) -> None:
+        # An error of this node's own memory must not look like a broken connection, which is repeated.
+        memory = {part.name: self._arenas.view(held, part) for part in held.manifest.parts}
         problem = ""
         for _ in range(_TRIES):
-            problem = await self._client.retry(to, lambda: self._attempt(held, to))
+            problem = await self._client.retry(to, lambda: self._attempt(held, memory, to))
             if not problem:
                 return
             log.warning("send_copy_failed", to=to.node, step=held.manifest.step, reason=problem)
         raise PeerError(f"{to} received bytes that differ from what was sent: {problem}")
 
-    async def _attempt(self, held: ArenaSnapshot, to: SnapshotSource) -> str:
+    async def _attempt(
+        self, held: ArenaSnapshot, memory: Mapping[str, memoryview], to: SnapshotSource
+    ) -> str:
         """Offer, send what is missing, and commit; return what arrived corrupt, in words."""
         manifest, session = held.manifest, self._client.session
         path = (
@@ -79,7 +83,7 @@ class CopySender:
             if first is None or not 0 <= first <= part.size_bytes:
                 raise PeerError(f"{to} claims to have {first} bytes of {part.name}")
             if first < part.size_bytes:
-                await self._send_part(held, part, first, to, f"{path}/{quote(part.name)}")
+                await self._send_part(memory[part.name][first:], part, first, to, f"{path}/{quote(part.name)}")
         async with session.post(self._client.url(to, path), allow_redirects=False) as response:
             if response.status == 422:
                 return await _reason(response)
@@ -87,9 +91,8 @@ class CopySender:
         return ""
 
     async def _send_part(
-        self, held: ArenaSnapshot, part: SnapshotPart, first: int, to: SnapshotSource, path: str
+        self, memory: memoryview, part: SnapshotPart, first: int, to: SnapshotSource, path: str
     ) -> None:
-        memory = self._arenas.view(held, part)[first:]
         headers = {
             "Content-Length": str(len(memory)),
             "Content-Range": f"bytes {first}-{part.size_bytes - 1}/{part.size_bytes}",

@@ -410,6 +410,18 @@ def test_copies_of_too_many_devices_are_rejected(monkeypatch: pytest.MonkeyPatch
     with_pair(body)
 
 
+def test_memory_that_is_gone_here_is_not_the_peers_fault() -> None:
+    async def body(pair: Pair) -> None:
+        held = pair.held(5)
+        held[0].slot.unlink()
+        async with ShardClient(TOKEN, stall_s=30.0) as client:
+            sender = CopySender(client, pair.arenas, owner="n0", rate=AsyncRateLimiter(None), stall_s=30.0)
+            with pytest.raises(FileNotFoundError, match=held[0].slot.name):
+                await sender.send(held, pair.buddy.source)
+
+    with_pair(body)
+
+
 def test_a_peer_that_breaks_the_contract_stalls_or_is_gone_is_named() -> None:
     async def body(pair: Pair) -> None:
         async def answers(text: bytes) -> str:
