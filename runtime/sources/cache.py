@@ -10,16 +10,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runtime.sources.errors import DataError
+from runtime.sources.errors import DataError, expand_home
 
 Report = Callable[[str], None]
 """Function that receives a line about the progress."""
 
 
 def default_cache_directory() -> Path:
-    """Return ``$XDG_CACHE_HOME/ftd``, or ``~/.cache/ftd``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "ftd"
+    """Return ``$XDG_CACHE_HOME/ftd``, or ``~/.cache/ftd``.
+
+    :raises DataError: this user has no home directory, and the variable is not set.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "ftd"
+    try:
+        return expand_home("~/.cache") / "ftd"
+    except DataError:
+        raise DataError(
+            "this user has no home directory for the cache of prepared data; choose a directory with "
+            "cache_directory, or set XDG_CACHE_HOME"
+        ) from None
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
@@ -48,7 +58,7 @@ def cached_directory(cache: str | None, key: str, compute: Callable[[Path], None
     :param compute: writes the files into the empty directory that it gets.
     :raises DataError: the cache cannot be written.
     """
-    root = default_cache_directory() if cache is None else Path(cache).expanduser()
+    root = default_cache_directory() if cache is None else expand_home(cache)
     entry = root / key
     if entry.is_dir():
         return entry

@@ -148,7 +148,9 @@ class MaskedLanguageModelCollate:
         self._probability = float(probability)
         self._mask_token_id = mask_token_id
         self._vocabulary_size = vocabulary_size
-        self._special_token_ids = torch.tensor(sorted({*(special_token_ids or ()), mask_token_id, pad_token_id}))
+        self._special_token_ids = torch.tensor(
+            sorted({*(special_token_ids or ()), mask_token_id, pad_token_id})
+        )
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the batch, with the samples in dim 0; draws from torch's default generator."""

@@ -11,6 +11,19 @@ class DataError(ValueError):
     """A data source, or one of its files, cannot be used; the message says where and what to change."""
 
 
+def expand_home(name: str) -> Path:
+    """Return the path with ``~`` replaced by the home directory.
+
+    :raises DataError: that directory is not known here.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise DataError(
+            f"the home directory in {name} is not known here; write an absolute path instead"
+        ) from None
+
+
 def find_files(files: str | Sequence[str], what: str) -> list[Path]:
     """Return the files that paths and patterns name, in the given order; the matches of a pattern by name.
 
@@ -24,7 +37,7 @@ def find_files(files: str | Sequence[str], what: str) -> list[Path]:
     for name in wanted:
         if not isinstance(name, str):
             raise DataError(f"a {what} is named by a string, not by {name!r}")
-        path = Path(name).expanduser()
+        path = expand_home(name)
         if path.is_dir():
             raise DataError(f"{path} is a directory, not a {what}; write a pattern such as {path / '*'}")
         if path.exists():

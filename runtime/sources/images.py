@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.sources.errors import DataError
+from runtime.sources.errors import DataError, expand_home
 
 Images = npt.NDArray[np.uint8]
 
@@ -25,7 +25,7 @@ class ImageArrays:
 
         :raises DataError: it is missing or corrupt, or its arrays do not fit together.
         """
-        file = Path(path).expanduser()
+        file = expand_home(path)
         if not file.is_file():
             raise DataError(f"image file {file} does not exist (looked from {Path.cwd()})")
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.sources.errors import DataError
+from runtime.sources.errors import DataError, expand_home
 from runtime.sources.packed import PackedTokens, Tokens
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -51,7 +51,7 @@ class _IndexedStream:
     largest: int | None = None
 
     def __init__(self, prefix: str) -> None:
-        base = Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser()
+        base = expand_home(prefix.removesuffix(".bin").removesuffix(".idx"))
         self._index, self._tokens = base.with_name(f"{base.name}.idx"), base.with_name(f"{base.name}.bin")
         for path in (self._index, self._tokens):
             if not path.is_file():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.sources.errors import DataError, import_package
+from runtime.sources.errors import DataError, expand_home, import_package
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual end-of-text tokens, for tokenizers whose configuration names none."""
@@ -97,7 +97,7 @@ def load_tokenizer(where: str) -> LoadedTokenizer:
 
 
 def _find(where: str) -> Path:
-    path = Path(where).expanduser()
+    path = expand_home(where)
     if path.is_file():
         return path
     if not path.is_dir():

@@ -2,14 +2,19 @@
 incomplete.
 """
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from runtime.sources.cache import cached_directory, fingerprint
-from runtime.sources.errors import DataError
+from runtime.sources.errors import DataError, find_files
+from runtime.sources.images import ImageArrays
+from runtime.sources.megatron import MegatronDataset
+from runtime.sources.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PREPARE = """
@@ -76,6 +81,29 @@ def test_prepared_data_is_found_where_nothing_can_be_written(tmp_path: Path) -> 
         tmp_path.chmod(0o700)
     assert found == entry
     assert (entry / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "open_files",
+    [
+        lambda path: find_files(path, "text"),
+        lambda path: cached_directory(path, "key", lambda _: None, print),
+        ImageArrays,
+        lambda path: MegatronDataset(path, length=8),
+        load_tokenizer,
+    ],
+)
+def test_the_home_of_an_unknown_user_is_an_error_of_the_data(open_files: Callable[[str], object]) -> None:
+    with pytest.raises(DataError, match="the home directory in ~nobody-here/x is not known here; write an"):
+        open_files("~nobody-here/x")
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(DataError, match="no home directory for the cache of prepared data; choose"):
+        cached_directory(None, "key", lambda _: None, print)
 
 
 def test_fingerprints_are_equal_exactly_for_equal_facts() -> None:
