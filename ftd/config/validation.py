@@ -291,7 +291,7 @@ def expand_path(written: str, directory: Path, field: str) -> Path:
         raise ConfigurationError(
             f"the home directory in {expanded} is not known here",
             field=field,
-            remedy="write the path without ~, or ./~ for a name that begins with it",
+            remedy="write an absolute path instead",
         ) from None
 
 

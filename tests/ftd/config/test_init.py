@@ -238,7 +238,7 @@ def test_options_answer_questions(place: Path, init: Command) -> None:
         ),
         (
             ["--model", "~nobody-here/m", "--data", "m.bin"],
-            "--model: the home directory in ~nobody-here/m is",
+            "--model: the home directory in ~nobody-here/m is not known here (write an absolute path instead)",
         ),
         (["--model", "llama", "--data", "~nobody-here/d"], "--data: the home directory in ~nobody-here/d is"),
         (["--model", "llama", "--function", "a.py:b"], "--function: a training function provides"),
