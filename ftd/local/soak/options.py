@@ -33,15 +33,20 @@ class SoakOptions:
     def command(self) -> str:
         """The command that injects the same faults again, and checks the same rules."""
         parts = [
-            f"ftd chaos soak --minutes {self.minutes:g} --seed {self.seed}",
-            f"--rate {self.rate_per_min:g} --nodes {self.nodes}",
+            f"ftd chaos soak --minutes {_exact(self.minutes)} --seed {self.seed}",
+            f"--rate {_exact(self.rate_per_min)} --nodes {self.nodes}",
             f"--coordinators {self.coordinators}" if self.coordinators > 1 else "",
             f"--steps {self.steps}" if self.steps is not None else "",
             "--beyond" if self.beyond else "",
             f"--memory-mib {self.memory_mib}" if self.memory_mib is not None else "",
-            f"--limit {self.limit_s:g}",
-            f"--tolerance {self.relative:g}" if self.relative is not None else "",
+            f"--limit {_exact(self.limit_s)}",
+            f"--tolerance {_exact(self.relative)}" if self.relative is not None else "",
             f"--broker {self.broker}",
             shlex.quote(str(self.job)),
         ]
         return " ".join(part for part in parts if part)
+
+
+def _exact(number: float) -> str:
+    """Return a number with all its digits: a seed draws other faults for another rate or duration."""
+    return str(number).removesuffix(".0")

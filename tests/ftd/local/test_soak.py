@@ -94,6 +94,16 @@ def test_the_command_of_a_soak_gives_all_options_again(tolerance: float | None) 
     assert given | {"broker": "embedded", "job": options.job} == given
 
 
+def test_the_command_of_a_soak_gives_all_digits_of_its_numbers() -> None:
+    options = SoakOptions(
+        job=Path("job.toml"), minutes=1.2345678, seed=3, rate_per_min=7.1234567, nodes=4, coordinators=1,
+        steps=None, limit_s=1234567.5, relative=1.2345678e-9, beyond=False, memory_mib=None, broker="embedded",
+        logs=None,
+    )  # fmt: skip
+    assert "--minutes 1.2345678 --seed 3 --rate 7.1234567 --nodes 4 " in options.command
+    assert "--limit 1234567.5 --tolerance 1.2345678e-09 " in options.command
+
+
 @pytest.mark.parametrize(
     ("function", "precision", "expected"),
     [
