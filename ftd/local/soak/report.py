@@ -134,7 +134,7 @@ def measure_goodput(
     new = [0.0] * BINS
     for at_s, count in commits:
         if 0 <= at_s < until_s:
-            new[int(at_s / width_s)] += count
+            new[min(int(at_s / width_s), BINS - 1)] += count  # The last instant is rounded up.
     series: list[tuple[float, float | None]] = []
     for index, here in enumerate(new):
         begin, end = index * width_s, (index + 1) * width_s

@@ -1,5 +1,6 @@
 """The pure parts of a soak: what is drawn, what is checked, what is reported."""
 
+import math
 import shlex
 from dataclasses import replace
 from itertools import pairwise
@@ -377,6 +378,14 @@ def test_goodput_compares_new_steps_with_the_undisturbed_pace() -> None:
     assert (measured.new_steps, measured.ratio, measured.between_jobs_s) == (40, 0.5, 2.0)
     assert all(ratio is None for at_s, ratio in measured.series if 6.2 < at_s < 7.9)
     assert sum(ratio or 0.0 for _, ratio in measured.series) * 10.0 / 60 == pytest.approx(4.0, rel=0.01)
+
+
+def test_goodput_counts_a_commit_in_the_last_instant() -> None:
+    until_s = 421 / 7
+    last_s = math.nextafter(until_s, 0.0)
+    assert int(last_s / (until_s / 60)) == 60
+    measured = measure_goodput([(last_s, 4)], until_s=until_s, step_s=0.1, gaps=[], repeated_steps=0)
+    assert measured.new_steps == 4 and measured.series[-1][1] is not None and measured.series[-1][1] > 0
 
 
 def test_goodput_is_unknown_where_almost_no_time_was_trained() -> None:
