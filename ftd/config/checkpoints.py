@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from ftd.config.validation import require_positive
+from ftd.config.validation import expand_path, require_positive
 from ftd.errors import ConfigurationError
 from ftd.transport.wire.public import CheckpointData
 from statemachine.cluster.snapshots.checkpoint_intervals import FIRST_EVERY_STEPS
@@ -15,10 +15,13 @@ def with_absolute_paths(table: CheckpointData, directory: Path) -> CheckpointDat
     """Return the table with absolute paths, which are valid wherever a process was started.
 
     :param directory: directory of the job file.
+    :raises ConfigurationError: see ``expand_path``.
     """
     written = {key: getattr(table, key) for key in ("url", "huggingface_directory")}
     local = {key: path for key, path in written.items() if path and "://" not in path}
-    resolved = {key: str((directory / path).resolve()) for key, path in local.items()}
+    resolved = {
+        key: str(expand_path(path, directory, f"checkpoint.{key}").resolve()) for key, path in local.items()
+    }
     return msgspec.structs.replace(table, **resolved)
 
 

@@ -21,6 +21,7 @@ from ftd.config.snapshots import check_snapshot, protection_or_default, snapshot
 from ftd.config.tracking import logging_policy, resolve_logging
 from ftd.config.validation import (
     convert,
+    expand_path,
     keep_valid_fields,
     read_toml,
     require_name,
@@ -181,8 +182,10 @@ def load_job_data(
     memory_mib = file.planner.device_memory_mib
     named = file.planner.profile
     profile = (
-        None if named is None else collector.value_or(lambda: _submitted_profile(directory / named), None)
+        None if named is None else collector.value_or(lambda: _submitted_profile(named, directory), None)
     )
+    checkpoint = collector.value_or(lambda: with_absolute_paths(file.checkpoint, directory), file.checkpoint)
+    logging = collector.value_or(lambda: resolve_logging(file.logging, directory, file.name), file.logging)
     collector.raise_any()
     return JobData(
         name=file.name,
@@ -202,8 +205,8 @@ def load_job_data(
             file.snapshot,
             protection=protection_or_default(file.snapshot.protection, zero1=file.training.zero1),
         ),
-        checkpoint=with_absolute_paths(file.checkpoint, directory),
-        logging=resolve_logging(file.logging, directory, file.name),
+        checkpoint=checkpoint,
+        logging=logging,
         profile=profile,
     )
 
@@ -422,12 +425,13 @@ def update_policy(options: TrainingOptions, *, snapshots: bool) -> UpdatePolicy:
     return policy
 
 
-def _submitted_profile(path: Path) -> dict[str, Any]:
+def _submitted_profile(written: str, directory: Path) -> dict[str, Any]:
     """Return the profile in a file as it is sent with a job.
 
+    :param directory: directory of the job file.
     :raises ConfigurationError: it cannot be read, or is too large to be submitted.
     """
-    profile = load_profile(path)
+    profile = load_profile(expand_path(written, directory, "planner.profile"))
     plain: dict[str, Any] = msgspec.to_builtins(profile)
     size = len(encode_json(plain))
     if size > _MAX_PROFILE_BYTES:
@@ -486,7 +490,7 @@ def _function(written: str | None, directory: Path) -> str:
             )
         _check_import_conflict(directory)
         return written
-    script = (directory / place).resolve()
+    script = expand_path(place, directory, field).resolve()
     if not script.is_file():
         raise ConfigurationError(
             f"{script} does not exist", field=field, remedy="the path is relative to the job file"

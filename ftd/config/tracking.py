@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from ftd.config.validation import expand_path
 from ftd.errors import ConfigurationError
 from ftd.transport.wire.public import LoggingData
 from statemachine.messages.values import LoggingPolicy
@@ -23,15 +24,24 @@ def resolve_logging(written: LoggingData, directory: Path, job: str) -> LoggingD
 
     :param directory: directory of the job file.
     :param job: name of the job.
+    :raises ConfigurationError: see ``expand_path``.
     """
     mlflow = written.mlflow
     if not (written.directory or written.tensorboard or written.wandb or mlflow):
         return written
-    place = (directory / (written.directory or written.tensorboard or "logs")).resolve()
-    board = str((directory / written.tensorboard).resolve()) if written.tensorboard else ""
+
+    def resolved(path: str, key: str) -> str:
+        return str(expand_path(path, directory, f"logging.{key}").resolve())
+
+    board = resolved(written.tensorboard, "tensorboard") if written.tensorboard else ""
+    place = (
+        resolved(written.directory, "directory")
+        if written.directory
+        else board or resolved("logs", "directory")
+    )
     if mlflow is not None and mlflow.tracking_uri and "://" not in mlflow.tracking_uri:
-        mlflow = replace(mlflow, tracking_uri=str((directory / mlflow.tracking_uri).resolve()))
-    return _with_defaults(replace(written, directory=str(place), tensorboard=board, mlflow=mlflow), job)
+        mlflow = replace(mlflow, tracking_uri=resolved(mlflow.tracking_uri, "mlflow.tracking_uri"))
+    return _with_defaults(replace(written, directory=place, tensorboard=board, mlflow=mlflow), job)
 
 
 def _with_defaults(data: LoggingData, job: str) -> LoggingData:

@@ -297,6 +297,38 @@ def test_paths_of_exports_are_relative_to_the_job_file(tmp_path: Path) -> None:
     assert (policy.url, policy.huggingface_every_steps) == (str(tmp_path / "kept"), 20)
 
 
+def test_paths_of_all_tables_may_begin_with_the_home_directory_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, scratch = tmp_path / "home", tmp_path / "scratch"
+    home.mkdir()
+    (home / "train.py").write_text("")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("SCRATCH", str(scratch))
+    table = (
+        CHECKPOINTS["checkpoint"] | EXPORTS | {"url": "~/kept", "huggingface_directory": "$SCRATCH/exports"}
+    )
+    logging = {"directory": "~/logs", "tensorboard": "$SCRATCH/runs", "mlflow": {"tracking_uri": "~/mlruns"}}
+    tables = GOOD | CHECKPOINTS | {"checkpoint": table, "logging": logging}
+    tables["training"] = GOOD["training"] | {"function": "~/train.py:build"}
+    job = load_job(write(tmp_path, tables))
+    assert job.training["function"] == f"{home}/train.py:build"
+    assert job.checkpoint.url == str(home / "kept")
+    assert job.checkpoint.huggingface_directory == str(scratch / "exports")
+    assert (job.logging.directory, job.logging.tensorboard) == (str(home / "logs"), str(scratch / "runs"))
+    assert job.logging.mlflow is not None and job.logging.mlflow.tracking_uri == str(home / "mlruns")
+
+
+def test_variables_that_are_not_set_are_errors_of_the_job_file(tmp_path: Path) -> None:
+    table = CHECKPOINTS["checkpoint"] | {"url": "$FTD_NOT_SET/kept"}
+    tables = GOOD | CHECKPOINTS | {"checkpoint": table, "logging": {"tensorboard": "$FTD_NOT_SET/runs"}}
+    tables["planner"] = {"profile": "$FTD_NOT_SET/profile.json"}
+    with pytest.raises(ConfigurationError) as caught:
+        load_job(write(tmp_path, tables))
+    places = [(error.field or "").partition(": ")[2] for error in caught.value.errors]
+    assert places == ["planner.profile", "checkpoint.url", "logging.tensorboard"]
+
+
 def test_an_interval_of_checkpoints_is_a_number_or_chosen(tmp_path: Path) -> None:
     policies = [
         load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": {"url": "kept", "every_steps": every}}))
