@@ -66,7 +66,8 @@ def export_to_huggingface(
     :param files_from: directory to take the configuration and the tokenizer from.
     :param merge: merge an adapter into its base model, instead of writing the adapter alone.
     :raises StorageError: see ``storage.huggingface.export_huggingface``.
-    :raises ConfigurationError: there is no adapter to merge, or it cannot be merged here.
+    :raises ConfigurationError: there is no adapter to merge, or it cannot be merged here; or ``files_from`` cannot
+        be read.
     :raises CheckpointError: merging failed.
     :raises OSError: the directory cannot be written; nothing is left.
     """
@@ -109,16 +110,26 @@ def _merge(parts: Path, max_shard_bytes: int) -> None:
 
 
 def _files_of(directory: Path) -> dict[str, bytes]:
-    """Return the files in ``directory`` that are not weights."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(directory.iterdir())
-        if path.is_file()
-        and is_file_name(path.name)
-        and path.suffix not in _WEIGHTS
-        and not path.name.endswith(".index.json")
-        and path.stat().st_size <= _MOST_BYTES
-    }
+    """Return the files in ``directory`` that are not weights.
+
+    :raises ConfigurationError: one cannot be read.
+    """
+    try:
+        return {
+            path.name: path.read_bytes()
+            for path in sorted(directory.iterdir())
+            if path.is_file()
+            and is_file_name(path.name)
+            and path.suffix not in _WEIGHTS
+            and not path.name.endswith(".index.json")
+            and path.stat().st_size <= _MOST_BYTES
+        }
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or directory} cannot be read: {error.strerror or error}",
+            field="--files-from",
+            remedy="check its permissions",
+        ) from error
 
 
 def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:

@@ -28,7 +28,8 @@ def find_files(files: str | Sequence[str], what: str) -> list[Path]:
     """Return the files that paths and patterns name, in the given order; the matches of a pattern by name.
 
     :param what: kind of the files, for messages: "token file".
-    :raises DataError: no file is named, one is missing, a pattern matches none, or a path is a directory.
+    :raises DataError: no file is named, one is missing or cannot be looked up, a pattern matches none, or a path
+        is a directory.
     """
     wanted = [files] if isinstance(files, str) else list(files)
     if not wanted:
@@ -38,9 +39,13 @@ def find_files(files: str | Sequence[str], what: str) -> list[Path]:
         if not isinstance(name, str):
             raise DataError(f"a {what} is named by a string, not by {name!r}")
         path = expand_home(name)
-        if path.is_dir():
+        try:
+            is_directory, exists = path.is_dir(), path.exists()
+        except OSError as error:
+            raise DataError(f"{what} {path} cannot be read: {error.strerror}") from error
+        if is_directory:
             raise DataError(f"{path} is a directory, not a {what}; write a pattern such as {path / '*'}")
-        if path.exists():
+        if exists:
             found.append(path)
         elif glob.has_magic(name):
             matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207

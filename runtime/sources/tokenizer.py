@@ -67,8 +67,15 @@ def load_tokenizer(where: str) -> LoadedTokenizer:
     """Read a tokenizer.
 
     :param where: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it.
-    :raises DataError: the tokenizer is missing or corrupt.
+    :raises DataError: the tokenizer is missing or corrupt, or cannot be read.
     """
+    try:
+        return _load(where)
+    except OSError as error:
+        raise DataError(f"the tokenizer {where} cannot be read: {error}") from error
+
+
+def _load(where: str) -> LoadedTokenizer:
     path = _find(where)
     package = import_package("tokenizers", "turning text into tokens")
     try:

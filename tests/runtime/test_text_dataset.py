@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from runtime.sources.errors import DataError
+from runtime.sources.errors import DataError, find_files
 from runtime.sources.text import TextDataset
+from runtime.sources.tokenizer import load_tokenizer
 from tests.helpers.corpus import END_OF_TEXT, make_tokenizer, sentence, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,14 @@ def write_corpus(directory: Path, kind: str) -> str:
             for number, text in enumerate(TEXTS):
                 (directory / f"{number:03}.txt").write_text(text)
     return str(directory / f"*.{kind}")
+
+
+def test_inputs_that_cannot_be_looked_up_are_named() -> None:
+    name = "x" * 300
+    with pytest.raises(DataError, match=f"text file {name} cannot be read: File name too long"):
+        find_files(name, "text file")
+    with pytest.raises(DataError, match=f"the tokenizer {name} cannot be read: .*File name too long"):
+        load_tokenizer(name)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow", "txt"])

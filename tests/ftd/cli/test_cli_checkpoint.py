@@ -157,6 +157,19 @@ def test_errors_name_the_wrong_input(checkpoints: Path, tmp_path: Path) -> None:
     run("export", str(checkpoints), out, "--format", "pickle", code=2)
 
 
+def test_an_unreadable_file_to_copy_is_not_called_an_unwritable_output(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").symlink_to("/proc/self/mem")
+    error = error_of(
+        "export", str(checkpoints), str(tmp_path / "out"), "--format", "huggingface",
+        "--files-from", str(model),
+    )  # fmt: skip
+    assert f"--files-from: {model} cannot be read" in str(error)
+
+
 def test_the_empty_current_directory_is_not_replaced(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
