@@ -23,7 +23,7 @@ def render_reliability(question: ReliabilityInput, answers: JsonMap) -> Renderab
     protection = question.protection
     table = plain_table()
     table.add_column("state in host memory")
-    safe_for = f"safe for ({question.threshold:g})"
+    safe_for = f"safe for ({question.threshold})"
     add_numbers(table, "after a day", safe_for, "mean to loss", "persist every (Daly)")
     for key, title in _ROWS:
         curve = answers[key]
@@ -52,7 +52,7 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
     rate = repaired["losses_per_day"]
     lost = f"once in {days(1 / rate)}" if rate else "never"
     safe_days = answers["with_protection"]["safe_days"]
-    survival = f"with probability {question.threshold:g} even if no lost node is replaced."
+    survival = f"with probability {question.threshold} even if no lost node is replaced."
     lines = [
         f"Snapshots in memory survive without end {survival}"
         if safe_days is None
@@ -68,7 +68,7 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
         )
     else:
         lines.append(
-            f"tolerance.failures = {found} is the smallest f for which, with probability {question.threshold:g}, "
+            f"tolerance.failures = {found} is the smallest f for which, with probability {question.threshold}, "
             f"at most f nodes are missing at any time in {horizon}."
         )
     return [Text(line) for line in lines]

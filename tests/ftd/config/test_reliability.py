@@ -34,6 +34,13 @@ def test_the_printed_answer() -> None:
     assert "16.18 days" in page and "9.79 h" in page and "tolerance.failures = 3" in page
 
 
+def test_a_threshold_near_1_is_not_printed_as_certainty(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("nodes = 4\ngroup = 2\nthreshold = 0.9999999\n[hardware]\nrate = 1e-4\n")
+    page = " ".join(run(str(file)).split())
+    assert page.count("with probability 0.9999999") == 2 and "probability 1" not in page
+
+
 def test_a_cluster_that_never_fails(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("nodes = 4\ngroup = 2\n[hardware]\nrate = 0\n")

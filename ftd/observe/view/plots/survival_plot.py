@@ -32,7 +32,7 @@ def _draw(question: ReliabilityInput) -> Figure:
     curves = ((protection.protected, BLUE, "protected"), (protection.unprotected, RED, "not protected"))
     for survival, colour, name in curves:
         until = safe_days(survival, threshold)
-        label = f"{name}: {threshold:g} " + (f"until {days(until)}" if np.isfinite(until) else days(None))
+        label = f"{name}: {threshold} " + (f"until {days(until)}" if np.isfinite(until) else days(None))
         axes.plot(shown, [survival(day) for day in shown.tolist()], color=colour, linewidth=2, label=label)
         if until <= longest:
             axes.plot([until], [threshold], "o", color=colour)
