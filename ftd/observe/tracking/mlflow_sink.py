@@ -60,7 +60,9 @@ class MlflowSink:
         if not runs:
             return self._begin(client, experiment, tag, superseded)
         self._id = runs[0].info.run_id
-        self._last = {key: self._newest(client, key) for key in client.get_run(self._id).data.metrics}
+        logged = client.get_run(self._id).data
+        self._last = {key: self._newest(client, key) for key in logged.metrics}
+        self._log_parameters(client, logged.params)
         client.update_run(self._id, status="RUNNING")
         step = min((self._last.get(key, 0) for key in _IN_EVERY_STEP), default=0)
         return Cursor(step=step, evaluation=self._last.get("evaluation/loss", 0))
@@ -95,10 +97,15 @@ class MlflowSink:
             experiment, run_name=name, tags={_TAG: tag, "ftd.job": self._run}
         ).info.run_id
         self._last = {}
-        given = [Param(_key(name), str(value)[:_MAX_CHARACTERS]) for name, value in self._parameters.items()]
-        for some in _chunks(given, _MAX_PARAMETERS):
-            client.log_batch(self._id, params=some)
+        self._log_parameters(client, {})
         return Cursor()
+
+    def _log_parameters(self, client: MlflowClient, known: Mapping[str, str]) -> None:
+        """Log the parameters that the run lacks: all of a new one, or those that a killed writer had not sent."""
+        given = {_key(name): str(value)[:_MAX_CHARACTERS] for name, value in self._parameters.items()}
+        missing = [Param(key, value) for key, value in given.items() if key not in known]
+        for some in _chunks(missing, _MAX_PARAMETERS):
+            client.log_batch(self._id, params=some)
 
     def _newest(self, client: MlflowClient, key: str) -> int:
         return max((metric.step for metric in client.get_metric_history(self._id, key)), default=0)

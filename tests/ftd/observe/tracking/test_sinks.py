@@ -141,6 +141,23 @@ def test_mlflow_continues_the_same_run_even_after_a_partly_logged_step(
     assert history(tmp_path, run, "evaluation/loss") == [(3, 3.0)]
 
 
+def test_mlflow_logs_the_parameters_that_a_killed_writer_had_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(MlflowClient, "log_batch", killed)
+        tracker(tmp_path).reopen(())
+    [run] = runs(tmp_path).values()
+    assert run.data.params == {}
+    for _ in range(2):
+        assert tracker(tmp_path).reopen(()) == Cursor()
+        [run] = runs(tmp_path).values()
+        assert run.data.params == {"seed": "3", "text": "y" * 500}
+
+
 def test_mlflow_starts_a_new_run_with_the_whole_history_after_a_rollback(tmp_path: Path) -> None:
     sink = tracker(tmp_path)
     sink.reopen(())
