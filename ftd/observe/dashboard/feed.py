@@ -19,6 +19,8 @@ PERIOD_S = 0.2
 """Shortest time between two deltas."""
 MAX_FRAMES = 256
 MAX_BYTES = 4 * 1024 * 1024
+MAX_DIGITS = 15
+"""Number of digits of a position; Python rejects numbers of thousands of digits."""
 HEARTBEAT_S = 2.0
 """Interval of heartbeats without deltas; a page that receives nothing for several intervals knows that its
 connection is dead.
@@ -114,7 +116,9 @@ class DeltaFeed:
 
     def _parse(self, position: str) -> int:
         run, _, number = position.rpartition("-")
-        if run != self._run or not number.isdecimal() or not self._oldest <= int(number) <= self._position:
+        if run != self._run or not number.isdecimal() or len(number) > MAX_DIGITS:
+            raise PositionExpiredError
+        if not self._oldest <= int(number) <= self._position:
             raise PositionExpiredError
         return int(number)
 

@@ -225,10 +225,11 @@ class DashboardServer:
         position = request.headers.get("Last-Event-ID") or request.query.get("after", "")
         try:
             await _sent(answer, b"retry: 1000\n\n")
-            async for frame in self._feed.stream_from(position):
-                await _sent(answer, frame)
-        except PositionExpiredError:
-            await _sent(answer, b"event: reload\ndata: {}\n\n")
+            try:
+                async for frame in self._feed.stream_from(position):
+                    await _sent(answer, frame)
+            except PositionExpiredError:
+                await _sent(answer, b"event: reload\ndata: {}\n\n")
         except (TimeoutError, ConnectionError):
             if request.transport is not None:
                 request.transport.abort()

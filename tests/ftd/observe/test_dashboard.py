@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from ftd.config.dashboard import DashboardAddress
 from ftd.coordinator.journal import Journal
 from ftd.errors import ConfigurationError
 from ftd.observe.dashboard import feed as feeds
+from ftd.observe.dashboard import server as servers
 from ftd.observe.dashboard.assets import PLOTLY
 from ftd.observe.dashboard.buckets import describe_share, describe_tolerance, list_buckets
 from ftd.observe.dashboard.dashboard import Dashboard
@@ -359,7 +361,7 @@ def test_all_pages_read_one_ring_and_a_slow_page_must_reload(
             assert b"data:" in await anext(quick)
         with pytest.raises(PositionExpiredError):
             await anext(slow)
-        for position in ("run-0", "other-7", "run-99", "", "run-x"):
+        for position in ("run-0", "other-7", "run-99", "", "run-x", "run-" + 5000 * "1"):
             with pytest.raises(PositionExpiredError):
                 await anext(feed.stream_from(position))
         resumed = feed.stream_from("run-5")
@@ -543,6 +545,28 @@ def test_silent_connections_are_closed_and_surplus_ones_rejected(monkeypatch: py
             assert answer.status == 200
 
     served(work, silence_s=2.0)
+
+
+def test_a_page_too_slow_for_the_order_to_reload_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    send = servers._sent
+
+    async def stuck(answer: web.StreamResponse, frame: bytes) -> None:
+        if b"reload" in frame:
+            raise TimeoutError
+        await send(answer, frame)
+
+    monkeypatch.setattr(servers, "_sent", stuck)
+
+    async def work(client: aiohttp.ClientSession, url: str) -> None:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with client.get(url + "/stream?after=other-1", headers=headers) as answer:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+
+    served(work)
+    assert "request_failed" not in capsys.readouterr().out
 
 
 def test_a_port_in_use_is_an_error_only_if_it_was_configured(tmp_path: Path) -> None:
