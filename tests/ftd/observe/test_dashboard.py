@@ -1,9 +1,12 @@
 """The dashboard without a browser: its data, its stream, and its access control."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import math
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from ftd.coordinator.journal import Journal
 from ftd.errors import ConfigurationError
 from ftd.observe.dashboard import feed as feeds
 from ftd.observe.dashboard import server as servers
+from ftd.observe.dashboard.assets import PAGE as PAGE_FILES
 from ftd.observe.dashboard.assets import PLOTLY
 from ftd.observe.dashboard.buckets import describe_share, describe_tolerance, list_buckets
 from ftd.observe.dashboard.dashboard import Dashboard
@@ -27,6 +31,7 @@ from ftd.observe.dashboard.feed import DeltaFeed, PositionExpiredError
 from ftd.observe.dashboard.model import FIRST_EVENTS, MAX_EVALUATIONS, MAX_EVENTS, PAGE, DashboardModel
 from ftd.observe.dashboard.server import DashboardServer
 from ftd.observe.dashboard.trend import Point, Trend
+from ftd.observe.view.text import format_size
 from ftd.transport.wire.public import EventMessage
 from tests.helpers.crowd_of_nodes import Json, committed, event, pipelines_of, recovery, snapshot_of, state_of
 
@@ -567,6 +572,19 @@ def test_a_page_too_slow_for_the_order_to_reload_is_dropped(
 
     served(work)
     assert "request_failed" not in capsys.readouterr().out
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_page_and_the_terminal_print_the_same_sizes() -> None:
+    units = (1, 1024, 1024**2, 1024**3, 1024**4)
+    sizes = [int(unit * count) for unit in units for count in (0, 1, 99.9, 99.96, 100, 1023.4, 1023.6, 1024)]
+    script = f"import(process.argv[1]).then(({{ size }}) => console.log(JSON.stringify({sizes}.map(size))))"
+    page = "data:text/javascript;base64," + base64.b64encode((PAGE_FILES / "words.js").read_bytes()).decode()
+    done = subprocess.run(
+        ["node", "-e", script, page], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout) == [format_size(size) for size in sizes]
 
 
 def test_a_port_in_use_is_an_error_only_if_it_was_configured(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ export function age(seconds) {
 export function size(bytes) {
   let value = bytes;
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (value < 1024) return `${unit === "B" || value >= 100 ? value.toFixed(0) : value.toFixed(1)} ${unit}`;
+    // The limits are where the rounded numbers reach the next form.
+    if (value < 1023.5) return `${unit === "B" || value >= 99.95 ? value.toFixed(0) : value.toFixed(1)} ${unit}`;
     value /= 1024;
   }
   return `${value.toFixed(1)} TiB`;
