@@ -574,17 +574,47 @@ def test_a_page_too_slow_for_the_order_to_reload_is_dropped(
     assert "request_failed" not in capsys.readouterr().out
 
 
+def in_node(script: str, page: str) -> Any:
+    """Return what a script prints as JSON, to which a file of the page is imported as ``page``."""
+    file = base64.b64encode((PAGE_FILES / page).read_bytes()).decode()
+    script = f"import('data:text/javascript;base64,{file}').then((page) => {{ {script} }})"
+    done = subprocess.run(["node", "-e", script], check=True, capture_output=True, text=True, timeout=60)
+    return json.loads(done.stdout)
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_the_page_and_the_terminal_print_the_same_sizes() -> None:
     units = (1, 1024, 1024**2, 1024**3, 1024**4)
     sizes = [int(unit * count) for unit in units for count in (0, 1, 99.9, 99.96, 100, 1023.4, 1023.6, 1024)]
-    script = f"import(process.argv[1]).then(({{ size }}) => console.log(JSON.stringify({sizes}.map(size))))"
-    page = "data:text/javascript;base64," + base64.b64encode((PAGE_FILES / "words.js").read_bytes()).decode()
-    done = subprocess.run(
-        ["node", "-e", script, page], check=True, capture_output=True, text=True, timeout=60
-    )
-    assert json.loads(done.stdout) == [format_size(size) for size in sizes]
+    assert in_node(f"console.log(JSON.stringify({sizes}.map(page.size)))", "words.js") == [
+        format_size(size) for size in sizes
+    ]
+
+
+REJECTED_STREAM = """
+  const waits = [];
+  globalThis.document = { addEventListener() {} };
+  globalThis.setInterval = () => {};
+  const end = () => console.log(JSON.stringify(waits));
+  globalThis.setTimeout = (retry, ms) => (waits.push(ms) < 5 ? queueMicrotask(retry) : end());
+  const now = { at: "2026-01-01T00:00:00Z", quiet_s: 0, events: [], position: "run-1" };
+  globalThis.fetch = async () => ({ ok: true, status: 200, json: async () => now });
+  globalThis.EventSource = class {
+    static CLOSED = 2;
+    readyState = 2;
+    constructor() { queueMicrotask(() => this.onerror()); }
+    addEventListener() {}
+    close() {}
+  };
+  new page.Store(() => {}).load();
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_a_page_whose_stream_is_rejected_asks_less_and_less_often() -> None:
+    assert in_node(REJECTED_STREAM, "store.js") == [500, 1000, 2000, 5000, 5000]
 
 
 def test_a_port_in_use_is_an_error_only_if_it_was_configured(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ export class Store {
       this.document = fresh;
       this.onChange(new Set(["all"]));
       this.listen(fresh.position);
-      this.failures = 0;
     } catch (error) {
       console.info("ftd: no answer:", error.message);
       this.setLost();
@@ -96,6 +95,7 @@ export class Store {
 
   received() {
     this.receivedAt = performance.now();
+    this.failures = 0;
     if (this.link !== "live") {
       this.link = "live";
       this.lostAt = null;
