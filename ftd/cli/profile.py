@@ -1,5 +1,6 @@
 """``ftd profile``: measures what each layer of a job's model costs on this machine, for the planner."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +45,7 @@ def profile(
     document = run_async(_measured(loaded, network=network))
     save_profile(path, document)
     print_rich(render_profile(document))
-    typer.echo(f"\nwrote {path}; next: ftd plan --profile {path} --nodes 4")
+    typer.echo(f"\nwrote {path}; next: ftd plan --profile {shlex.quote(str(path))} --nodes 4")
 
 
 async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from ftd.cli.main import app
 from ftd.cli.profiling.document import build_profile_document
 from ftd.cli.profiling.network import fit_link, fit_ring
 from ftd.cli.profiling.process import run_measurement
@@ -228,6 +231,23 @@ def test_a_process_that_takes_too_long_is_ended() -> None:
 
 
 # --- the command -------------------------------------------------------------------------------
+
+
+def test_the_next_command_can_be_run_for_a_path_with_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(*_: object, **__: object) -> ProfileDocument:
+        return build_profile_document("tiny", layers_of(), None, 1)
+
+    monkeypatch.setattr("ftd.cli.profile._measured", measured)
+    job = tmp_path / "job.toml"
+    job.write_text('name = "tiny"\nsteps = 2\n[training]\nfunction = "some.module:build"\n')
+    path = tmp_path / "my profiles" / "tiny.json"
+    path.parent.mkdir()
+    result = CliRunner().invoke(app, ["profile", str(job), "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    command = result.output.rpartition("next: ")[2]
+    assert shlex.split(command) == ["ftd", "plan", "--profile", str(path), "--nodes", "4"]
 
 
 def ftd(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
