@@ -159,6 +159,12 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
             return str(prefix)
         case "images":
             path = expand_path(str(table.images), directory, field)
+            if path.is_dir():
+                raise ConfigurationError(
+                    f"{path} is a directory, not a file",
+                    field=field,
+                    remedy="name a .npz file with the arrays images and labels",
+                )
             if not path.is_file():
                 raise ConfigurationError(
                     f"{path} does not exist", field=field, remedy="the path is relative to the job file"

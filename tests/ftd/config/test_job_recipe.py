@@ -252,6 +252,11 @@ TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "to
             "data.images",
             "gone.npz does not exist",
         ),
+        (
+            {"data.tokens": None, "data.images": "texts", "model.task": "image-classification"},
+            "data.images",
+            "texts is a directory, not a file",
+        ),
         ({"data.tokens": None, "data.megatron": "n"}, "data.megatron", "n.idx does not exist"),
         ({"data.tokens": None, "data.huggingface": "texts"}, "data.huggingface", "save_to_disk"),
         ({"data.tokens": None, "data.huggingface": "splits"}, "data.huggingface", "splits/test"),
