@@ -9,7 +9,7 @@ import msgspec
 
 from ftd.config.error_collector import ErrorCollector
 from ftd.config.models import model_directory
-from ftd.config.validation import expand_path
+from ftd.config.validation import expand_path, input_path
 from ftd.errors import ConfigurationError, IncompleteError
 from runtime.sources.errors import DataError, find_files
 from runtime.wire.recipe import BYTES, DataTable, EvaluationTable, ModelTable, Task
@@ -148,7 +148,7 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
                 _check_token_files(files, table, field)
             return patterns
         case "megatron":
-            prefix = expand_path(str(table.megatron), directory, field)
+            prefix = input_path(str(table.megatron), directory, field)
             for ending in (".idx", ".bin"):
                 if not Path(f"{prefix}{ending}").is_file():
                     raise ConfigurationError(
@@ -158,7 +158,7 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
                     )
             return str(prefix)
         case "images":
-            path = expand_path(str(table.images), directory, field)
+            path = input_path(str(table.images), directory, field)
             if path.is_dir():
                 raise ConfigurationError(
                     f"{path} is a directory, not a file",
@@ -171,7 +171,7 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
                 )
             return str(path)
         case _:
-            return str(_saved_dataset(expand_path(str(table.huggingface), directory, field), field))
+            return str(_saved_dataset(input_path(str(table.huggingface), directory, field), field))
 
 
 def _check_token_files(files: Sequence[Path], table: DataTable, field: str) -> None:
@@ -223,7 +223,7 @@ def _resolved_tokenizer(table: DataTable, model: ModelTable, directory: Path, fi
     if table.tokenizer is None:
         place = None if model.huggingface is None else Path(model.huggingface)
         return str(place) if place is not None and _has_tokenizer(place) else None
-    file = expand_path(table.tokenizer, directory, field)
+    file = input_path(table.tokenizer, directory, field)
     if file.is_file():
         return str(file)
     place = model_directory(table.tokenizer, directory, field)
@@ -237,7 +237,10 @@ def _resolved_tokenizer(table: DataTable, model: ModelTable, directory: Path, fi
 
 
 def _has_tokenizer(place: Path) -> bool:
-    return (place / "tokenizer.json").is_file()
+    try:
+        return (place / "tokenizer.json").is_file()
+    except OSError:  # The directory cannot be entered.
+        return False
 
 
 def _collate_of(table: DataTable, task: Task | None) -> str:

@@ -22,6 +22,7 @@ from ftd.config.tracking import logging_policy, resolve_logging
 from ftd.config.validation import (
     convert,
     expand_path,
+    input_path,
     keep_valid_fields,
     read_toml,
     require_name,
@@ -490,7 +491,7 @@ def _function(written: str | None, directory: Path) -> str:
             )
         _check_import_conflict(directory)
         return written
-    script = expand_path(place, directory, field).resolve()
+    script = input_path(place, directory, field).resolve()
     if not script.is_file():
         raise ConfigurationError(
             f"{script} does not exist", field=field, remedy="the path is relative to the job file"

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ftd.config.error_collector import ErrorCollector
-from ftd.config.validation import expand_path
+from ftd.config.validation import input_path
 from ftd.errors import ConfigurationError, IncompleteError
 from runtime.wire.recipe import ModelTable, Task
 
@@ -78,7 +78,7 @@ def model_directory(written: str, directory: Path, field: str = "model.huggingfa
 
     :raises ConfigurationError: the model is in neither.
     """
-    place = expand_path(written, directory, field)
+    place = input_path(written, directory, field)
     if place.is_dir():
         return place.resolve()
     cache = _hub_cache()

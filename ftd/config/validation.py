@@ -295,6 +295,23 @@ def expand_path(written: str, directory: Path, field: str) -> Path:
         ) from None
 
 
+def input_path(written: str, directory: Path, field: str) -> Path:
+    """Return what ``expand_path`` does, for a file or directory that is read here; it may be missing.
+
+    :raises ConfigurationError: see ``expand_path``; or this user cannot even look whether it is there.
+    """
+    path = expand_path(written, directory, field)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error.strerror}", field=field, remedy="check its permissions"
+        ) from None
+    return path
+
+
 def require_positive(value: float, field: str) -> None:
     """Check that a number is above zero and finite.
 

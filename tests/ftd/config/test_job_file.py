@@ -319,6 +319,11 @@ def test_paths_of_all_tables_may_begin_with_the_home_directory_or_a_variable(
     assert job.logging.mlflow is not None and job.logging.mlflow.tracking_uri == str(home / "mlruns")
 
 
+def test_a_script_that_cannot_be_looked_up_is_an_error_of_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"training\.function: .*cannot be read: File name too long"):
+        load_job(write(tmp_path, changed("training.function", f"{'x' * 300}.py:build")))
+
+
 def test_variables_that_are_not_set_are_errors_of_the_job_file(tmp_path: Path) -> None:
     table = CHECKPOINTS["checkpoint"] | {"url": "$FTD_NOT_SET/kept"}
     tables = GOOD | CHECKPOINTS | {"checkpoint": table, "logging": {"tensorboard": "$FTD_NOT_SET/runs"}}

@@ -194,6 +194,10 @@ ARCHITECTURE = {"model.huggingface": None, "model.architecture": "llama"}
 TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "tokenizer"}
 
 
+LONG = "x" * 300
+"""A name that cannot be looked up, as that of a file in a directory that this user may not enter."""
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "says"),
     [
@@ -257,6 +261,20 @@ TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "to
             "data.images",
             "texts is a directory, not a file",
         ),
+        (
+            {"data.tokens": None, "data.images": LONG, "model.task": "image-classification"},
+            "data.images",
+            "cannot be read: File name too long",
+        ),
+        ({"data.tokens": None, "data.megatron": LONG}, "data.megatron", "cannot be read: File name too long"),
+        (
+            {"data.tokens": None, "data.huggingface": LONG},
+            "data.huggingface",
+            "cannot be read: File name too",
+        ),
+        ({"data.tokens": LONG}, "data.tokens", "cannot be read: File name too long"),
+        ({"data.tokenizer": LONG}, "data.tokenizer", "cannot be read: File name too long"),
+        ({"model.huggingface": LONG}, "model.huggingface", "cannot be read: File name too long"),
         ({"data.tokens": None, "data.megatron": "n"}, "data.megatron", "n.idx does not exist"),
         ({"data.tokens": None, "data.huggingface": "texts"}, "data.huggingface", "save_to_disk"),
         ({"data.tokens": None, "data.huggingface": "splits"}, "data.huggingface", "splits/test"),
