@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from ftd import SnapshotError, protect
+from ftd import SnapshotError, Snapshotter, protect
 from runtime.script.integrations.resumable_loader import ResumableLoader, ResumePoint
 from runtime.script.random_states import random_states
 
@@ -119,3 +119,58 @@ def test_lightning_epochs_of_one_batch_are_rejected(tmp_path: Path) -> None:
     )
     with pytest.raises(SnapshotError, match="epochs have one batch each"):
         trainer.fit(Model(), DataLoader(NUMBERS, batch_size=20))
+    Snapshotter("job", directory=tmp_path).close()  # It is not in use any more, so one may fit again.
+
+
+def test_a_trainer_that_was_interrupted_trains_again_in_the_same_process(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": (self.weight * x).square().mean()}
+
+    class Interrupt(transformers.TrainerCallback):  # type: ignore[misc]
+        at = 3
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == self.at:
+                raise KeyboardInterrupt
+
+    interrupt = Interrupt()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=5,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data = [{"x": torch.ones(1)}] * 64
+    trainer = transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[interrupt])
+    protect(trainer, "job", directory=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    interrupt.at = -1
+    assert trainer.train().global_step == 5
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_loader_that_cannot_continue_may_be_protected_again(tmp_path: Path) -> None:
+    def protected(width: int, **options: Any) -> Any:
+        model = nn.Linear(width, 1)
+        return protect(
+            DataLoader(NUMBERS, batch_size=10), "job", epochs=1, model=model, directory=tmp_path, **options
+        )
+
+    first = protected(2)
+    batches = iter(first)
+    next(batches)
+    next(batches)
+    first.snapshots.close()
+    with pytest.raises(SnapshotError, match=r"restore\(missing='fresh'\)"):
+        protected(3)
+    assert len(list(protected(3, missing="fresh"))) == 2

@@ -36,6 +36,7 @@ class SnapshotHooks:
         self._missing = missing
         self._options = options
         self._last_step = 0
+        self._snapshots: Snapshotter | None = None
         self._loaders: list[ResumableLoader] = []
         # The position in the epoch: the number of batches, and each loader's states at the epoch's beginning.
         self._position: dict[str, Any] = {"batches": 0, "starts": []}
@@ -96,11 +97,18 @@ class SnapshotHooks:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._position["batches"] = progress.current.ready
         self._position["starts"] = [loader.start for loader in self._loaders]
+        assert self._snapshots is not None
         self._snapshots.snapshot(step)
         self._last_step = step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self._snapshots is not None
         self._snapshots.remove()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Release the snapshots, which stay in memory: a notebook may train again in this process."""
+        if self._snapshots is not None:
+            self._snapshots.close()
 
 
 class CallbackStates:

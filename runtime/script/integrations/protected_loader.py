@@ -53,7 +53,12 @@ class ProtectedLoader:
             objects["loader"] = loader
         self.snapshots = Snapshotter(name, position=self._position, **objects, **options)
         self._completed_epochs = 0
-        if self.snapshots.restore(missing=missing) is not None:
+        try:
+            restored = self.snapshots.restore(missing=missing)
+        except BaseException:
+            self.snapshots.close()
+            raise
+        if restored is not None:
             self._completed_epochs = self._position["epoch"]
             batches = self._batches_of(Ranks.current().count)
             self._position["batches"] = batches

@@ -58,7 +58,11 @@ def protect_trained(trainer: Any, name: str, every: int, missing: Any, options: 
                     "epochs_trained": epoch,
                     "steps_trained_in_current_epoch": batches,
                 }
-        run_epoch(**arguments)
+        try:
+            run_epoch(**arguments)
+        except BaseException:
+            callback.close()  # A notebook may train again in this process.
+            raise
 
     trainer._run_epoch = run_what_is_left
 
@@ -72,6 +76,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._every = every
         self._missing = missing
         self._options = options
+        self._snapshots: Snapshotter | None = None
         self.restored_step: int | None = None
         self._random: dict[str, Any] | None = None
         """The random states of the first step after the restored one, until it begins."""
@@ -81,7 +86,11 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._snapshots = Snapshotter(
             self._name, **_trained_objects(trainer), progress=TrainerProgress(trainer), **self._options
         )
-        self.restored_step = self._snapshots.restore(missing=self._missing)
+        try:
+            self.restored_step = self._snapshots.restore(missing=self._missing)
+        except BaseException:
+            self.close()
+            raise
         if self.restored_step is not None:
             self._random = random_states()
 
@@ -90,10 +99,17 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
             set_random_states(self._random)
             self._random = None
         elif state.global_step > 0 and state.global_step % self._every == 0:
+            assert self._snapshots is not None
             self._snapshots.snapshot(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self._snapshots is not None
         self._snapshots.remove()
+
+    def close(self) -> None:
+        """Release the snapshots, which stay in memory, after an exception."""
+        if self._snapshots is not None:
+            self._snapshots.close()
 
 
 def _trained_objects(trainer: Any) -> dict[str, Any]:
