@@ -83,7 +83,9 @@ class CopySender:
             if first is None or not 0 <= first <= part.size_bytes:
                 raise PeerError(f"{to} claims to have {first} bytes of {part.name}")
             if first < part.size_bytes:
-                await self._send_part(memory[part.name][first:], part, first, to, f"{path}/{quote(part.name)}")
+                await self._send_part(
+                    memory[part.name][first:], part, first, to, f"{path}/{quote(part.name)}"
+                )
         async with session.post(self._client.url(to, path), allow_redirects=False) as response:
             if response.status == 422:
                 return await _reason(response)
