@@ -14,6 +14,7 @@ The number of owners is the number of pipelines, so every plan may need another 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ftd.snapshots.protection import make_bounded_code, stated_guarantee
 from planner.values import LayerProfile, Plan
@@ -56,30 +57,22 @@ def choose_protection(
     def fullest_own(scheme: str) -> int | None:
         return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1, copies=False)
 
+    choose = partial(
+        choose_scheme,
+        owners,
+        zero1=wish.zero1,
+        fullest_bytes=fullest,
+        limit_bytes=limit,
+        own_bytes=fullest_own,
+        own_limit_bytes=own_limit,
+    )
     if wish.scheme is None:
-        return choose_scheme(
-            owners,
-            wish.losses,
-            zero1=wish.zero1,
-            fullest_bytes=fullest,
-            limit_bytes=limit,
-            own_bytes=fullest_own,
-            own_limit_bytes=own_limit,
-            nodes=len({*plan.nodes, *plan.idle_nodes}),
-        )
+        return choose(wish.losses, nodes=len({*plan.nodes, *plan.idle_nodes}))
     try:
         make_bounded_code(wish.scheme, owners)
     except ValueError as error:
         losses = stated_guarantee(wish.scheme, owners)
-        choice = choose_scheme(
-            owners,
-            losses,
-            zero1=wish.zero1,
-            fullest_bytes=fullest,
-            limit_bytes=limit,
-            own_bytes=fullest_own,
-            own_limit_bytes=own_limit,
-        )
+        choice = choose(losses)
         return ProtectionChoice(scheme=choice.scheme, reason=f"{error}; {choice.reason}", fallback=True)
     return ProtectionChoice(scheme=wish.scheme, reason="as requested")
 

@@ -498,8 +498,8 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     snapshot_bytes: int = 0
     """Most bytes that snapshots may take here, all devices together; 0: not reported."""
     snapshot_limited: bool = False
-    """Whether that is a configured limit, of which half is for copies if there may be any, and not merely the size
-    of the file system.
+    """True if ``snapshot_bytes`` is a configured limit, of which half is for copies if there may be any; false if it
+    is the size of the file system.
     """
     secret_fingerprint: str = ""
     """A value that is equal on all nodes with the same secret and does not reveal the secret; empty: not

@@ -182,12 +182,11 @@ class SnapshotAgent:
     async def _follow(self, run: ProtectedRun) -> None:
         """Protect the newest of rank 0's snapshots, one after the other, until the job is removed."""
         directory = self._job(run.job) / "rank-0"
-        done: int | None = None
-        last_error, rest_s = "", _POLL_S
+        done, last_error, rest_s = -1, "", _POLL_S
         while directory.exists():
             steps = [key[1] for key in _keys(directory) if key[0] == run.generation]
             newest = max(steps, default=done)
-            if newest is None or (done is not None and newest <= done):
+            if newest <= done:
                 await asyncio.sleep(rest_s)
                 rest_s = min(_RESTED_POLL_S, 1.2 * rest_s)
                 continue

@@ -36,7 +36,7 @@ def protection_request(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | 
         losses=max(1, job.policy.tolerate),
         zero1=job.policy.zero1,
         limits={name: one.snapshot_bytes for name, one in facts.items() if one.snapshot_bytes},
-        # As the node tells its trainers (``ftd.snapshots.service``).
+        # Half of a configured limit, which is what a node gives its own snapshots (``ftd.snapshots.service``).
         own_limits={
             name: one.snapshot_bytes // 2 for name, one in facts.items() if may_copy and one.snapshot_limited
         },
