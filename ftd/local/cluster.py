@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ftd.config.job_reference import to_toml
 from ftd.errors import PeerError, UnreachableError
 from ftd.local.child_processes import ChildProcess, ChildProcesses, shared_memory
 from ftd.local.namespaces import NamespaceNetwork
@@ -335,10 +335,7 @@ async def _repeat(wait: Callable[[float], None], limit_s: float) -> None:
 def _credentials(broker: BrokerAddress) -> str:
     if broker.username is None:
         return ""
-    username, password = (
-        json.dumps(text or "", ensure_ascii=False) for text in (broker.username, broker.password)
-    )
-    return f"username = {username}\npassword = {password}\n"
+    return f"username = {to_toml(broker.username)}\npassword = {to_toml(broker.password or '')}\n"
 
 
 def shared_environment() -> dict[str, str]:
