@@ -39,10 +39,11 @@ def check_planned_memory(device: int, usable_bytes: int | None, planned_bytes: i
     """
     if usable_bytes is None or planned_bytes is None or usable_bytes >= planned_bytes:
         return
+    usable_mib = (usable_bytes * 1000 >> 20) / 1000  # Rounded down, so that the device has it.
     raise TrainingError(
         f"device {device} of this node has {usable_bytes} bytes of memory, and the job's plans assume "
         f"{planned_bytes} bytes: give the device its memory back (node.device_memory_mib, MIG) and restart the "
-        f"node, or submit the job again with planner.device_memory_mib = {usable_bytes >> 20}"
+        f"node, or submit the job again with planner.device_memory_mib = {usable_mib:.12g}"
     )
 
 

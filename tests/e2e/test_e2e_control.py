@@ -179,18 +179,18 @@ def test_a_node_that_returns_with_less_device_memory_is_not_used_until_it_has_it
         lost = ground.until_event("TrainerLost", "node-1")
     finally:
         del environment["FTD_NODE_DEVICE_MEMORY_MIB"]
-    assert lost["details"]["cause"] == "unprepared"
-    assert (
-        f"of this node has 131072 bytes of memory, and the job's plans assume {planned_bytes} bytes"
-        in lost["details"]["detail"]
-    )
-    assert "submit the job again with planner.device_memory_mib = 0.125" in lost["details"]["detail"]
     ground.further()
     assert not ground.state["nodes"]["node-1"]["in_plan"]
     ground.on_loop(ground.cluster.kill("node-1"))
     ground.inject(do="start", node="node-1")
     ground.until_planned(HOME)
     same_losses(ground.stop_job())
+    assert lost["details"]["cause"] == "unprepared"
+    assert (
+        f"of this node has 131072 bytes of memory, and the job's plans assume {planned_bytes} bytes"
+        in lost["details"]["detail"]
+    )
+    assert "submit the job again with planner.device_memory_mib = 0.125" in lost["details"]["detail"]
 
 
 def test_two_nodes_of_one_name(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
