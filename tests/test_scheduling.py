@@ -32,7 +32,9 @@ def test_every_test_runs_although_one_ends_its_worker(tmp_path: Path) -> None:
         content += CRASHES_ONCE if number == CRASHING_FILE else ""
         (tmp_path / f"test_{number:02}.py").write_text(content)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    [options] = re.findall(r"^test:.*\n\t\$\(BIN\)/pytest (.*)", (ROOT / "Makefile").read_text(), re.M)
+    [options] = re.findall(
+        r"^test:.*\n(?:\t.*\n)*?\t\$\(BIN\)/pytest (.*)", (ROOT / "Makefile").read_text(), re.M
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options.split()],
         cwd=tmp_path,
