@@ -15,6 +15,8 @@ from tests.helpers.reference import load, reference_losses
 REFERENCE_STEPS = 200
 USUAL_DEVICES = 2
 NEVER_S = 86400.0
+FAILED = pytest.StashKey[bool]()
+"""Whether the test's function raised."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for place, item in zip(places, ordered, strict=True):
         item.add_marker(pytest.mark.e2e)
         items[place] = item
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    if call.when == "call":
+        item.stash[FAILED] = call.excinfo is not None
 
 
 def devices_of(item: pytest.Item) -> int:
@@ -72,12 +79,19 @@ def shared() -> Iterator[SharedCluster]:
 @pytest.fixture
 def ground(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
     """Return the shared cluster with four idle nodes; afterwards, check what it published against the
-    contract.
+    contract. After a failure the next test gets another cluster, so that it does not fail for the same reason.
     """
     ground = shared.of(devices_of(request.node))
-    ground.tidy()
+    try:
+        ground.tidy()
+    except BaseException:
+        shared.close()
+        raise
     yield ground
-    ground.contract_is_kept()
+    if request.node.stash[FAILED]:
+        shared.close()
+    else:
+        ground.contract_is_kept()
 
 
 @pytest.fixture(scope="session")
