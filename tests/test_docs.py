@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from typer.main import get_command
 
+import storage.errors
 from ftd.cli.main import app
 from ftd.config.daemon import parse_daemon_config
 from ftd.config.daemon_file import DaemonFile, render_daemon_reference
@@ -24,6 +26,7 @@ from ftd.faults.chaos.values import FAULTS, PHASES, SERVICES, ClusterSetup
 from runtime.training import StepInfo, load_training
 from statemachine.messages.trainer import TrainingData
 from statemachine.timing import Timing
+from tests.helpers.kept_checkpoints import layer_state
 
 ROOT = Path(__file__).parents[1]
 PAGES = {p.name: p.read_text(encoding="utf-8") for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))}
@@ -225,6 +228,16 @@ def test_the_hook_of_the_documentation_is_one(capsys: pytest.CaptureFixture[str]
     )
     names["on_step"](info)
     assert capsys.readouterr().out == "step 200: loss 1.5000\n"
+
+
+def test_the_storage_library_of_the_documentation_is_the_library(tmp_path: Path) -> None:
+    (script,) = (text for text in blocks("checkpoints.md", "python") if "CheckpointStore" in text)
+    header, payload = layer_state(0)
+    names: dict[str, Any] = {"time": time, "header": header, "payload": payload}
+    exec(script.replace("/checkpoints/gpt", str(tmp_path)), names)
+    assert names["payload"].tobytes() == payload.tobytes()
+    errors = PAGES["checkpoints.md"].partition("storage/errors.py")[2].partition("After each of these")[0]
+    assert all(hasattr(storage.errors, name) for name in re.findall(r"`(\w+Error)`", errors))
 
 
 def diffs_of_scripts() -> list[tuple[str, str]]:
