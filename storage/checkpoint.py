@@ -30,7 +30,7 @@ from storage.layerstate import LayerHeader, fingerprint_of
 from storage.locations import CheckpointLocation, open_location
 from storage.manifest import MAX_BYTES, decode_record, encode_record
 from storage.rate_limit import RateLimiter
-from storage.values import LayerFile
+from storage.values import LayerFile, job_mark
 
 FORMAT = 2
 """Format of the manifest and of the files, described in docs/how-to/checkpoints.md."""
@@ -44,6 +44,8 @@ _DATA = re.compile(r"layer-\d{4,}(-\w+)?\.bin", re.ASCII)
 _DESCRIPTION = re.compile(r"description(-\w+)?\.bin", re.ASCII)
 _MOST_DESCRIPTION_BYTES = 64 * 1024 * 1024
 _ATTEMPT = re.compile(r"\w{1,64}", re.ASCII)
+_MARK = re.compile(r"(__[0-9a-f]{8})\.(partial|bin)", re.ASCII)
+"""End of the name of a draft, and of a file in one, whose attempt has the mark of a job."""
 _UNFINISHED = "it is being written, or its writer was stopped"
 
 
@@ -123,7 +125,7 @@ class CheckpointStore:
 
         :param attempt: name that distinguishes the attempts at one step, such as the plan's generation, so
             that a late writer of an earlier attempt cannot overwrite a later one. It consists of letters,
-            digits and underscores.
+            digits and underscores. If it ends with ``storage.values.job_mark``, other jobs do not remove it.
         :raises LocationError: the location cannot be written to.
         """
         if not 0 <= step < 10**12 or not _ATTEMPT.fullmatch(attempt):
@@ -230,7 +232,7 @@ class CheckpointStore:
 
         Corrupt or unfinished checkpoints are removed if they are older than the oldest that stays. An
         unfinished one is also removed if a complete one of its step or a later one is there. So the newest
-        draft is safe.
+        draft is safe. What another job is writing stays.
 
         :param newest: remove checkpoints of later steps as well, which belong to a history that was undone;
             ``None`` if nothing was undone.
@@ -251,9 +253,13 @@ class CheckpointStore:
                 if step == exempt:
                     continue
                 unfinished = step not in complete and step <= newest and not self._has_manifest(name)
-                if unfinished or step in undone or (step < oldest and not self._is_foreign(name)):
+                if step in undone or ((unfinished or step < oldest) and not self._is_foreign(name)):
                     self.location.remove(name)
-            elif (found := _DRAFT.fullmatch(name)) and int(found[1]) <= newest:
+            elif (
+                (found := _DRAFT.fullmatch(name))
+                and int(found[1]) <= newest
+                and not self._has_other_mark(name)
+            ):
                 self.location.remove(name)
         return tuple(sorted({*complete[keep:], *undone} - {exempt}))
 
@@ -372,7 +378,12 @@ class CheckpointStore:
         except ForeignCheckpointError:
             return True
         except (CorruptDataError, CheckpointMissingError):
-            return False
+            return any(self._has_other_mark(name) for name in self.location.sizes(directory))
+
+    def _has_other_mark(self, name: str) -> bool:
+        """Return whether a draft or a file has the mark of another job (``storage.values.job_mark``)."""
+        found = _MARK.search(name)
+        return self.job is not None and found is not None and found[1] != job_mark(self.job)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,15 @@
 """Values of checkpoints that messages carry as well."""
 
+import hashlib
+
 from msgspec import Struct
+
+
+def job_mark(job: str) -> str:
+    """Return how the name of each attempt of this job at a checkpoint ends, so that other jobs in the same directory
+    leave alone what it writes.
+    """
+    return f"__{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
 class LayerFile(Struct, frozen=True, kw_only=True):

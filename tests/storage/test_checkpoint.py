@@ -30,6 +30,7 @@ from storage.errors import (
 from storage.layerstate import fingerprint_of
 from storage.manifest import digest_of, encode_record
 from storage.rate_limit import RateLimiter
+from storage.values import job_mark
 from tests.helpers.kept_checkpoints import DESCRIPTION, LAYERS, about, holds, in_chunks, layer_state, write
 
 ROOT = Path(__file__).parents[2]
@@ -321,6 +322,22 @@ def test_another_jobs_checkpoints_are_skipped_and_never_overwritten_or_removed(u
         write(store, step)
     assert store.prune(1) == (8,)
     assert CheckpointStore.at(url, job="bert").steps() == (7,)
+
+
+def test_another_jobs_draft_stays_while_it_is_written(url: str) -> None:
+    gpt, bert = (CheckpointStore.at(url, job=job, create=True) for job in ("gpt", "bert"))
+    layers = [layer_state(k) for k in range(LAYERS)]
+    draft = bert.begin(7, f"3_7_ab12cd34{job_mark('bert')}")
+    first = bert.write_layer(draft, 0, layers[0][0], [layers[0][1]])
+    stopped = gpt.begin(8, f"3_8_ef56ab78{job_mark('gpt')}")
+    gpt.write_layer(stopped, 0, layers[0][0], [layers[0][1]])
+    for step in (9, 10, 11):
+        write(gpt, step)
+    assert gpt.prune(2) == (9,)
+    assert not gpt.location.sizes(stopped.directory)
+    rest = [bert.write_layer(draft, k, layers[k][0], [layers[k][1]]) for k in range(1, LAYERS)]
+    bert.commit(draft, [first, *rest], **about("bert"))
+    assert bert.steps() == (7,) and gpt.steps() == (11, 10)
 
 
 def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

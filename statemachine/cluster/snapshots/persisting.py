@@ -41,11 +41,13 @@ from statemachine.messages.cluster import (
     RetainSnapshot,
 )
 from statemachine.messages.values import CheckpointRecord, Job, Snapshot
+from storage.values import job_mark
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:
     """Return the name of the draft, which no other job and no other state of this job shares."""
-    return f"{record.generation}_{record.step}_{hashlib.sha256(job.job_id.encode()).hexdigest()[:8]}"
+    job_digest = hashlib.sha256(job.job_id.encode()).hexdigest()[:8]
+    return f"{record.generation}_{record.step}_{job_digest}{job_mark(job.name)}"
 
 
 def share_layers(

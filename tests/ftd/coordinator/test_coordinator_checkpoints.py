@@ -3,6 +3,7 @@
 import asyncio
 import queue
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -87,6 +88,18 @@ def test_failed_commits_are_reported_and_abandoned_drafts_removed(store: Checkpo
     commit(committing(job, 30, layers_written(store, 30, "b"), "b"), at=1.0)
     abandon(AbandonCheckpoint(cause="c", job=job, attempt="b", step=30))
     assert store.steps() == (30, 20) and holds(store, 30)
+
+
+def test_a_commit_of_an_object_store_that_was_never_acknowledged_remains() -> None:
+    job = job_at(f"memory://{uuid4()}")
+    store = CheckpointStore.at(job.checkpoint.url, job="gpt", create=True)
+    commit(committing(job, 30, layers_written(store, 30, "b"), "b"), at=1.0)
+    layers_written(store, 30, "c")
+    for attempt in ("b", "c"):
+        abandon(AbandonCheckpoint(cause="c", job=job, attempt=attempt, step=30))
+    assert store.steps() == (30,) and holds(store, 30)
+    assert len(store.location.sizes("step-000000000030")) == LAYERS + 1
+    store.location.remove("step-000000000030")
 
 
 def test_the_newest_usable_one_is_found_and_skipped_ones_are_reported(store: CheckpointStore) -> None:
