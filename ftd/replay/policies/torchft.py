@@ -153,11 +153,11 @@ class TorchftPolicy(RecoveryPolicy):
     def _run(self, present: int) -> Running | None:
         if not self._groups:
             return None
-        checkpoints = self._times.checkpoints(self._iteration_s, self._store_s)
         samples = min(self._pace.samples, self._group_samples * len(self._groups))
         most = self._pace.most_samples_per_s(len(self._groups) * self._size)
         iteration_s = self._iteration_s
         if most:
             least_s = samples / most
             iteration_s = least_s if samples == self._pace.samples else max(iteration_s, least_s)
+        checkpoints = self._times.checkpoints(iteration_s, self._store_s)
         return self._pace.running_at(present, iteration_s, samples, checkpoints)

@@ -50,6 +50,11 @@ def test_more_groups_than_at_the_start_divide_the_jobs_batch() -> None:
     assert last.samples / (last.end_s - last.begin_s) == pytest.approx(64 / iteration_s(5))
 
 
+def test_checkpoints_are_as_far_apart_with_more_groups_whose_iterations_are_shorter() -> None:
+    found = run(*((100.0, "add", f"x{number}") for number in range(7)), end_s=6100.0, nodes=1)
+    assert found.seconds["stalled"] == pytest.approx(10 * 0.19, abs=0.19)
+
+
 def test_a_node_that_fails_while_it_starts_interrupts_nothing() -> None:
     found = run((100.0, "add", "x"), (101.0, "remove", "x"), end_s=200.0)
     assert found.recoveries == () and found.iterations == int(200 / iteration_s(4))
