@@ -29,7 +29,7 @@ def render_reliability(question: ReliabilityInput, answers: JsonMap) -> Renderab
         curve = answers[key]
         table.add_row(
             title,
-            f"{curve['survival_1_day']:.4g}",
+            _probability(curve["survival_1_day"], certain=curve["mean_days_to_loss"] is None),
             days(curve["safe_days"]),
             days(curve["mean_days_to_loss"]),
             days(curve["daly_days"]),
@@ -52,6 +52,7 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
     rate = repaired["losses_per_day"]
     lost = f"once in {days(1 / rate)}" if rate else "never"
     safe_days = answers["with_protection"]["safe_days"]
+    kept = _probability(repaired["horizon_survival"], certain=not rate)
     survival = f"with probability {question.threshold} even if no lost node is replaced."
     lines = [
         f"Snapshots in memory survive without end {survival}"
@@ -59,7 +60,7 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
         else f"Persist snapshots from memory at least every {days(safe_days)}: until then they survive {survival}",
         f"If a lost node is replaced within {question.repair_days * 24:g} h: with "
         f"{repaired['node_failures_per_day']:.3g} node failures a day, a group loses more than it can decode "
-        f"{lost}; the probability that this does not happen in {horizon} is {repaired['horizon_survival']:.4g}.",
+        f"{lost}; the probability that this does not happen in {horizon} is {kept}.",
     ]
     found: Any = answers["smallest_f"]
     if found is None:
@@ -72,6 +73,12 @@ def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
             f"at most f nodes are missing at any time in {horizon}."
         )
     return [Text(line) for line in lines]
+
+
+def _probability(value: float, *, certain: bool) -> str:
+    """Return a probability with four digits; one that is rounded to 1 is not certain unless ``certain`` says so."""
+    text = f"{value:.4g}"
+    return text if certain or text != "1" else ">0.9999"
 
 
 def days(value: float | None) -> str:

@@ -41,6 +41,16 @@ def test_a_threshold_near_1_is_not_printed_as_certainty(tmp_path: Path) -> None:
     assert page.count("with probability 0.9999999") == 2 and "probability 1" not in page
 
 
+def test_a_survival_near_1_is_not_printed_as_certainty(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("nodes = 16\ngroup = 4\n[hardware]\nrate = 1e-4\nshape = 1.3\n")
+    lines = run(str(file)).splitlines()
+    assert next(line for line in lines if "as Figure 8" in line).split(")")[1].split()[0] == ">0.9999"
+    assert "does not happen in 30 days is >0.9999." in " ".join(" ".join(lines).split())
+    file.write_text("nodes = 16\ngroup = 4\n[hardware]\nrate = 0\n")
+    assert "does not happen in 30 days is 1." in " ".join(run(str(file)).split()), "nothing ever fails"
+
+
 def test_a_cluster_that_never_fails(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("nodes = 4\ngroup = 2\n[hardware]\nrate = 0\n")
