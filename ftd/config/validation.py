@@ -68,7 +68,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} is a directory", remedy="name the TOML file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}", remedy="check its permissions") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits.
         raise ConfigurationError(f"{path} is not valid TOML: {error}", remedy="correct the file") from None
 
 
@@ -148,7 +148,7 @@ def _accepts(value: Any, kind: Any, place: str, collector: ErrorCollector) -> bo
     """Return whether ``value`` has the type ``kind``; otherwise add an error about ``place``."""
     try:
         msgspec.convert(value, kind)
-        return True
+        return _has_small_integers(value, place, collector)
     except msgspec.ValidationError as invalid:
         message, allowed = str(invalid), _allowed_words(kind)
     if isinstance(value, str) and allowed:
@@ -164,6 +164,29 @@ def _accepts(value: Any, kind: Any, place: str, collector: ErrorCollector) -> bo
         error = _explained(message, kind, place)
         collector.add_invalid_key(error, error.field or "")
     return False
+
+
+def _has_small_integers(value: Any, place: str, collector: ErrorCollector) -> bool:
+    """Return whether 64 bits hold each whole number in ``value``, as TOML and the journal require; otherwise add an
+    error about the first that is larger.
+    """
+    stack: list[tuple[str, Any]] = [(place, value)]
+    while stack:
+        where, part = stack.pop()
+        match part:
+            case dict():
+                stack += [(f"{where}.{key}", inner) for key, inner in reversed(part.items())]
+            case list() | tuple():
+                stack += [(f"{where}[{index}]", part[index]) for index in reversed(range(len(part)))]
+            case int() if not -(2**63) <= part < 2**63:
+                error = ConfigurationError(
+                    "the number does not fit into 64 bits",
+                    field=where,
+                    remedy="write a number from -2^63 to 2^63 - 1",
+                )
+                collector.add_invalid_key(error, where)
+                return False
+    return True
 
 
 def _explained(message: str, kind: Any, place: str) -> ConfigurationError:

@@ -111,6 +111,7 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("name", "a b", "name", "letters"),
         ("steps", None, "steps", "required"),
         ("steps", 0, "steps", "above 0"),
+        ("steps", 2**63, "job.toml: steps", "write a number from -2^63 to 2^63 - 1"),
         ("steps", 1.5, "steps", "expected a whole number, got a fraction"),
         ("training", None, "training.function", "or add a table [model]"),
         ("training.function", None, "training.function", "or add a table [model]"),
@@ -129,6 +130,8 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("training.seed", -1, "training.seed", "2^63"),
         ("training.max_skipped", -1, "training.max_skipped", "or 0 if the job must never fail"),
         ("training.spike_deviations", 0.0, "training.spike_deviations", "write a positive number"),
+        ("training.spike_window", 2**70, "job.toml: training.spike_window", "does not fit into 64 bits"),
+        ("training.arguments", {"x": [1, -(2**64)]}, "training.arguments.x[1]", "does not fit into 64 bits"),
         ("training.spike_window", 2, "training.spike_window", "a number from 3"),
         ("training.on_spike", "skip", "training.on_spike", "set snapshot.every_steps"),
         ("training.precision", "float23", "training.precision", "did you mean 'float32'"),
@@ -168,6 +171,13 @@ def test_every_error_names_its_field_and_the_remedy(
         load_job(write(tmp_path, changed(path, value)))
     assert field in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_a_number_of_thousands_of_digits_is_an_error_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'name = "gpt"\nsteps = {"1" * 5000}\n')
+    with pytest.raises(ConfigurationError, match=r"job\.toml is not valid TOML: .*5000 digits"):
+        load_job(path)
 
 
 def test_all_errors_are_reported_together(tmp_path: Path) -> None:
