@@ -34,7 +34,14 @@ from ftd.config.error_collector import ErrorCollector
 from ftd.config.metrics import MetricsAddress, metrics_address
 from ftd.config.secrets import require_private, secret_or_file
 from ftd.config.shard_tls import ShardTls, shard_tls
-from ftd.config.validation import keep_valid_fields, read_toml, require_name, require_positive, suggest_name
+from ftd.config.validation import (
+    keep_valid_fields,
+    read_toml,
+    require_memory,
+    require_name,
+    require_positive,
+    suggest_name,
+)
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
 from ftd.transport.tls import tls_context
@@ -82,10 +89,9 @@ _REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
     require_name: ("cluster", "coordinator.name", "node.name"),
     _require_host: ("node.host", "node.metrics_host", "coordinator.metrics_host"),
     _require_port: ("node.rendezvous_port", "node.snapshot_port"),
+    require_memory: ("node.device_memory_mib", "node.snapshot_limit_mib"),
     require_positive: (
         "node.devices",
-        "node.device_memory_mib",
-        "node.snapshot_limit_mib",
         "node.snapshot_rate_mib_s",
         "node.checkpoint_rate_mib_s",
         "node.scrub_rate_mib_s",

@@ -25,6 +25,7 @@ from ftd.config.validation import (
     input_path,
     keep_valid_fields,
     read_toml,
+    require_memory,
     require_name,
     require_positive,
 )
@@ -365,16 +366,16 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
             field="training.device",
             remedy='remove device, or write backend = "gloo"',
         )
-    for field, number in (
-        ("steps", file.steps),
-        ("training.global_batch", file.training.global_batch),
-        ("training.microbatch", file.training.microbatch),
-        ("planner.device_memory_mib", file.planner.device_memory_mib),
-        ("planner.horizon_s", file.planner.horizon_s),
+    for field, number, require in (
+        ("steps", file.steps, require_positive),
+        ("training.global_batch", file.training.global_batch, require_positive),
+        ("training.microbatch", file.training.microbatch, require_positive),
+        ("planner.device_memory_mib", file.planner.device_memory_mib, require_memory),
+        ("planner.horizon_s", file.planner.horizon_s, require_positive),
     ):
         if number is not None:
             with collector.collect():
-                require_positive(number, field)
+                require(number, field)
     if file.training.global_batch > 0 and file.training.microbatch > 0:
         with collector.collect():
             _check_batch(file.training.global_batch, file.training.microbatch)

@@ -344,6 +344,18 @@ def require_positive(value: float, field: str) -> None:
         raise ConfigurationError(f"{value} is not allowed", field=field, remedy="write a number above 0")
 
 
+def require_memory(mebibytes: float, field: str) -> None:
+    """Check that an amount of memory is at least a byte, and that 64 bits hold its number of bytes.
+
+    :raises ConfigurationError: it is not.
+    """
+    require_positive(mebibytes, field)
+    if not 1 <= mebibytes * 2**20 < 2**63:
+        raise ConfigurationError(
+            f"{mebibytes} is not allowed", field=field, remedy="write a number of MiB from 0.001 to 2^42"
+        )
+
+
 def require_name(value: str, field: str) -> None:
     """Check a name that becomes an MQTT topic level, a file name or a device name: no separators, no wildcards.
 

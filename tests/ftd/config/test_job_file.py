@@ -153,6 +153,8 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("tolerance.failure", 1, "tolerance.failure", "did you mean 'failures'"),
         ("planner.objective", "speed", "planner.objective", "speed"),
         ("planner.device_memory_mib", 0, "planner.device_memory_mib", "above 0"),
+        ("planner.device_memory_mib", 1e305, "planner.device_memory_mib", "from 0.001 to 2^42"),
+        ("planner.device_memory_mib", 1e-9, "planner.device_memory_mib", "from 0.001 to 2^42"),
         ("planner.split", "some", "planner.split", "some"),
         ("planner.batch_objective", "mean", "planner.batch_objective", "mean"),
         ("planner.within_node", "split", "planner.within_node", "'split'"),
