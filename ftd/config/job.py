@@ -5,7 +5,9 @@ know, for example whether the model is valid and whether there are enough nodes.
 script under the same absolute path, so it must be there on every host.
 """
 
+import math
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -379,6 +381,14 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
     if file.training.global_batch > 0 and file.training.microbatch > 0:
         with collector.collect():
             _check_batch(file.training.global_batch, file.training.microbatch)
+    for field, table in (
+        ("training.arguments", file.training.arguments),
+        ("model.overrides", file.model.overrides if file.model is not None else {}),
+    ):
+        for place in _not_finite(table, field):
+            collector.reject(
+                "messages carry no number that is not finite", field=place, remedy="write a finite number"
+            )
     with collector.collect():
         update_policy(file.training, snapshots=file.snapshot.every_steps != 0)
     with collector.collect():
@@ -391,6 +401,19 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
         check_snapshot(file.snapshot, zero1=file.training.zero1)
     with collector.collect():
         check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
+
+
+def _not_finite(value: Any, place: str) -> Iterator[str]:
+    """Yield the place of each infinity and NaN in a value of a job file, which would arrive as null."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                yield from _not_finite(inner, f"{place}.{key}")
+        case list():
+            for index, inner in enumerate(value):
+                yield from _not_finite(inner, f"{place}[{index}]")
+        case float() if not math.isfinite(value):
+            yield place
 
 
 def update_policy(options: TrainingOptions, *, snapshots: bool) -> UpdatePolicy:
@@ -406,7 +429,7 @@ def update_policy(options: TrainingOptions, *, snapshots: bool) -> UpdatePolicy:
             field="training.max_skipped",
             remedy="write a positive number, or 0 if the job must never fail for skipped updates",
         )
-    if not policy.spike_deviations > 0:
+    if not 0 < policy.spike_deviations < float("inf"):
         raise ConfigurationError(
             f"{policy.spike_deviations} deviations are no distance",
             field="training.spike_deviations",
