@@ -204,6 +204,8 @@ def _model_and_data(
         model_table,
         path_relative_to,
     )
+    from ftd.config.models import model_directory
+    from ftd.config.validation import expand_path
 
     def model_of(written: str) -> "Tables":
         made = model_table(written, size or DEFAULT_SIZE, job_directory)
@@ -224,12 +226,13 @@ def _model_and_data(
         lambda written: data_table([written, *(data or [])[1:]], field, job_directory),
     )
     if "images" in read:
-        made["overrides"] = made.get("overrides", {}) | image_overrides(job_directory / read["images"], made)
+        images = expand_path(read["images"], job_directory, "--data")
+        made["overrides"] = made.get("overrides", {}) | image_overrides(images, made)
         if "architecture" in made:
             made["task"] = "image-classification"
     elif tokenizer is not None or "text" in read or "instructions" in read:
-        directory = job_directory / made.get("huggingface", "")
-        own = "huggingface" in made and (directory / "tokenizer.json").is_file()
+        named = made.get("huggingface")
+        own = named is not None and (model_directory(named, job_directory) / "tokenizer.json").is_file()
         if tokenizer is not None or not own:
             chosen = ask.text("Tokenizer: directory, or bytes", tokenizer, "bytes")
             read["tokenizer"] = chosen if chosen == "bytes" else path_relative_to(chosen, job_directory)

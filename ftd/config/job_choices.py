@@ -102,18 +102,16 @@ def data_table(written: Sequence[str], field: str | None, job_directory: Path) -
         if others
         else path_relative_to(first, job_directory)
     )
-    for one in written:
-        expand_path(one, Path.cwd(), "--data")  # Reports a user or a variable that is not known here.
-    place = Path(first).expanduser()
-    prefix = Path(re.sub(r"\.(bin|idx)$", "", str(place)))
-    if prefix.with_name(f"{prefix.name}.idx").is_file():
+    place, *_ = [expand_path(one, Path.cwd(), "--data") for one in written]
+    prefix = re.sub(r"\.(bin|idx)$", "", first)
+    if Path(re.sub(r"\.(bin|idx)$", "", str(place)) + ".idx").is_file():
         _require_alone(others, f"the Megatron data {prefix}")
-        return {"megatron": path_relative_to(str(prefix), job_directory)}
+        return {"megatron": path_relative_to(prefix, job_directory)}
     if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
         _require_alone(others, f"the saved data set {first}")
         return {"huggingface": paths}
     try:
-        files = find_files(list(written), "file of data")
+        files = find_files([os.path.expandvars(one) for one in written], "file of data")
         suffix = files[0].suffix
         if suffix == ".npz":
             _require_alone(others, f"the file of images {first}")

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from ftd.config.job import JobFile, load_job_data
-from ftd.config.job_choices import SIZES, JobChoices, build_tables, image_overrides, model_table
+from ftd.config.job_choices import (
+    SIZES,
+    JobChoices,
+    build_tables,
+    data_table,
+    image_overrides,
+    model_table,
+)
 from ftd.config.job_reference import job_tables, render_job
 from tests.helpers.commands import ftd_here
 
@@ -148,6 +155,36 @@ def test_the_kind_of_data_is_recognised(
     assert written(place / "job.toml")["data"] == data
 
 
+@pytest.mark.parametrize("home", ["~", "$PLACE"])
+@pytest.mark.parametrize(
+    ("name", "kind", "kept"),
+    [
+        ("tokens.bin", "tokens", "tokens.bin"),
+        ("m.bin", "megatron", "m"),
+        ("m", "megatron", "m"),
+        ("saved", "huggingface", "saved"),
+        ("images.npz", "images", "images.npz"),
+        ("texts/*.txt", "text", "texts/*.txt"),
+    ],
+)
+def test_the_kind_of_data_below_the_home_directory_or_a_variable_is_recognised(
+    place: Path, monkeypatch: pytest.MonkeyPatch, home: str, name: str, kind: str, kept: str
+) -> None:
+    for variable in ("HOME", "PLACE"):
+        monkeypatch.setenv(variable, str(place))
+    monkeypatch.chdir(place / "jobs")
+    assert data_table([f"{home}/{name}"], None, place / "jobs") == {kind: f"{home}/{kept}"}
+
+
+def test_images_below_the_home_directory_determine_classes_and_sizes(
+    place: Path, init: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(place))
+    assert init("--model", "vit", "--size", "tiny", "--data", "~/images.npz")[0] == 0
+    overrides = written(place / "job.toml")["model"]["overrides"]
+    assert overrides.items() >= {"num_labels": 3, "image_size": 16, "num_channels": 3}.items()
+
+
 def test_images_determine_classes_and_sizes(place: Path, init: Command) -> None:
     assert init("--model", "vit", "--size", "tiny", "--data", "images.npz")[0] == 0
     model = written(place / "job.toml")["model"]
@@ -167,12 +204,28 @@ def test_the_tokenizer_of_the_model_is_used(place: Path, init: Command) -> None:
     assert written(place / "job.toml")["data"] == {"text": "text.jsonl"}
 
 
-def test_a_name_in_the_local_cache_is_kept(place: Path, init: Command) -> None:
+def move_model_to_cache(place: Path) -> None:
     entry = place / "hub" / "models--meta--llama"
     for name in ("refs", "snapshots"):
         (entry / name).mkdir(parents=True)
     (entry / "refs" / "main").write_text("abc")
     (place / "model").rename(entry / "snapshots" / "abc")
+
+
+@pytest.mark.parametrize("model", ["~/model", "meta/llama"])
+def test_the_tokenizer_of_a_model_in_the_home_directory_or_the_local_cache_is_used(
+    place: Path, init: Command, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setenv("HOME", str(place))
+    (place / "model" / "tokenizer.json").write_text("{}")
+    if model == "meta/llama":
+        move_model_to_cache(place)
+    assert init("--model", model, "--data", "text.jsonl")[0] == 0
+    assert written(place / "job.toml")["data"] == {"text": "text.jsonl"}
+
+
+def test_a_name_in_the_local_cache_is_kept(place: Path, init: Command) -> None:
+    move_model_to_cache(place)
     assert init("--model", "meta/llama", "--data", "tokens.bin")[0] == 0
     assert written(place / "job.toml")["model"] == {"huggingface": "meta/llama"}
 
