@@ -3,7 +3,7 @@
 import json
 import os
 from collections import deque
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from paho.mqtt.client import CallbackAPIVersion, Client
 
@@ -22,5 +22,9 @@ client = Client(CallbackAPIVersion.VERSION2)
 client.on_connect = lambda *_: client.subscribe(topic, qos=1)
 client.on_message = on_message
 broker = urlsplit(os.environ.get("FTD_BROKER", "mqtt://localhost:1883"))
-client.connect(broker.hostname, broker.port or 1883)
+if broker.username:
+    client.username_pw_set(unquote(broker.username), unquote(broker.password or ""))
+if secure := broker.scheme == "mqtts":
+    client.tls_set()
+client.connect(broker.hostname, broker.port or (8883 if secure else 1883))
 client.loop_forever()

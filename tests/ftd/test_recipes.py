@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -161,6 +163,26 @@ def test_the_contract_is_kept_and_compared(environment: dict[str, str], tmp_path
     assert (done.returncode, done.stdout) == (0, "this version is compatible with kept.json\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("url", "calls"),
+    [
+        ("mqtt://h", [("connect", "h", 1883)]),
+        ("mqtt://h:7", [("connect", "h", 7)]),
+        ("mqtts://h", [("tls_set",), ("connect", "h", 8883)]),
+        ("mqtts://a%40b:p%2F@h:7", [("username_pw_set", "a@b", "p/"), ("tls_set",), ("connect", "h", 7)]),
+    ],
+)
+def test_the_subscriber_uses_all_parts_of_the_address(
+    monkeypatch: pytest.MonkeyPatch, url: str, calls: list[tuple[str | int, ...]]
+) -> None:
+    client = unittest.mock.Mock()
+    monkeypatch.setattr("paho.mqtt.client.Client", lambda *_: client)
+    monkeypatch.setenv("FTD_BROKER", url)
+    runpy.run_path(str(ROOT / "examples" / "subscriber.py"))
+    made = [(name, *positional) for name, positional, _ in client.mock_calls]
+    assert made == [*calls, ("loop_forever",)]
+
+
 def test_the_subscriber_is_short() -> None:
     lines = (ROOT / "examples" / "subscriber.py").read_text().splitlines()
-    assert len([line for line in lines if line.strip()]) <= 20
+    assert len([line for line in lines if line.strip()]) <= 24
