@@ -114,7 +114,11 @@ class Restorer(SnapshotReader):
         found: list[tuple[SnapshotManifest, ArenaSnapshot | None]]
         if node == self.node:
             held = self.own_snapshots()
-            corrupt = set(await asyncio.to_thread(self.arenas.find_corrupt, held))
+            try:
+                corrupt = set(await asyncio.to_thread(self.arenas.find_corrupt, held))
+            except OSError as error:
+                self._report_corruption(node, "manifest", str(error))
+                return []
             found = [(one.manifest, one) for one in held]
         else:
             try:
@@ -298,8 +302,16 @@ class Restorer(SnapshotReader):
         return image
 
     async def _whole(self, holder: ShardHolder, part: SnapshotPart) -> bytes:
+        """Read a whole part.
+
+        :raises PeerError: it cannot be read (any more).
+        :raises CorruptDataError: its bytes are not what was written.
+        """
         if holder.held is not None:
-            data = bytes(self.arenas.view(holder.held, part))
+            try:
+                data = bytes(self.arenas.view(holder.held, part))
+            except OSError as error:
+                raise PeerError(str(error)) from None
             if not part.are_ranges_intact(data, [range(len(data))]):
                 raise CorruptDataError("its digest does not match")
             return data

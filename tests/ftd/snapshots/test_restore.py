@@ -289,6 +289,30 @@ def test_own_memory_released_meanwhile_is_decoded_from_others() -> None:
         asyncio.run(main(cluster))
 
 
+@pytest.mark.parametrize(("after", "part"), [("find", "manifest"), ("find_corrupt", "group-0/small")])
+def test_own_memory_that_vanishes_meanwhile_is_decoded_from_others(
+    monkeypatch: pytest.MonkeyPatch, after: str, part: str
+) -> None:
+    """Its slot is gone after it was found, or after it was verified."""
+    work = getattr(NodeArenas, after)
+
+    def then_gone(self: NodeArenas, *arguments: object) -> object:
+        found = work(self, *arguments)
+        if self.root.name == "n0":
+            (self.root / JOB / "device-0" / "slot-0").unlink(missing_ok=True)
+        return found
+
+    async def main(cluster: Cluster) -> None:
+        monkeypatch.setattr(NodeArenas, after, then_gone)
+        assert (await cluster.restore("n0", range(3))).own_bytes == 0
+        assert ("n0", part) in [report[:2] for report in cluster.reports]
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
 def test_a_snapshot_of_another_generation_or_layout_is_ignored() -> None:
     async def main(cluster: Cluster) -> None:
         with pytest.raises(LayerRestoreError, match="no node that is present has the headers"):
