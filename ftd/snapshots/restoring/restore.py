@@ -346,6 +346,7 @@ class Restorer(SnapshotReader):
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
                 raise LayerRestoreError(f"{_where(group)}: {error} ({', '.join(names)})", self._bad) from None
             if memory is None or len(memory) < plan.size_bytes:
+                memory = None  # The mapping would keep the pages.
                 memory = await asyncio.to_thread(target.allocate, plan.size_bytes)
             try:
                 self._done.fetched_bytes += await self._carry_out(plan, memory, usable)

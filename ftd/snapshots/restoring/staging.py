@@ -91,7 +91,7 @@ class StagingDirectory:
         self._directory = directory.absolute()
         self._staged = staged
         self._path = ""
-        """Path of the memory that ``allocate`` returned last."""
+        """Path of the memory that ``allocate`` returned last; empty once layers are staged in it."""
         self._borrowed: dict[Path, BorrowedSnapshot] = {}
 
     def group_layers(self, layers: Iterable[int]) -> list[list[int]]:
@@ -105,6 +105,9 @@ class StagingDirectory:
         return runs
 
     def allocate(self, size_bytes: int) -> Bytes:
+        if self._path:  # Reading failed, and what replaces it needs more.
+            Path(self._path).unlink()
+            self._path = ""
         self._path, memory = _make_file(self._directory, size_bytes)
         return memory
 
@@ -117,6 +120,7 @@ class StagingDirectory:
                 write_staged(self._directory, layer.layer, staged)
 
         await asyncio.to_thread(write)
+        self._path = ""
         for layer, _ in run:
             self._staged(layer.layer)
 

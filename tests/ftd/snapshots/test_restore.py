@@ -313,6 +313,30 @@ def test_own_memory_that_vanishes_meanwhile_is_decoded_from_others(
         asyncio.run(main(cluster))
 
 
+def test_memory_of_an_attempt_that_failed_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second attempt decodes what the first would have borrowed, so it needs more memory."""
+    manifests: list[Path] = []
+    allocate = StagingDirectory.allocate
+
+    def then_release(self: StagingDirectory, size_bytes: int) -> Bytes:
+        memory = allocate(self, size_bytes)
+        for manifest in manifests:
+            manifest.unlink(missing_ok=True)
+        return memory
+
+    async def main(cluster: Cluster) -> None:
+        manifests.append(cluster.root / "n0" / JOB / "device-0" / f"step-{STEP:012d}.json")
+        monkeypatch.setattr(StagingDirectory, "allocate", then_release)
+        await cluster.restore("n0", range(3))
+        assert [report[:2] for report in cluster.reports] == [("n0", "group-0/shard")]
+        assert len(list((cluster.root / "n0" / JOB / "staging-9").glob("bytes-*"))) == 1
+
+    with shared_directory() as root:
+        cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
+        cluster.write()
+        asyncio.run(main(cluster))
+
+
 def test_a_snapshot_of_another_generation_or_layout_is_ignored() -> None:
     async def main(cluster: Cluster) -> None:
         with pytest.raises(LayerRestoreError, match="no node that is present has the headers"):
