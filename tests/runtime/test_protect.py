@@ -174,3 +174,47 @@ def test_a_loader_that_cannot_continue_may_be_protected_again(tmp_path: Path) ->
     with pytest.raises(SnapshotError, match=r"restore\(missing='fresh'\)"):
         protected(3)
     assert len(list(protected(3, missing="fresh"))) == 2
+
+
+class CheckpointManager:
+    """The calls of torchtitan's class, by whose module and name it is known."""
+
+    __module__ = "torchtitan.components.checkpoint"
+
+    def __init__(self) -> None:
+        self.states = {"train_state": {"step": 0}}
+        self.broken = self.closed = False
+
+    def load(self, step: int = -1) -> bool:
+        if self.broken:
+            raise OSError("the checkpoint cannot be read")
+        return False
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_checkpoint_manager_that_was_interrupted_is_followed_by_another_in_the_same_process(
+    tmp_path: Path,
+) -> None:
+    def protected() -> CheckpointManager:
+        manager: CheckpointManager = protect(CheckpointManager(), "job", directory=tmp_path)
+        return manager
+
+    unreadable = protected()
+    unreadable.broken = True
+    with pytest.raises(OSError, match="cannot be read"):
+        unreadable.load()
+    interrupted = protected()
+    assert not interrupted.load()
+    interrupted.save(1)
+    interrupted.close()  # torchtitan does that after an exception.
+    assert interrupted.closed
+    last = protected()
+    assert last.load()
+    last.save(2, last_step=True)
+    last.close()
+    assert not (tmp_path / "job").exists()

@@ -2,7 +2,8 @@
 
 torchtitan calls ``load`` before training and ``save`` after each step, and the manager holds all states. With
 snapshots, ``load`` restores the newest one, and reads a checkpoint only if there is none; ``save`` takes a
-snapshot and then does what it did before.
+snapshot and then does what it did before; ``close``, which torchtitan calls also after an exception, releases the
+snapshots, which stay in memory.
 """
 
 from typing import Any
@@ -15,14 +16,21 @@ _PARTS = {"model": "model", "optimizer": "optimizers"}
 
 
 def protect_trained(manager: Any, name: str, every: int, missing: Any, options: dict[str, Any]) -> None:
-    """Replace ``load`` and ``save`` of this manager.
+    """Replace ``load``, ``save`` and ``close`` of this manager.
 
     :raises SnapshotError: in ``load``, if it should read a checkpoint of some step while there are snapshots.
     """
     snapshots = Snapshotter(name, **_registered(manager.states), **options)
-    load, save = manager.load, manager.save
+    load, save, close = manager.load, manager.save, manager.close
 
     def load_newest(step: int = -1) -> bool:
+        try:
+            return load_either(step)
+        except BaseException:
+            snapshots.close()  # A notebook may train again in this process.
+            raise
+
+    def load_either(step: int) -> bool:
         restored = snapshots.restore(missing=missing)
         if restored is None:
             return bool(load(step=step))
@@ -41,7 +49,13 @@ def protect_trained(manager: Any, name: str, every: int, missing: Any, options: 
             snapshots.remove()
         return result
 
-    manager.load, manager.save = load_newest, save_both
+    def close_both() -> None:
+        try:
+            close()
+        finally:
+            snapshots.close()
+
+    manager.load, manager.save, manager.close = load_newest, save_both, close_both
 
 
 def _registered(states: dict[str, Any]) -> dict[str, Any]:
