@@ -145,8 +145,10 @@ def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
     target = parent / checkpoint.directory
     parent.mkdir(parents=True, exist_ok=True)
     if not (target / _ORIGIN).is_file() or (target / _ORIGIN).read_bytes() != origin:
-        for stale in [*parent.glob(".step-*.partial"), *parent.glob(".step-*.replaced")]:
-            shutil.rmtree(stale, ignore_errors=True)  # The process that wrote it was stopped.
+        # The process that wrote them was stopped. The second is what ``atomic_directory`` makes of the first.
+        for pattern in (".step-*.partial", "..step-*.partial", ".step-*.replaced"):
+            for stale in list(parent.glob(pattern)):
+                shutil.rmtree(stale, ignore_errors=True)
         whole = parent / f".{target.name}.whole.partial"
         export_huggingface(checkpoint, whole, files={_ORIGIN: origin})
         old = parent / f".{target.name}.replaced"

@@ -18,6 +18,7 @@ from ftd.coordinator.checkpoints import (
     find_initial_checkpoint,
 )
 from ftd.errors import ConfigurationError
+from ftd.snapshots.checkpoint_export import export_for_job
 from planner.values import Policy
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
 from statemachine.events import (
@@ -179,6 +180,23 @@ def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: P
     (target / "ftd.json").write_text("of another past")
     assert isinstance(exported(job, 20), ExportCompleted) and target.stat().st_ino != made
     assert [path.name for path in exports.iterdir()] == [target.name]
+
+
+def test_what_a_killed_export_has_written_is_removed_by_the_next(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports = tmp_path / "exports"
+    url = store.location.url
+    for step in (20, 30):
+        write(store, step)
+    with monkeypatch.context() as patch:
+        patch.setattr("storage.huggingface.write_safetensors", lambda *_: 1 / 0)
+        patch.setattr("storage.huggingface.shutil.rmtree", lambda *_, **__: None)
+        with pytest.raises(ZeroDivisionError):
+            export_for_job(url, "gpt", 20, exports)
+    assert list(exports.iterdir())
+    export_for_job(url, "gpt", 30, exports)
+    assert [path.name for path in exports.iterdir()] == ["step-000000000030"]
 
 
 @pytest.mark.processes
