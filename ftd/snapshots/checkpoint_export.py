@@ -22,9 +22,10 @@ from runtime.parent import die_with_parent
 from runtime.wire.measurement import INVALID_EXIT
 from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.description import is_file_name
-from storage.errors import StorageError
+from storage.errors import ForeignCheckpointError, StorageError
 from storage.huggingface import MAX_SHARD_BYTES, atomic_directory, export_base, export_huggingface
 from storage.safetensors_file import ExportSummary, count_tensors
+from storage.values import job_mark
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _MOST_BYTES = 256 * 1024 * 1024
@@ -137,27 +138,43 @@ def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
 
     An export of the same step from a history that was undone is replaced.
 
-    :raises StorageError: the checkpoint cannot be read, or has no configuration.
+    :raises StorageError: the checkpoint cannot be read, or has no configuration; or another job's export is there.
     :raises OSError: the directory cannot be written; what was there stays.
     """
     checkpoint = CheckpointStore.at(url, job=job).open(step)
     origin = msgspec.json.encode(msgspec.convert(checkpoint.manifest, Origin, from_attributes=True))
     target = parent / checkpoint.directory
     parent.mkdir(parents=True, exist_ok=True)
-    if not (target / _ORIGIN).is_file() or (target / _ORIGIN).read_bytes() != origin:
+    present = (target / _ORIGIN).read_bytes() if (target / _ORIGIN).is_file() else b""
+    if present != origin:
+        _check_replaceable(target, present, job)
+        mark = job_mark(job)  # Another job may be writing to the same directory.
         # The process that wrote them was stopped. The second is what ``atomic_directory`` makes of the first.
-        for pattern in (".step-*.partial", "..step-*.partial", ".step-*.replaced"):
+        patterns = f".step-*{mark}.partial", f"..step-*{mark}.partial.*.partial", f".step-*{mark}.replaced"
+        for pattern in patterns:
             for stale in list(parent.glob(pattern)):
                 shutil.rmtree(stale, ignore_errors=True)
-        whole = parent / f".{target.name}.whole.partial"
+        whole = parent / f".{target.name}{mark}.partial"
         export_huggingface(checkpoint, whole, files={_ORIGIN: origin})
-        old = parent / f".{target.name}.replaced"
+        old = parent / f".{target.name}{mark}.replaced"
         if target.exists():
             target.rename(old)
         whole.rename(target)
         shutil.rmtree(old, ignore_errors=True)
     size_bytes = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     return JobExport(directory=str(target), size_bytes=size_bytes)
+
+
+def _check_replaceable(target: Path, origin: bytes, job: str) -> None:
+    """:raises ForeignCheckpointError: the export ``target`` with this ``ftd.json`` is another job's."""
+    try:
+        other = msgspec.json.decode(origin, type=Origin).job
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return
+    if other != job:
+        raise ForeignCheckpointError(
+            f"{target} is of job {other!r}; give {job!r} a checkpoint.huggingface_directory of its own"
+        )
 
 
 def run_export(url: str, job: str, step: int, parent: str, limit_s: float) -> JobExport:

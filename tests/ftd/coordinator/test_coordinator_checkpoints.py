@@ -3,6 +3,7 @@
 import asyncio
 import queue
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -31,6 +32,9 @@ from statemachine.events import (
 )
 from statemachine.messages.values import CheckpointPolicy, Job, LayerFile, Vote
 from storage.checkpoint import CheckpointStore
+from storage.errors import ForeignCheckpointError
+from storage.huggingface import export_huggingface
+from storage.manifest import digest_of
 from tests.helpers.kept_checkpoints import LAYERS, holds, layer_state, write
 
 OLDER = Vote(loss=2.5, gradient_norm=1.0)
@@ -166,7 +170,7 @@ def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: P
     job = job_at(store.location.url, huggingface_every_steps=10, huggingface_directory=str(exports))
     find_initial_checkpoint(job)
     write(store, 20)
-    (exports / ".step-000000000010.whole.partial").mkdir()
+    (exports / f".step-000000000010.{digest_of(b'gpt')[:8]}.partial").mkdir()
     done = exported(job, 20)
     target = exports / "step-000000000020"
     assert isinstance(done, ExportCompleted) and done.directory == str(target)
@@ -197,6 +201,34 @@ def test_what_a_killed_export_has_written_is_removed_by_the_next(
     assert list(exports.iterdir())
     export_for_job(url, "gpt", 30, exports)
     assert [path.name for path in exports.iterdir()] == ["step-000000000030"]
+
+
+def test_another_jobs_exports_are_neither_replaced_nor_removed_while_they_are_written(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports, other = tmp_path / "exports", str(tmp_path / "other")
+    for step in (20, 30):
+        write(store, step)
+        write(CheckpointStore.at(other, job="bert", create=True), step, job="bert")
+    export_for_job(store.location.url, "gpt", 20, exports)
+    made = (exports / "step-000000000020").stat().st_ino
+    with pytest.raises(ForeignCheckpointError, match=r"of job 'gpt'.*give 'bert'.*of its own"):
+        export_for_job(other, "bert", 20, exports)
+    assert (exports / "step-000000000020").stat().st_ino == made
+    name = "ftd.snapshots.checkpoint_export.export_huggingface"
+
+    def meanwhile(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(name, export_huggingface)
+        written = export_huggingface(*arguments, **options)
+        write(store, 40)
+        export_for_job(store.location.url, "gpt", 40, exports)
+        return written
+
+    monkeypatch.setattr(name, meanwhile)
+    export_for_job(other, "bert", 30, exports)
+    assert sorted(path.name for path in exports.iterdir()) == [
+        f"step-0000000000{step}" for step in (20, 30, 40)
+    ]
 
 
 @pytest.mark.processes
