@@ -7,6 +7,7 @@ If it ends with exit code ``INVALID_EXIT``, the last line of stderr says why the
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from runtime.wire.measurement import INVALID_EXIT
 from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.description import is_file_name
 from storage.errors import ForeignCheckpointError, StorageError
-from storage.huggingface import MAX_SHARD_BYTES, atomic_directory, export_base, export_huggingface
+from storage.huggingface import CONFIG, MAX_SHARD_BYTES, atomic_directory, export_base, export_huggingface
 from storage.safetensors_file import ExportSummary, count_tensors
 from storage.values import job_mark
 
@@ -113,10 +114,10 @@ def _merge(parts: Path, max_shard_bytes: int) -> None:
 def _files_of(directory: Path) -> dict[str, bytes]:
     """Return the files in ``directory`` that are not weights.
 
-    :raises ConfigurationError: one cannot be read.
+    :raises ConfigurationError: one cannot be read, or the configuration is not one.
     """
     try:
-        return {
+        files = {
             path.name: path.read_bytes()
             for path in sorted(directory.iterdir())
             if path.is_file()
@@ -131,6 +132,18 @@ def _files_of(directory: Path) -> dict[str, bytes]:
             field="--files-from",
             remedy="check its permissions",
         ) from error
+    if CONFIG in files:
+        try:
+            is_object = isinstance(json.loads(files[CONFIG]), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise ConfigurationError(
+                f"{directory / CONFIG} is not a JSON object",
+                field="--files-from",
+                remedy="name the directory of the model that was trained",
+            )
+    return files
 
 
 def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:

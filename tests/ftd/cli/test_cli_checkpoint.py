@@ -170,6 +170,18 @@ def test_an_unreadable_file_to_copy_is_not_called_an_unwritable_output(
     assert f"--files-from: {model} cannot be read" in str(error)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "\xff"])
+def test_a_configuration_to_copy_that_is_none_is_named(checkpoints: Path, tmp_path: Path, text: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(text, encoding="latin-1")
+    error = error_of(
+        "export", str(checkpoints), str(tmp_path / "out"), "--format", "huggingface",
+        "--files-from", str(model),
+    )  # fmt: skip
+    assert f"--files-from: {model / 'config.json'} is not a JSON object" in str(error)
+
+
 def test_the_empty_current_directory_is_not_replaced(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
