@@ -11,6 +11,7 @@ Both kinds offer the same few operations on ``directory/name``. Names are plain,
 import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from storage.errors import LocationError, LocationFullError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REJECTED = {errno.EROFS: "it is read-only", errno.EACCES: "permission denied", errno.EPERM: "not permitted"}
+_REPLACED = re.compile(r"\.(step-\d+)\.replaced", re.ASCII)
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -167,8 +169,8 @@ class LocalLocation:
     def _finish(self, path: Path) -> None:
         """Finish a replacement or removal whose process was killed."""
         name = path.name
-        if name.endswith(".replaced"):
-            final = self.root / name.removeprefix(".").removesuffix(".replaced")
+        if replaced := _REPLACED.fullmatch(name):
+            final = self.root / replaced[1]
             if not final.exists():
                 with contextlib.suppress(FileNotFoundError):
                     path.rename(final)

@@ -340,6 +340,14 @@ def test_another_jobs_draft_stays_while_it_is_written(url: str) -> None:
     assert bert.steps() == (7,) and gpt.steps() == (11, 10)
 
 
+def test_directories_of_others_stay_whatever_their_names(store: CheckpointStore) -> None:
+    for name in ("model", "model.replaced", "old.replaced", ".step-1.x.replaced"):
+        (root_of(store) / name).mkdir()
+    write(store, 7)
+    store.prune(1)
+    assert store.location.names() == [".step-1.x.replaced", "model", "model.replaced", "old.replaced", STEP_7]
+
+
 def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore.at(str(tmp_path / "kept"), job="gpt", create=True)
     write(store, 7)
