@@ -17,7 +17,13 @@ from typing import Any
 import msgspec
 
 from storage.description import ModelDescription, decode_description
-from storage.errors import CheckpointMissingError, CorruptDataError, ForeignCheckpointError
+from storage.errors import (
+    CheckpointMissingError,
+    CorruptDataError,
+    ForeignCheckpointError,
+    LocationError,
+    StorageError,
+)
 from storage.layerfile import (
     Bytes,
     is_consistent,
@@ -279,13 +285,20 @@ class CheckpointStore:
         """Return the manifests of the checkpoints that ``steps`` returns."""
         problems, unfinished, found = [], [], []
         for name in self.location.names():
-            if _DRAFT.fullmatch(name) or (_STEP.fullmatch(name) and self._is_draft(name)):
+            if _DRAFT.fullmatch(name):
                 unfinished.append(f"{name} is skipped: {_UNFINISHED}")
             elif _STEP.fullmatch(name):
                 try:
                     found.append(self._manifest(name))
-                except (CorruptDataError, ForeignCheckpointError, CheckpointMissingError) as error:
-                    problems.append(f"{name} is skipped: {error}")
+                except StorageError as error:
+                    if name not in self.location.names():
+                        continue  # It was removed meanwhile.
+                    if isinstance(error, LocationError):
+                        raise
+                    if self._is_draft(name):
+                        unfinished.append(f"{name} is skipped: {_UNFINISHED}")
+                    else:
+                        problems.append(f"{name} is skipped: {error}")
         self.problems, self.unfinished = problems, unfinished
         return tuple(sorted(found, key=lambda manifest: manifest.step, reverse=True))
 

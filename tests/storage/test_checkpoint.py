@@ -340,6 +340,24 @@ def test_another_jobs_draft_stays_while_it_is_written(url: str) -> None:
     assert bert.steps() == (7,) and gpt.steps() == (11, 10)
 
 
+@pytest.mark.parametrize("before", ["sizes", "open"])
+def test_a_checkpoint_that_is_removed_while_all_are_listed_is_neither_an_error_nor_a_problem(
+    url: str, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    store = CheckpointStore.at(url, create=True)
+    for step in (7, 8):
+        write(store, step)
+    work = getattr(store.location, before)
+
+    def removed_meanwhile(directory: str, *name: str) -> Any:
+        if directory == STEP_7:
+            CheckpointStore.at(url).location.remove(STEP_7)
+        return work(directory, *name)
+
+    monkeypatch.setattr(store.location, before, removed_meanwhile)
+    assert store.steps() == (8,) and store.problems == store.unfinished == []
+
+
 def test_directories_of_others_stay_whatever_their_names(store: CheckpointStore) -> None:
     for name in ("model", "model.replaced", "old.replaced", ".step-1.x.replaced"):
         (root_of(store) / name).mkdir()
