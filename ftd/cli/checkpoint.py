@@ -81,6 +81,8 @@ def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = Fals
 
     Example: ftd checkpoint verify /checkpoints/gpt --step 1000
     """
+    from storage.errors import LocationError
+
     with _command_errors():
         store = _store(url)
         steps = store.steps() if step is None else (step,)
@@ -88,7 +90,13 @@ def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = Fals
         opened = [store.open(one) for one in steps]
         if not opened and not problems and not unfinished:
             raise CheckpointError(f"{url} has no checkpoint")
-        checkpoints = [_verified(one) for one in opened]
+        checkpoints = []
+        for one in opened:
+            try:
+                checkpoints.append(_verified(one))
+            except LocationError:
+                if step is not None or not _is_removed(store, one):
+                    raise
     document = {
         "schema": SCHEMA_VERSION,
         "url": url,
@@ -218,6 +226,17 @@ def _summary(manifest: "CheckpointManifest") -> dict[str, Any]:
         "fingerprint": manifest.fingerprint,
         "ftd_version": manifest.ftd_version,
     }
+
+
+def _is_removed(store: "CheckpointStore", checkpoint: "Checkpoint") -> bool:
+    """Return whether the job has removed the checkpoint since it was opened."""
+    from storage.errors import CheckpointMissingError
+
+    try:
+        store.open(checkpoint.manifest.step)
+    except CheckpointMissingError:
+        return True
+    return False
 
 
 def _verified(checkpoint: "Checkpoint") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.cli.options import parse_size
 from ftd.errors import CheckpointError, ConfigurationError
-from storage.checkpoint import CheckpointStore
+from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.layerstate import DTYPE_BYTES
 from storage.safetensors_file import DTYPE_NAMES
 from tests.helpers.kept_checkpoints import LAYERS, layer_state, write
@@ -86,6 +86,26 @@ def test_verify_accepts_a_checkpoint_that_is_being_written(checkpoints: Path) ->
     assert "it is being written, or its writer was stopped" in " ".join(
         run("verify", str(checkpoints)).split()
     )
+
+
+def test_verify_goes_on_when_the_job_removes_an_old_checkpoint(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = Checkpoint.verify
+
+    def then_pruned(checkpoint: Checkpoint) -> tuple[str, ...]:
+        CheckpointStore.at(str(checkpoints)).prune(1)
+        return verify(checkpoint)
+
+    def removed(checkpoint: Checkpoint) -> tuple[str, ...]:
+        checkpoint.location.remove(checkpoint.directory)
+        return verify(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "verify", then_pruned)
+    answer = json_of("verify", str(checkpoints))
+    assert [(one["step"], one["problems"]) for one in answer["checkpoints"]] == [(7, [])]
+    monkeypatch.setattr(Checkpoint, "verify", removed)
+    assert "does not exist" in str(error_of("verify", str(checkpoints), "--step", "7"))
 
 
 def test_the_safetensors_package_reads_an_export(checkpoints: Path, tmp_path: Path) -> None:
