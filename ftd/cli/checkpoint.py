@@ -291,6 +291,12 @@ def _check_output(path: Path, kind: Format) -> None:
             field="OUTPUT",
             remedy="name a new directory",
         )
+    if kind is not Format.SAFETENSORS and (path.is_symlink() or path.is_mount()):
+        raise ConfigurationError(
+            f"{path} is a link or a mount point, which cannot be replaced",
+            field="OUTPUT",
+            remedy="name a new directory",
+        )
     require_directory(path, "OUTPUT")
 
 

@@ -212,6 +212,23 @@ def test_the_empty_current_directory_is_not_replaced(
         assert "OUTPUT: . is the current directory" in str(error)
 
 
+def test_a_link_or_a_mount_point_is_rejected_before_anything_is_written(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for kind in ("torch", "huggingface"):
+        error = error_of("export", str(checkpoints), str(tmp_path / "link"), "--format", kind)
+        assert f"OUTPUT: {tmp_path / 'link'} is a link or a mount point, which cannot be replaced" in str(
+            error
+        )
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+    assert "mount point" in str(
+        error_of("export", str(checkpoints), str(tmp_path / "empty"), "--format", "torch")
+    )
+    run("export", str(checkpoints), str(tmp_path / "empty" / "new"), "--format", "torch")
+
+
 def test_sizes_are_parsed() -> None:
     sizes = {"5GB": 5 * 10**9, "1.5 MiB": 1.5 * 2**20, "10b": 10, "2TB": 2 * 10**12}
     assert {text: parse_size(text, "x") for text in sizes} == sizes
