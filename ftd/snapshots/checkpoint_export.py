@@ -151,7 +151,8 @@ def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
 
     An export of the same step from a history that was undone is replaced.
 
-    :raises StorageError: the checkpoint cannot be read, or has no configuration; or another job's export is there.
+    :raises StorageError: the checkpoint cannot be read, or has no configuration; or another job's export is there,
+        or something else.
     :raises OSError: the directory cannot be written; what was there stays.
     """
     checkpoint = CheckpointStore.at(url, job=job).open(step)
@@ -159,6 +160,10 @@ def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
     target = parent / checkpoint.directory
     parent.mkdir(parents=True, exist_ok=True)
     present = (target / _ORIGIN).read_bytes() if (target / _ORIGIN).is_file() else b""
+    if target.exists() and not present:
+        raise StorageError(
+            f"{target} is there and is no export; write a checkpoint.huggingface_directory for exports alone"
+        )
     if present != origin:
         _check_replaceable(target, present, job)
         mark = job_mark(job)  # Another job may be writing to the same directory.

@@ -32,7 +32,7 @@ from statemachine.events import (
 )
 from statemachine.messages.values import CheckpointPolicy, Job, LayerFile, Vote
 from storage.checkpoint import CheckpointStore
-from storage.errors import ForeignCheckpointError
+from storage.errors import ForeignCheckpointError, StorageError
 from storage.huggingface import export_huggingface
 from storage.manifest import digest_of
 from tests.helpers.kept_checkpoints import LAYERS, holds, layer_state, write
@@ -229,6 +229,14 @@ def test_another_jobs_exports_are_neither_replaced_nor_removed_while_they_are_wr
     assert sorted(path.name for path in exports.iterdir()) == [
         f"step-0000000000{step}" for step in (20, 30, 40)
     ]
+
+
+def test_an_export_never_replaces_a_checkpoint(store: CheckpointStore) -> None:
+    """The directory of the exports may be that of checkpoints, under another name such as file://…"""
+    write(store, 20)
+    with pytest.raises(StorageError, match=r"step-000000000020 is there and is no export"):
+        export_for_job(f"file://{store.location.url}", "gpt", 20, Path(store.location.url))
+    assert store.location.names() == ["step-000000000020"] and holds(store, 20)
 
 
 @pytest.mark.processes
