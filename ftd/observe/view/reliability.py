@@ -82,7 +82,7 @@ def _probability(value: float, *, certain: bool) -> str:
 
 
 def days(value: float | None) -> str:
-    """Return a number of days in years, days, hours or minutes, whichever reads best."""
+    """Return a number of days in years, days, hours, minutes or seconds, whichever reads best."""
     if value is None:
         return "without end"
     if value >= 1000:
@@ -91,4 +91,6 @@ def days(value: float | None) -> str:
         return f"{value:.2f} days"
     if value * 24 >= 1:
         return f"{value * 24:.2f} h"
-    return f"{value * 24 * 60:.1f} min"
+    if value * 24 * 60 >= 1:
+        return f"{value * 24 * 60:.1f} min"
+    return f"{value * 24 * 3600:.3g} s"

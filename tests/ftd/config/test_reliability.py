@@ -51,6 +51,13 @@ def test_a_survival_near_1_is_not_printed_as_certainty(tmp_path: Path) -> None:
     assert "does not happen in 30 days is 1." in " ".join(run(str(file)).split()), "nothing ever fails"
 
 
+def test_a_time_of_less_than_a_minute_is_printed_in_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("nodes = 100000\ngroup = 2\n[hardware]\nmean_days = 1\n")
+    line = next(line for line in run(str(file)).splitlines() if line.startswith("without protection"))
+    assert line.split(")")[1].split() == ["0", "0.091", "s", "0.864", "s", "0.864", "s"]
+
+
 def test_a_cluster_that_never_fails(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("nodes = 4\ngroup = 2\n[hardware]\nrate = 0\n")
