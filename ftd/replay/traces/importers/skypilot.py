@@ -2,7 +2,8 @@
 
 A file is a JSON object for one availability zone: ``metadata.gap_seconds`` is the time between two samples, and
 ``data`` the number of instances that could be had at each sample. A sample holds until the next one, the last one for
-``gap_seconds``. A sample that is ``null`` is missing; where missing samples are accepted, the previous number holds.
+``gap_seconds``. A sample that is ``null`` is missing; where missing samples are accepted, the previous number holds,
+and those before the first number are left out.
 """
 
 import msgspec
@@ -50,11 +51,17 @@ def read_skypilot(file: TraceFile, options: ImportOptions) -> Trace:
         samples.append(CountSample(place=place, at_s=index * step_s, count=count))
     if not samples:
         raise file.error("there is no sample", place="data", remedy="is it the right file?")
-    gaps = file.gap_notes(((sample.place, sample.at_s) for sample in samples), options.max_gap_s)
+    end_s = len(spot.data) * step_s
+    times = [(sample.place, sample.at_s) for sample in samples]
+    gaps = file.gap_notes((*times, ("the end of data", end_s)), options.max_gap_s)
     records, notes = nodes_of_counts(file, samples)
-    if missing:
-        notes += (f"{missing} of {len(spot.data)} samples are missing; the number before them holds.",)
+    first = round(samples[0].at_s / step_s)
+    if first:
+        notes += (f"The first {first} of {len(spot.data)} samples are missing and left out.",)
+    if missing > first:
+        notes += (
+            f"{missing - first} of {len(spot.data)} samples are missing; the number before them holds.",
+        )
     if spot.prices is not None:
         notes += ("The prices in the file are not used.",)
-    end_s = samples[-1].at_s + step_s
     return file.trace(records, description="skypilot", end_s=end_s, notes=notes + gaps)

@@ -62,8 +62,21 @@ def test_missing_samples_of_skypilot_are_accepted_up_to_a_length(tmp_path: Path)
         read_trace(path, max_gap_s=600)
     trace = read_trace(path, max_gap_s=900)
     assert trace.node_counts() == [(0, 2), (900, 3)]
-    assert trace.end_s == 1200
+    assert trace.end_s == 1500, "the number before the last sample holds there, too"
     assert any("3 of 5 samples are missing" in note for note in trace.notes)
+
+
+def test_missing_samples_of_skypilot_at_both_ends(tmp_path: Path) -> None:
+    path = tmp_path / "zone.json"
+    path.write_text('{"metadata": {"gap_seconds": 300}, "data": [null, null, 2, 3, null, null]}')
+    with pytest.raises(TraceError, match="the end of data: there is no record for the 900 s before this one"):
+        read_trace(path, max_gap_s=600)
+    trace = read_trace(path, max_gap_s=900)
+    assert trace.node_counts() == [(0, 2), (300, 3)] and trace.end_s == 1200
+    assert trace.notes[1:] == (
+        "The first 2 of 6 samples are missing and left out.",
+        "2 of 6 samples are missing; the number before them holds.",
+    )
 
 
 def test_faults_of_infinitehbd_are_read() -> None:
