@@ -84,6 +84,7 @@ def _read_log(file: TraceFile, options: ImportOptions) -> Trace:
                 remedy="sort the samples by time; where two monitors overlap, leave one of them out",
             )
         samples.append(CountSample(place=place, at_s=at_s, count=int(found["count"])))
-    gaps = file.gap_notes(((sample.place, sample.at_s) for sample in samples), options.max_gap_s)
     records, notes = nodes_of_counts(file, samples)
+    times = ((sample.place, sample.at_s) for sample in samples)
+    gaps = file.gap_notes(times, options.max_gap_s, start_s=records[0].event.at_s)
     return file.trace(records, description="bamboo", end_s=samples[-1].at_s, notes=notes + gaps)

@@ -55,7 +55,9 @@ def read_infinitehbd(file: TraceFile, options: ImportOptions) -> Trace:
         raise file.error(
             f"the file names {len(named)} nodes, more than {count}", remedy="give more with --nodes"
         )
-    gaps = file.gap_notes(((fault.place, fault.event.at_s) for fault in faults), options.max_gap_s)
+    gaps = file.gap_notes(
+        ((fault.place, fault.event.at_s) for fault in faults), options.max_gap_s, start_s=0.0
+    )
     notes = gaps
     if options.nodes is None:
         notes += (

@@ -62,7 +62,9 @@ def read_lanl(file: TraceFile, options: ImportOptions) -> Trace:
     ]
     faults.sort(key=lambda fault: (fault.event.at_s, fault.event.kind == "add"))
     numbers = _node_numbers(file, rows, {node for _, node, _, _ in failures}, options.nodes)
-    gaps = file.gap_notes(((fault.place, fault.event.at_s) for fault in faults), options.max_gap_s)
+    gaps = file.gap_notes(
+        ((fault.place, fault.event.at_s) for fault in faults), options.max_gap_s, start_s=0.0
+    )
     nodes = [f"system{system}-node{number}" for number in numbers]
     return file.trace(
         nodes_of_faults(file, nodes, faults),

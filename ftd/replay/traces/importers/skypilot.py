@@ -53,8 +53,9 @@ def read_skypilot(file: TraceFile, options: ImportOptions) -> Trace:
         raise file.error("there is no sample", place="data", remedy="is it the right file?")
     end_s = len(spot.data) * step_s
     times = [(sample.place, sample.at_s) for sample in samples]
-    gaps = file.gap_notes((*times, ("the end of data", end_s)), options.max_gap_s)
     records, notes = nodes_of_counts(file, samples)
+    start_s = records[0].event.at_s
+    gaps = file.gap_notes((*times, ("the end of data", end_s)), options.max_gap_s, start_s=start_s)
     first = round(samples[0].at_s / step_s)
     if first:
         notes += (f"The first {first} of {len(spot.data)} samples are missing and left out.",)

@@ -140,10 +140,13 @@ class TraceFile:
         except msgspec.DecodeError as error:
             raise self.error(str(error), remedy="correct the file") from None
 
-    def gap_notes(self, times: Iterable[tuple[str, float]], max_gap_s: float | None) -> tuple[str, ...]:
+    def gap_notes(
+        self, times: Iterable[tuple[str, float]], max_gap_s: float | None, *, start_s: float | None = None
+    ) -> tuple[str, ...]:
         """Return a note about the longest span without records, if it is long compared with the others.
 
         :param times: places and times of all records, in the order of the file.
+        :param start_s: time of the trace's start as the file counts; the time of the first record by default.
         :raises TraceError: a span is longer than ``max_gap_s``.
         """
         instants: dict[float, str] = {}
@@ -152,17 +155,22 @@ class TraceFile:
         spans = [(later - earlier, earlier, later) for earlier, later in itertools.pairwise(instants)]
         if not spans:
             return ()
-        longest_s, begin_s, end_s = max(spans)
+        longest_s, _, end_s = max(spans)
         if max_gap_s is not None and longest_s > max_gap_s:
             raise self.error(
                 f"there is no record for the {longest_s:.10g} s before this one, and {max_gap_s:.10g} s are accepted",
                 place=instants[end_s],
                 remedy="accept a longer gap with --max-gap, or use the part of the file before or after it",
             )
-        others_s = [span for span, _, _ in sorted(spans)[:-1]]
-        if not others_s or longest_s < LONG_GAP * (mean_s := sum(others_s) / len(others_s)):
+        start_s = next(iter(instants)) if start_s is None else start_s
+        of_trace = sorted(span for span in spans if span[1] >= start_s)
+        others_s = [span for span, _, _ in of_trace[:-1]]
+        if not others_s:
             return ()
-        begin_h = (begin_s - next(iter(instants))) / 3600
+        longest_s, begin_s, _ = of_trace[-1]
+        if longest_s < LONG_GAP * (mean_s := sum(others_s) / len(others_s)):
+            return ()
+        begin_h = (begin_s - start_s) / 3600
         return (
             f"There is no record for {longest_s / 3600:,.1f} h from hour {begin_h:,.1f} on, "
             f"{longest_s / mean_s:.0f} times the mean of the others; the replay takes it that no node came or went.",

@@ -129,6 +129,25 @@ def test_a_gap_is_noted_and_is_an_error_where_it_is_limited(tmp_path: Path) -> N
     assert read_trace(path).notes == (), "one span has nothing to be compared with"
 
 
+def test_the_hour_of_a_gap_counts_from_the_start_of_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.txt"
+    counts = ("11, 00:00:00, 0", "11, 05:00:00, 4", "11, 06:00:00, 3", "13, 12:00:00, 4")
+    path.write_text("\n".join(f"2021-12-{line}" for line in counts))
+    assert "no record for 54.0 h from hour 1.0 on, 54 times" in read_trace(path).notes[-1]
+    times = [
+        (f"6/{day}/2005 {hour}:00", f"6/{day}/2005 {hour}:30") for day, hour in ((21, 20), (21, 21), (25, 22))
+    ]
+    path.write_text(
+        "\n".join([LANL_HEADER, *(lanl_line(**{"Prob Started": a, "Prob Fixed": b}) for a, b in times)])
+    )
+    assert "from hour 21.5 on" in read_trace(path).notes[-1], "the trace begins at midnight"
+    days = (100.0, 100.1, 100.2, 150.0)
+    path.write_text(
+        json.dumps([{"node_id": f"a{at}", "event_time": at, "event_type": "fault_start"} for at in days])
+    )
+    assert "from hour 2,404.8 on" in read_trace(path).notes[0], "the trace begins at day 0"
+
+
 @pytest.mark.parametrize(
     ("name", "options", "remedy"),
     [
