@@ -54,9 +54,14 @@ def compute_answers(question: "ReliabilityInput") -> dict[str, Any]:
     from planner.reliability import loss_rate_per_day, smallest_tolerance
 
     protection, hardware = question.protection, question.protection.hardware
-    groups = protection.nodes / protection.group
-    group_rate = loss_rate_per_day(protection.group, protection.losses, hardware, question.repair_days)
-    lost_per_day = groups * group_rate
+    groups, rest = divmod(protection.nodes, protection.group)
+    lost_per_day = groups * loss_rate_per_day(
+        protection.group, protection.losses, hardware, question.repair_days
+    )
+    if rest:  # As in the curves: the nodes left over are a group, which can lose all but one node at most.
+        lost_per_day += loss_rate_per_day(
+            rest, min(protection.losses, rest - 1), hardware, question.repair_days
+        )
     return {
         "schema": 1,
         "nodes": protection.nodes,

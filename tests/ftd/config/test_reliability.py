@@ -34,6 +34,23 @@ def test_the_printed_answer() -> None:
     assert "16.18 days" in page and "9.79 h" in page and "tolerance.failures = 3" in page
 
 
+def test_a_group_of_the_nodes_left_over_can_lose_fewer(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+
+    def repaired(nodes: int) -> dict[str, float]:
+        file.write_text(f"nodes = {nodes}\ngroup = 6\n[hardware]\nmean_days = 1000\n")
+        found: dict[str, float] = json.loads(run(str(file), "--json"))["with_repair"]
+        return found
+
+    whole, more = repaired(12), repaired(13)
+    added = more["losses_per_day"] - whole["losses_per_day"]
+    assert added == pytest.approx(1 / 1000), "the node that is alone loses its state whenever it fails"
+    assert more["horizon_survival"] == pytest.approx(0.97, abs=0.001)
+    assert repaired(14)["losses_per_day"] - whole["losses_per_day"] == pytest.approx(
+        2 / 1000 / 24_000, rel=0.01
+    )
+
+
 def test_a_threshold_near_1_is_not_printed_as_certainty(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("nodes = 4\ngroup = 2\nthreshold = 0.9999999\n[hardware]\nrate = 1e-4\n")
