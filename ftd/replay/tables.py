@@ -163,10 +163,16 @@ def _estimated(
     """
     if estimate is None:
         return "–"
-    text = format(factor * estimate.mean, style)
+    text = _without_exponent(factor * estimate.mean, style)
     if estimate.half_width is None:
         return text
-    return f"{text} ± {format(factor * estimate.half_width, style_of_half_width or style)}"
+    return f"{text} ± {_without_exponent(factor * estimate.half_width, style_of_half_width or style)}"
+
+
+def _without_exponent(value: float, style: str) -> str:
+    """Return a number in a style, but a large one, which would have an exponent, with all its digits."""
+    text = format(value, style)
+    return f"{float(text):,.0f}" if "e+" in text else text
 
 
 def _share(share: float) -> str:

@@ -3,17 +3,18 @@
 import io
 import json
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from ftd.observe.view.schema import schema_of
 from ftd.replay.advice import Advice
-from ftd.replay.comparison import Comparison, ExcludedPolicy, compare, compare_generated
+from ftd.replay.comparison import Comparison, Estimate, ExcludedPolicy, compare, compare_generated
 from ftd.replay.parameters import read_parameters
 from ftd.replay.policy import CATEGORIES
 from ftd.replay.report import MOST_WINDOWS, ReplayReport, build_report, window_edges_s
 from ftd.replay.schema import DOCUMENTS
-from ftd.replay.tables import render_replay
+from ftd.replay.tables import render_replay, result_rows
 from tests.helpers.harness import ROOT
 from tests.helpers.replay_jobs import make_job, make_trace
 
@@ -115,3 +116,15 @@ def test_every_field_is_explained_in_the_documentation() -> None:
         definitions = json.loads(schema_of(document))["$defs"]
         fields = {field for definition in definitions.values() for field in definition["properties"]}
         assert [field for field in sorted(fields | more) if f"`{field}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "shown"),
+    [(0.00254, 0.000006, "2.54 ± 0.006"), (0.25, 0.012, "250 ± 10"), (12.34, 1.2, "12,300 ± 1,000")],
+)
+def test_a_high_price_is_shown_without_an_exponent(mean: float, half_width: float, shown: str) -> None:
+    report = build_report(compared(), generated=False, parameters="shipped")
+    cost = Estimate(mean=mean, half_width=half_width)
+    policy = msgspec.structs.replace(report.policies[0], cost_per_sample=cost)
+    priced = msgspec.structs.replace(report, price_per_node_hour=3.0, policies=(policy,))
+    assert result_rows(priced)[1][0][-1] == shown
