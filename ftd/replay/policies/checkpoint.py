@@ -76,6 +76,8 @@ class CheckpointPolicy(RecoveryPolicy):
         self._failures = 0
         self._training: frozenset[str] = frozenset()
         """Nodes that train, or are to train after the pauses."""
+        self._every_iterations = 0
+        """Iterations between two checkpoints, from the last start on."""
         self._running: Running | None = None
 
     def start(self, nodes: Sequence[str]) -> Reaction:
@@ -100,24 +102,24 @@ class CheckpointPolicy(RecoveryPolicy):
             return Reaction(pauses=self._restart, running=running, undo="checkpoint")
         if not change.running:
             return None
-        self._running = self._run(len(change.nodes), change.at_s)
+        self._running = self._run(len(change.nodes))
         return Reaction(running=self._running)
 
     def _take(self, nodes: Sequence[str], at_s: float) -> Running | None:
         """Let all nodes train from the next start on, if they suffice."""
         self._training = frozenset(nodes)
-        self._running = self._run(len(nodes), at_s)
-        if self._running is None:
-            self._training = frozenset()
+        iteration_s = self._pace.iteration_s(len(nodes))
+        if iteration_s is None:
+            self._training, self._running = frozenset(), None
+            return None
+        self._every_iterations = self._every(iteration_s, at_s)
+        self._running = self._run(len(nodes))
         return self._running
 
-    def _run(self, present: int, at_s: float) -> Running | None:
+    def _run(self, present: int) -> Running | None:
         """Return how the nodes of ``_training`` run."""
-        iteration_s = self._pace.iteration_s(len(self._training))
-        if iteration_s is None:
-            return None
         checkpoints = Checkpoints(
-            every_iterations=self._every(iteration_s, at_s),
+            every_iterations=self._every_iterations,
             stall_s=self._stall_s,
             write_s=self._write_s if self._times.asynchronous else 0.0,
         )

@@ -106,6 +106,16 @@ def test_the_interval_is_that_of_daly_for_the_given_or_the_learned_rate(set_para
     assert best(3600.0, 4) != best(2500.0, 3)
 
 
+def test_the_learned_interval_takes_effect_at_restarts_alone(set_parameters: Path) -> None:
+    learned = parameters(set_parameters, 'asynchronous = false\njoins = "next_restart"')
+    policy = make_policy("checkpoint", JOB, learned)
+    first = interval(policy.start(names(4)))
+    assert interval(policy.change(change(100.0, (*names(4), "x"), added=("x",)))) == first
+    assert interval(policy.change(change(200.0, names(4), removed=("x",)))) == first, "x has not trained"
+    restart = policy.change(change(300.0, (*names(3), "y"), removed=("n3",), added=("y",)))
+    assert interval(restart) < first
+
+
 def test_a_wrong_parameter_is_named(set_parameters: Path) -> None:
     with pytest.raises(ConfigurationError, match="joins"):
         run(end_s=1.0, given=parameters(set_parameters, 'joins = "never"'))
