@@ -24,9 +24,9 @@ there as often as the trace's nodes are on average.
 """
 
 import dataclasses
-import itertools
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -426,8 +426,11 @@ class _Adviser:
     def _ask_spares(self, setting: _Setting) -> Question:
         job = self._replays.job(setting.tolerate)
         shares = self._node_shares()
-        enough = next(
-            spares for spares in itertools.count() if self._available_with(spares, shares) >= AVAILABLE
+        most = 1
+        while self._available_with(most, shares) < AVAILABLE:
+            most *= 2
+        enough = bisect_left(
+            range(most), True, key=lambda spares: self._available_with(spares, shares) >= AVAILABLE
         )
         tried = sorted({0, enough // 2, max(0, enough - 1), enough})
         whole = job.samples_per_s(self._nodes)

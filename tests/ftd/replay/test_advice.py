@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ftd.errors import ConfigurationError
-from ftd.replay.advice import Advice, advise
+from ftd.replay.advice import Advice, _Adviser, advise
 from ftd.replay.advice_table import render_advice
 from ftd.replay.parameters import read_parameters
 from ftd.replay.traces.trace import Trace
@@ -109,6 +109,23 @@ def test_spares_replace_the_nodes_that_are_missing() -> None:
     shares = {choice.value: choice.remark for choice in question.choices}
     assert "for 50.0% of the time" in shares["0"]
     assert "for 95.8% of the time" in shares["1"] and question.chosen.value == "1"
+
+
+def test_few_numbers_of_spares_are_tried_when_nodes_are_hardly_ever_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+    compute = _Adviser._available_with
+
+    def counted(adviser: _Adviser, spares: int, shares: dict[int, float]) -> float:
+        tried.append(spares)
+        return compute(adviser, spares, shares)
+
+    monkeypatch.setattr(_Adviser, "_available_with", counted)
+    trace = make_trace(2, (100.0, "remove", "n0"), (100.0, "remove", "n1"), end_s=100_000.0)
+    question = advise(make_job(fewest=1), [trace], read_parameters()).question("spares")
+    assert [choice.value for choice in question.choices] == ["4741", "4740", "2370", "0"]
+    assert len(tried) < 50
 
 
 def test_without_failures_there_is_no_advice() -> None:
