@@ -29,6 +29,8 @@ SHAPES = (0.1, 10.0)
 """Range of Weibull shapes. Times between failures at LANL have shapes of 0.7 to 0.8 (Schroeder and Gibson, DSN 2006);
 outside the range nearly all times are 0, or all are equal.
 """
+MOST_SIGMA = 10.0
+"""Largest σ of a lognormal law. Above it nearly all times are 0, and the square of a large one does not fit a float."""
 MAX_EVENTS = 5_000_000
 """Most events that a model may be expected to give; more are a mistake in a unit."""
 
@@ -264,6 +266,12 @@ def _check_law(law: FailureLaw | AbsenceLaw | None, key: str) -> None:
         )
     if name == "sigma" and value is not None:
         require_positive(value, f"{key}.{name}")
+        if value > MOST_SIGMA:
+            raise ConfigurationError(
+                f"{value} is not allowed",
+                field=f"{key}.{name}",
+                remedy=f"write a number above 0 and of at most {MOST_SIGMA:g}",
+            )
     if name == "shape" and value is not None and not SHAPES[0] <= value <= SHAPES[1]:
         raise ConfigurationError(
             f"{value} is not allowed",

@@ -193,6 +193,11 @@ WRONG_FILES = {
         "repair.sigma",
         "the law exponential has no sigma",
     ),
+    "nodes = 4\nduration_h = 5\nfailures = {mean_h = 1}\n"
+    "repair = {mean_h = 1, law = 'lognormal', sigma = 1e200}\n": (
+        "repair.sigma",
+        "1e+200 is not allowed",
+    ),
     "nodes = 1000\nduration_h = 9e6\nfailures = {mean_h = 1}\n": (
         "duration_h",
         "would have about 1.8e+10 events",
