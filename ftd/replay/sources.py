@@ -58,7 +58,8 @@ def load_replay_job(
     # What is published holds for the published batch alone.
     published = job.published if policy.global_batch == job.policy.global_batch else {}
     job = replace(job, policy=policy, published=published)
-    _check(job, nodes)
+    of_option = tolerate is not None or Path(spec).suffix != ".toml"
+    _check(job, nodes, tolerance="--tolerate" if of_option else "tolerance.failures")
     return job
 
 
@@ -106,9 +107,10 @@ def _job_of_file(path: Path, given: Path | None, devices_per_node: int) -> Repla
     )
 
 
-def _check(job: ReplayJob, nodes: int) -> None:
+def _check(job: ReplayJob, nodes: int, *, tolerance: str) -> None:
     """Plan once, so that a job that cannot run is rejected before the replay.
 
+    :param tolerance: option or key by which the number of tolerated failures is changed.
     :raises JobError: it cannot.
     """
     needed = job.fewest_nodes
@@ -122,4 +124,5 @@ def _check(job: ReplayJob, nodes: int) -> None:
         job.planner.check_tolerance(nodes)
         job.iteration_s(nodes)
     except PlanningError as error:
-        raise JobError(f"{job.name} cannot be planned for {nodes} nodes: {error}") from error
+        problem = str(error).replace("tolerance.failures", tolerance).replace("--tolerate =", "--tolerate")
+        raise JobError(f"{job.name} cannot be planned for {nodes} nodes: {problem}") from error

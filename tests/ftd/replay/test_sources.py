@@ -72,6 +72,17 @@ def test_a_job_that_cannot_be_planned_is_refused(
         load_replay_job(str(profile), nodes, **options)  # type: ignore[arg-type]
 
 
+def test_the_remedy_for_too_many_tolerated_failures_is_the_option_or_the_key(profile: Path) -> None:
+    with pytest.raises(
+        JobError, match=r"--tolerate 3 needs 4 replicas .*set --tolerate to at most 1, or start"
+    ):
+        load_replay_job("gpt2", 2, tolerate=3)
+    with pytest.raises(
+        JobError, match=r"tolerance\.failures = 1 needs 2 .*set tolerance\.failures to 0, or start"
+    ):
+        load_replay_job(str(ROOT / "examples" / "mlp.toml"), 1, profile=profile)
+
+
 def test_a_model_that_does_not_fit_on_the_nodes_is_refused() -> None:
     with pytest.raises(JobError, match="needs at least 4 nodes, but there are never more than 3"):
         load_replay_job("gpt3-6.7b", 3)
