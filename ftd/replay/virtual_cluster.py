@@ -207,6 +207,8 @@ class VirtualCluster:
         self._group_began = 0
         """Step from which the group that trains began."""
         self._rolled_back_to: int | None = None
+        self._newest_checkpoint = 0
+        """Step of the checkpoint that was found last; 0: none was."""
 
     # --- the caller's view ---------------------------------------------------------------------------
 
@@ -478,11 +480,12 @@ class VirtualCluster:
         self._feed(answer_question(question, self._job.planner, make_plan, lambda: self.now))
 
     def _find_checkpoint(self, generation: int) -> None:
-        step = 0
+        step = self._newest_checkpoint
         if self._plan is not None:
-            step_s = self._plan.estimated_iteration_s
-            every = self._parameters.checkpoint_steps(self._job.state_bytes, step_s)
-            step = self._step // every * every
+            state_bytes, step_s = self._job.state_bytes, self._plan.estimated_iteration_s
+            every = self._parameters.checkpoint_steps(state_bytes, step_s)
+            writing = math.ceil(self._parameters.checkpoint_write_s(state_bytes) / step_s)
+            step = self._newest_checkpoint = max(step, (self._step - writing) // every * every)
         record = CheckpointRecord(step=step, vote=_VOTE, layers=self._layers)
         self._feed(
             CheckpointFound(

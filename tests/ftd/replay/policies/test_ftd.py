@@ -155,6 +155,14 @@ def test_state_that_no_node_holds_comes_from_the_newest_checkpoint() -> None:
     assert outcome.iterations == back_to + int(trains_s / step_s(2))
 
 
+@pytest.mark.parametrize(("steps", "back_to"), [(104, 50), (107, 100)])
+def test_a_checkpoint_that_is_not_written_yet_is_none(steps: int, back_to: int) -> None:
+    """Writing the checkpoint of step 100 takes 24 s, which are six steps."""
+    lost_at_s = (steps + 0.5) * step_s(4)
+    outcome = run(4, *remove(lost_at_s, "n0", "n1", "n2"), *add(lost_at_s + 50.0, "n0"))
+    assert outcome.seconds["redone"] == pytest.approx(lost_at_s - back_to * step_s(4))
+
+
 def test_a_single_pipeline_continues_from_a_copy_of_its_snapshot() -> None:
     outcome = run(4, *remove(300.0, "n3"), *remove(400.0, "n2"), *add(450.0, "n4"), *remove(700.0, "n0"))
     last = outcome.recoveries[-1]
