@@ -1,7 +1,7 @@
 """``ftd chaos``: injects faults over MQTT into nodes whose configuration allows it."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -18,6 +18,7 @@ from ftd.cli.options import (
     with_cluster_options,
 )
 from ftd.cli.soak import soak
+from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ def _inject(
     """Send one fault to a node.
 
     :param fields: ``seed``, and fields of ``ftd.faults.chaos.values.Fault``.
+    :raises ConfigurationError: an option has no effect on this fault, or its value is not allowed.
     :raises RequestRejected: there is no such node, it is offline, or chaos is not allowed there.
     :raises UnreachableError: the node does not answer.
     """
@@ -243,6 +245,7 @@ def _inject(
     from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes
     from ftd.transport.client import ClusterClient
 
+    _check_options(do, fields)
     seed = fields.pop("seed", 0)
     fault = Fault(id=do, trigger=AfterTime(delay_s=0.0), do=do, target=NamedNodes(names=(node,)), **fields)
 
@@ -257,6 +260,21 @@ def _inject(
         print_json({"node": node, "fault": do, "cluster": address.cluster})
     else:
         typer.echo(f"{do} {node}")
+
+
+def _check_options(do: str, fields: Mapping[str, Any]) -> None:
+    """Check what neither typer nor the node can: a message has no infinity, and a fault of a node no device.
+
+    :raises ConfigurationError: an option has no effect on this fault, or its value is not allowed.
+    """
+    if fields.get("process") == "node" and fields.get("device") is not None:
+        raise ConfigurationError(
+            f"it has no effect on {do} of a whole node", field="--device", remedy="add --target trainer"
+        )
+    for option, name, least in (("--for", "for_s", "seconds above 0"), ("--factor", "factor", "1 or more")):
+        value = fields.get(name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigurationError(f"{value:g} is not allowed", field=option, remedy=f"write {least}")
 
 
 _OF_TRAINERS = kill, term, stop, hang, raise_, slow, flip, corrupt, bad_device
