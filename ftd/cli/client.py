@@ -1,5 +1,6 @@
 """Commands for a running cluster: submit, status, events, story, drain, stop."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -160,7 +161,7 @@ def story(
     else:
         past = run_async(_past(where.resolve()))
     found = chapters(past, of)
-    if not found and of.isdecimal():
+    if not found and re.fullmatch(r"[0-9]{1,18}", of):
         _print_recovery(past, int(of), as_json=as_json)
         return
     if not found:

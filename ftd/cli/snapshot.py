@@ -1,5 +1,6 @@
 """``ftd snapshot``: takes snapshots of the running job, and changes their interval and protection."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -52,7 +53,7 @@ def every(
     Example: ftd snapshot every auto
     """
     written = interval.strip().lower()
-    if written != "auto" and not (written.isascii() and written.isdecimal()):
+    if written != "auto" and not re.fullmatch(r"[0-9]{1,18}", written):
         raise ConfigurationError(
             f"{interval!r} is not an interval",
             field="every",

@@ -1,4 +1,6 @@
-"""Tests of the options of ``ftd chaos`` that are rejected before anything is sent."""
+"""Tests of options and arguments that commands for a cluster reject before anything is sent."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,3 +29,16 @@ def test_options_without_effect_are_rejected(
     )
     assert code == 2
     assert says in err
+
+
+def test_a_number_of_thousands_of_digits_is_no_interval_and_no_generation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ftd.observe.view.files.read_report", lambda *_: SimpleNamespace(events=()))
+    digits = "9" * 5000
+    code, _, err = ftd_here(
+        "snapshot", "every", digits, patch=monkeypatch, said=capsys, FTD_BROKER="mqtt://127.0.0.1:9"
+    )
+    assert code == 2 and "is not an interval (write a number of steps, auto" in err
+    code, _, err = ftd_here("story", "run.json", digits, patch=monkeypatch, said=capsys)
+    assert code == 1 and "no event names a node" in err
