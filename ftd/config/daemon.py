@@ -218,6 +218,18 @@ def _require_private_secrets(written: dict[str, Any], path: Path) -> None:
         inner = written.get(table) if table else written
         if isinstance(inner, dict) and key in inner:
             require_private(path, name)
+    broker = written.get("broker")
+    url = broker.get("url") if isinstance(broker, dict) else None
+    if isinstance(url, str) and _hide_password(url) != url:
+        require_private(path, "broker.url")
+
+
+def _hide_password(url: str) -> str:
+    """Return the URL with a placeholder for its password, if it has one."""
+    before, slashes, rest = url.rpartition("//")
+    credentials, _, place = rest.rpartition("@")
+    user, colon, _ = credentials.partition(":")
+    return f"{before}{slashes}{user}:{_HIDDEN}@{place}" if colon else url
 
 
 def parse_daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
@@ -489,6 +501,8 @@ def _setting(
     place = data.get(table, {}) if table else data
     given = name in place
     value = place[name] if given else key.default
+    if key.name == "broker.url":
+        value = _hide_password(value)
     if key.name in variables:
         origin = f"${variables[key.name]}"
     else:

@@ -348,6 +348,22 @@ def test_the_commented_sample_names_real_fields(tmp_path: Path) -> None:
         assert load_daemon_config(tmp_path / "ftd.toml").cluster == "ftd"
 
 
+def test_a_password_in_the_url_of_the_broker_is_a_secret(tmp_path: Path) -> None:
+    path = tmp_path / "ftd.toml"
+    write_secret(path, '[broker]\nurl = "mqtts://alice:sesame%40@h:9"\n')
+    assert load_daemon_config(path, environment={}).broker.password == "sesame@"
+    environments: tuple[dict[str, str], ...] = ({}, {"FTD_BROKER": "mqtt://alice:sesame@h"})
+    for environment in environments:
+        url = next(s.shown for s in list_effective_settings(path, environment) if s.key.name == "broker.url")
+        assert "sesame" not in url and "//alice:(hidden)@h" in url
+    path.chmod(0o644)
+    with pytest.raises(ConfigurationError, match=r"broker\.url: everybody on this host can read"):
+        load_daemon_config(path, environment={})
+    path.write_text('[broker]\nurl = "mqtts://alice@h:9"\n')
+    [shown] = [s.shown for s in list_effective_settings(path, {}) if s.key.name == "broker.url"]
+    assert shown == "mqtts://alice@h:9"
+
+
 # --- the environment -----------------------------------------------------------------------------
 
 
