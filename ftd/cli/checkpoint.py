@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from storage.checkpoint import Checkpoint, CheckpointManifest, CheckpointStore
 
 SCHEMA_VERSION = 1
+DEFAULT_SHARD_SIZE = "5GB"
 
 UrlArgument = Annotated[
     str, typer.Argument(help="Directory of the checkpoints or a URL such as s3://bucket/gpt.", metavar="URL")
@@ -132,8 +133,12 @@ def export(
         typer.Option(help="Convert floating-point weights to this type.", show_default="no conversion"),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="huggingface: largest size of a weights file, such as 5GB or 500MiB.")
-    ] = "5GB",
+        str | None,
+        typer.Option(
+            help="huggingface: largest size of a weights file, such as 5GB or 500MiB.",
+            show_default=DEFAULT_SHARD_SIZE,
+        ),
+    ] = None,
     files_from: Annotated[
         Path | None,
         typer.Option(
@@ -158,10 +163,12 @@ def export(
     from storage.safetensors_file import export_safetensors
     from storage.torch_directory import export_torch
 
-    _check_options(kind, dtype=dtype, files_from=files_from, merge=merge)
+    _check_options(kind, dtype=dtype, max_shard_size=max_shard_size, files_from=files_from, merge=merge)
     _check_output(output, kind)
     converted = dtype.value if dtype is not None else None
-    shard_bytes = parse_size(max_shard_size, "--max-shard-size")
+    shard_bytes = parse_size(
+        DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size, "--max-shard-size"
+    )
     with _command_errors():
         checkpoint = _store(url).open(step)
         try:
@@ -248,12 +255,18 @@ def _verified(checkpoint: "Checkpoint") -> dict[str, Any]:
     }
 
 
-def _check_options(kind: Format, *, dtype: Dtype | None, files_from: Path | None, merge: bool) -> None:
+def _check_options(
+    kind: Format, *, dtype: Dtype | None, max_shard_size: str | None, files_from: Path | None, merge: bool
+) -> None:
     """Check that all options apply to the format.
 
     :raises ConfigurationError: an option does not apply.
     """
-    for option, given in (("--files-from", files_from is not None), ("--merge", merge)):
+    for option, given in (
+        ("--max-shard-size", max_shard_size is not None),
+        ("--files-from", files_from is not None),
+        ("--merge", merge),
+    ):
         if given and kind is not Format.HUGGINGFACE:
             raise ConfigurationError(
                 f"it does not apply to --format {kind.value}", field=option, remedy=f"leave out {option}"

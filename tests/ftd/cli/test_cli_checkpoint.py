@@ -159,6 +159,10 @@ def test_errors_name_the_wrong_input(checkpoints: Path, tmp_path: Path) -> None:
             ("export", str(checkpoints), out, "--format", "torch", "--merge"),
             "it does not apply to --format torch",
         ),
+        (
+            ("export", str(checkpoints), out, "--format", "safetensors", "--max-shard-size", "1MB"),
+            "--max-shard-size: it does not apply to --format safetensors",
+        ),
         (("export", str(checkpoints), out, "--format", "torch", "--dtype", "float16"), "the exact numbers"),
         (
             ("export", str(checkpoints), out, "--format", "huggingface", "--max-shard-size", "5 x"),
