@@ -225,6 +225,11 @@ def _model_and_data(
         "--data",
         lambda written: data_table([written, *(data or [])[1:]], field, job_directory),
     )
+    _require_effect(
+        "--size", size, "architecture" in made, "it is for models that are built from an architecture"
+    )
+    _require_effect("--field", field, "text" in read, "it is for texts")
+    _require_effect("--tokenizer", tokenizer, "images" not in read, "images have no tokens")
     if "images" in read:
         images = expand_path(read["images"], job_directory, "--data")
         made["overrides"] = made.get("overrides", {}) | image_overrides(images, made)
@@ -237,6 +242,12 @@ def _model_and_data(
             chosen = ask.text("Tokenizer: directory, or bytes", tokenizer, "bytes")
             read["tokenizer"] = chosen if chosen == "bytes" else path_relative_to(chosen, job_directory)
     return {"model": made, "data": read}
+
+
+def _require_effect(option: str, given: str | None, has_effect: bool, why_not: str) -> None:
+    """:raises ConfigurationError: the option was given and has no effect."""
+    if given is not None and not has_effect:
+        raise ConfigurationError(why_not, field=option, remedy=f"leave out {option}")
 
 
 def _check_place(path: Path, *, force: bool) -> None:

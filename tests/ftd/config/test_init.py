@@ -299,6 +299,15 @@ def test_options_answer_questions(place: Path, init: Command) -> None:
             ["--size", "large", "--field", "f", "--tokenizer", "bytes", "--function", "a.py:b"],
             "the data (leave out --size and --field and --tokenizer)",
         ),
+        (
+            ["--model", "model", "--size", "large", "--data", "tokens.bin"],
+            "--size: it is for models that are built from an architecture (leave out --size)",
+        ),
+        (["--model", "llama", "--data", "tokens.bin", "--field", "body"], "--field: it is for texts"),
+        (
+            ["--model", "vit", "--data", "images.npz", "--tokenizer", "bytes"],
+            "--tokenizer: images have no tokens",
+        ),
         (["--function", "gone.py:build"], "job.toml: training.function:"),
         (
             ["--model", "vit", "--data", "images.npz", "--data", "images.npz"],
