@@ -8,8 +8,8 @@ nothing in its memory reaches the network or a disk.
 import asyncio
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from contextvars import Context, copy_context
+from collections.abc import Callable, Coroutine
+from contextvars import Context
 from random import Random
 from typing import Any
 
@@ -17,41 +17,6 @@ from ftd.faults.sim.world import World
 
 _MOST_LAST_CALLS = 10_000
 """The number of callbacks that the tasks of a killed process may take to end."""
-
-
-class _Handle(asyncio.Handle):
-    """A handle that is made quickly, since most of a simulation's objects are handles."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: asyncio.AbstractEventLoop,
-        context: Context | None,
-    ) -> None:
-        self._context = copy_context() if context is None else context
-        self._loop, self._callback, self._args = loop, callback, args
-        self._cancelled = False
-        self._repr = self._source_traceback = None
-
-
-class _TimerHandle(_Handle, asyncio.TimerHandle):
-    """The same for a timer."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: asyncio.AbstractEventLoop,
-        context: Context | None,
-    ) -> None:
-        super().__init__(callback, args, loop, context)
-        self._when, self._scheduled = when, False
 
 
 class ProcessLoop(asyncio.BaseEventLoop):
@@ -158,7 +123,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+        handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         if not self._inside and self.alive:
             self.world.call_later(0.0, self.enter, _nothing)
@@ -166,27 +131,16 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_later(  # type: ignore[override]
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self.world.now + delay, callback, *args, context=context)
-
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = _TimerHandle(when, callback, args, self, context)
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
         self.world.call_later(max(0.0, when - self.world.now), self._due, handle)
         return handle
 
     def _due(self, handle: asyncio.TimerHandle) -> None:
         if not handle._cancelled:
             self.enter(self._ready.append, handle)
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer stays in the world's queue and is ignored when it is due."""
-
-    def create_future(self) -> "asyncio.Future[Any]":
-        return asyncio.Future(loop=self)
 
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
