@@ -7,7 +7,7 @@ fault could not be injected, an expectation can no longer be met, or the time li
 
 from ftd.faults.chaos.record import ScenarioRecord
 from ftd.faults.chaos.values import Scenario
-from ftd.faults.chaos.verdicts import has_failed, unmet_expectations
+from ftd.faults.chaos.verdicts import find_statuses
 
 GRACE_S = 10.0
 """Longest time for which states and events may still arrive after the job has ended and all faults are over."""
@@ -37,7 +37,8 @@ class EndCondition:
             return f"the time limit of {scenario.limit_s:g} s"
         injected = record.injected.values()
         happened = not injecting and not waiting and all(one.over_at_s <= now_s for one in injected)
-        satisfied = happened and not unmet_expectations(scenario, record)
+        met = [status.met for _, _, status in find_statuses(scenario, record)]
+        satisfied = happened and None not in met
         if record.end_event:
             self._ended_at_s = now_s if self._ended_at_s is None else self._ended_at_s
             # The next scenario on this cluster must not begin with this one's faults.
@@ -46,7 +47,7 @@ class EndCondition:
             return f"the end of the job ({record.end_event})" if over else ""
         if any(one.problem for one in injected) and not injecting:
             return "a fault that could not be injected"
-        if has_failed(scenario, record):
+        if False in met:
             return "an expectation that cannot be met any more"
         if not satisfied:
             self._satisfied_steps = None

@@ -134,16 +134,6 @@ def _apart(loss: float, other: float) -> float:
     return abs(loss - other) / max(abs(loss), abs(other), 1e-300)
 
 
-def unmet_expectations(scenario: v.Scenario, record: ScenarioRecord) -> list[str]:
-    """Return the expectations that are not met yet."""
-    return [what for _, what, finding in _findings(scenario, record) if finding.met is None]
-
-
-def has_failed(scenario: v.Scenario, record: ScenarioRecord) -> bool:
-    """Return whether an expectation has failed for good."""
-    return any(finding.met is False for _, _, finding in _findings(scenario, record))
-
-
 def judge(scenario: v.Scenario, record: ScenarioRecord) -> tuple[Verdict, ...]:
     """Return the final verdicts on every fault and every expectation. An expectation that is still open is not
     met.
@@ -158,12 +148,13 @@ def judge(scenario: v.Scenario, record: ScenarioRecord) -> tuple[Verdict, ...]:
         )
     expected = [
         Verdict(fault_id=of, description=what, met=finding.met is True, measured=finding.measured)
-        for of, what, finding in _findings(scenario, record)
+        for of, what, finding in find_statuses(scenario, record)
     ]
     return (*verdicts, *expected)
 
 
-def _findings(scenario: v.Scenario, record: ScenarioRecord) -> list[tuple[str, str, ExpectationStatus]]:
+def find_statuses(scenario: v.Scenario, record: ScenarioRecord) -> list[tuple[str, str, ExpectationStatus]]:
+    """Return the fault, the description and the current status of each expectation."""
     found = []
     for fault in scenario.faults:
         injected = record.injected.get(fault.id)

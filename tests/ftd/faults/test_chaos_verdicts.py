@@ -16,7 +16,7 @@ from ftd.faults.chaos.record import ScenarioRecord
 from ftd.faults.chaos.report import encode_documents, render_junit, render_text
 from ftd.faults.chaos.scenario import parse_scenario
 from ftd.faults.chaos.values import Fault, Scenario
-from ftd.faults.chaos.verdicts import has_failed, judge, unmet_expectations
+from ftd.faults.chaos.verdicts import find_statuses, judge
 
 Json = dict[str, Any]
 
@@ -111,8 +111,8 @@ def test_expectations_are_assessed(
     assert of_fault.fault_id == "kill"
     assert of_fault.met is (met is True)
     assert measured in of_fault.measured
-    assert bool(unmet_expectations(played, seen)) is (met is None)
-    assert has_failed(played, seen) is (met is False)
+    [(_, _, status)] = find_statuses(played, seen)
+    assert status.met is met
 
 
 def test_a_fault_during_a_recovery_ends_with_that_recovery_or_the_next() -> None:
@@ -145,9 +145,8 @@ def test_losses_are_compared_with_an_undisturbed_run() -> None:
     [verdict] = judge(same, seen)
     assert not verdict.met
     assert "2 steps, 9.1e-02 apart at step 2" in verdict.measured
-    assert unmet_expectations(same, ScenarioRecord(baseline={1: 1.0})) == [
-        "losses as without faults (relative 0.001)"
-    ]
+    [(_, what, status)] = find_statuses(same, ScenarioRecord(baseline={1: 1.0}))
+    assert (what, status.met) == ("losses as without faults (relative 0.001)", None)
 
 
 def test_duplicated_events_count_once() -> None:
