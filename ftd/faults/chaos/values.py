@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from ftd.observe.view.text import plural
 from ftd.transport.wire.public import BadDevice, NodeFault
 
 LocalFault = Literal["start", "cut"]
@@ -22,7 +23,6 @@ Phase = Literal["quiescing", "planning", "recovering", "resumed", "snapshotting"
 NODE_FAULTS: tuple[str, ...] = get_args(NodeFault)
 LOCAL_FAULTS: tuple[str, ...] = get_args(LocalFault)
 FAULTS = (*NODE_FAULTS, *LOCAL_FAULTS)
-SERVICES: tuple[str, ...] = get_args(Service)
 SERVICE_FAULTS = ("kill", "stop")
 """The faults that can be injected into the coordinator or the broker."""
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -145,7 +145,7 @@ class RandomNodes:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.count} random node{'s' if self.count > 1 else ''}"
+        return plural(self.count, "random node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ class StepsLost:
     maximum: int
 
     def __str__(self) -> str:
-        return f"at most {_counted(self.maximum, 'committed step')} lost"
+        return f"at most {plural(self.maximum, 'committed step')} lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ class StepsRecomputed:
     maximum: int
 
     def __str__(self) -> str:
-        return f"at most {_counted(self.maximum, 'step')} computed again"
+        return f"at most {plural(self.maximum, 'step')} computed again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,9 +223,7 @@ class RecoveryCount:
     maximum: int
 
     def __str__(self) -> str:
-        return (
-            f"at most {_counted(self.maximum, 'recovery', 'recoveries')}" if self.maximum else "no recovery"
-        )
+        return f"at most {plural(self.maximum, 'recovery', 'recoveries')}" if self.maximum else "no recovery"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,7 +395,3 @@ class Scenario:
     def local_faults(self) -> tuple[Fault, ...]:
         """The faults that need a local cluster."""
         return tuple(fault for fault in self.faults if fault.needs_local_cluster)
-
-
-def _counted(count: int, noun: str, nouns: str | None = None) -> str:
-    return f"{count} {noun if count == 1 else nouns or noun + 's'}"

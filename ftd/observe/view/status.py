@@ -18,6 +18,7 @@ from ftd.observe.view.text import (
     format_size,
     ineligible_words,
     leader_words,
+    plural,
     startup_of,
     startup_words,
     waiting_words,
@@ -110,11 +111,11 @@ def _bar(share: float) -> Text:
 
 def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
     """Return a text such as ``step 40, 12 s old, aec, on 4 nodes``, and how many of its parts are lost."""
-    age_s = (_time(state["at"]) - _time(snapshot["at"])).total_seconds()
+    age_s = (datetime.fromisoformat(state["at"]) - datetime.fromisoformat(snapshot["at"])).total_seconds()
     owners, present = int(snapshot["owners"]), int(snapshot["present"])
     words = f"step {snapshot['step']}, {format_duration(max(0.0, age_s))} old, {snapshot['protection']}, "
     lost = f" ({owners - present} lost)" if present < owners else ""
-    return words + f"on {owners} node{'s' if owners != 1 else ''}{lost}"
+    return f"{words}on {plural(owners, 'node')}{lost}"
 
 
 def _checkpoint(checkpoint: JsonMap) -> str:
@@ -126,10 +127,6 @@ def _checkpoint(checkpoint: JsonMap) -> str:
     every = f", one every {checkpoint['every_steps']} steps (auto)" if checkpoint.get("auto_interval") else ""
     words = f"{newest}, in {checkpoint['url']}{every}"
     return words + (f"; writing step {writing}" if writing is not None else "")
-
-
-def _time(stamp: str) -> datetime:
-    return datetime.fromisoformat(stamp)
 
 
 def _step(state: JsonMap, total: int) -> str:
