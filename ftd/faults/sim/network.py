@@ -14,7 +14,9 @@ It does what MQTT does with QoS 1 and clean sessions:
 Payloads are those of production.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -43,15 +45,13 @@ BROKER = "broker"
 """The sender of all messages between coordinators in ``_last``, since the broker keeps their order."""
 
 
+@dataclass(slots=True)
 class BrokerLink:
     """The link between a host and the broker."""
 
-    __slots__ = ("cut", "held")
-
-    def __init__(self) -> None:
-        self.cut = False
-        self.held: list[tuple[bool, Callable[..., None], tuple[Any, ...]]] = []
-        """Actions that wait for a cut link to heal, in order, each with whether this host sent the message."""
+    cut: bool = False
+    held: list[tuple[bool, Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    """Actions that wait for a cut link to heal, in order, each with whether this host sent the message."""
 
 
 class SimConnection:
@@ -104,7 +104,7 @@ class SimNetwork:
     def __init__(self, world: World) -> None:
         self.world = world
         self.up = True
-        self.links: dict[str, BrokerLink] = {}
+        self.links: defaultdict[str, BrokerLink] = defaultdict(BrokerLink)
         self.connections: dict[str, SimConnection] = {}
         """All connections by client id."""
         self.retained: dict[str, bytes] = {}
@@ -180,7 +180,7 @@ class SimNetwork:
 
     def reaches(self, host: str) -> bool:
         """Return whether a connection from this host would succeed now."""
-        return self.up and not self._link(host).cut
+        return self.up and not self.links[host].cut
 
     def connect(self, connection: SimConnection) -> None:
         """Open a connection and end one with the same client id. Retained messages arrive first."""
@@ -203,7 +203,7 @@ class SimNetwork:
         note: Any = None,
     ) -> None:
         """Publish a message. Messages keep the order of the calls."""
-        link = self._link(connection.host)
+        link = self.links[connection.host]
         if link.cut and (connection.open or not self.fences):
             link.held.append((True, self.publish, (connection, topic, payload, retain, there, note)))
             return
@@ -220,12 +220,12 @@ class SimNetwork:
 
     def disconnect(self, connection: SimConnection) -> None:
         """Close a connection in order. Over a cut link the broker does not notice."""
-        if self.connections.get(connection.client_id) is connection and not self._link(connection.host).cut:
+        if self.connections.get(connection.client_id) is connection and not self.links[connection.host].cut:
             self._remove(connection)
 
     def abort(self, connection: SimConnection) -> None:
         """Break a connection from its owner's side, without a goodbye. Over a cut link the broker notices later."""
-        link = self._link(connection.host)
+        link = self.links[connection.host]
         if link.cut:
             link.held.append((True, self._end, (connection,)))
         else:
@@ -265,7 +265,7 @@ class SimNetwork:
         self._notice(connection)
 
     def _notice(self, connection: SimConnection) -> None:
-        if self._link(connection.host).cut and connection.client_id == LEADER:
+        if self.links[connection.host].cut and connection.client_id == LEADER:
             self.world.call_later(_NOTICE_S, self._notice, connection)
         else:
             self.world.call_later(self.world.between(0.001, 0.05), connection.closed, connection)
@@ -279,7 +279,7 @@ class SimNetwork:
     def _arrive(self, to: SimConnection, topic: str, payload: bytes, retained: bool) -> None:
         if not self.up or not to.open:
             return
-        link = self._link(to.host)
+        link = self.links[to.host]
         if link.cut:
             link.held.append((False, self._arrive, (to, topic, payload, retained)))
             return
@@ -301,21 +301,15 @@ class SimNetwork:
 
     # --- links and the broker ------------------------------------------------------------------
 
-    def _link(self, name: str) -> BrokerLink:
-        link = self.links.get(name)
-        if link is None:
-            link = self.links[name] = BrokerLink()
-        return link
-
     def drop(self, name: str) -> None:
         """End the connections of a host, by the death of its process or by a reset."""
-        self._link(name).held.clear()
+        self.links[name].held.clear()
         for connection in [one for one in self.connections.values() if one.host == name]:
             self._end(connection)
 
     def cut(self, name: str, for_s: float) -> None:
         """Cut a link for a while. Nobody notices at once."""
-        link = self._link(name)
+        link = self.links[name]
         if link.cut:
             return
         link.cut = True
@@ -331,7 +325,7 @@ class SimNetwork:
 
     def heal(self, name: str) -> None:
         """Heal a link."""
-        link = self._link(name)
+        link = self.links[name]
         link.cut = False
         held, link.held = link.held, []
         for _, action, arguments in sorted(held, key=lambda one: not one[0]):
