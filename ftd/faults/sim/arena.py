@@ -72,7 +72,7 @@ class SimArena:
     def commit(self, device: int, shard: SimShard) -> None:
         self.slots.setdefault(device, []).append(shard)
         if self.holds(shard.key):
-            self.oracle.on_shard_written(self.node, shard.key)
+            self.oracle.on_written(self.node, shard.key)
 
     def retain(self, device: int, step: int, pinned: int) -> None:
         self.retained[device], self.pinned[device] = step, pinned
@@ -102,7 +102,7 @@ class SimArena:
             if old.key.step == copy.key.step or (old in others and old not in others[-1:]):
                 self._drop_copy(old)
         here.append(copy)
-        self.oracle.on_copy_received(self.node, copy.key)
+        self.oracle.on_written(self.node, copy.key)
 
     def keep_copies(self, step: int) -> None:
         self.retained_copies = step

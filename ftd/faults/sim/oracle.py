@@ -140,7 +140,8 @@ class Oracle:
 
     # --- snapshots in a host's memory ----------------------------------------------------------------
 
-    def on_shard_written(self, node: str, key: HeldSnapshot) -> None:
+    def on_written(self, node: str, key: HeldSnapshot) -> None:
+        """Note that a node completed its part of a snapshot, or received a snapshot copy."""
         self.writers.setdefault(key, set()).add(node)
 
     def check_dropped(self, node: str, key: HeldSnapshot, persisting: Persist | None) -> None:
@@ -155,9 +156,6 @@ class Oracle:
             return
         if key == self.key_of(persisting.record):
             self.violated(f"{node} overwrites the snapshot of step {key.step} while it is persisted")
-
-    def on_copy_received(self, node: str, key: HeldSnapshot) -> None:
-        self.writers.setdefault(key, set()).add(node)
 
     def check_dropped_copy(self, node: str, key: HeldSnapshot) -> None:
         """Check a dropped snapshot copy in the same way."""
