@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.faults.sim import simulation_run
 from ftd.faults.sim.drawing import RARE_FAULTS
-from ftd.faults.sim.faults import corrupt_parameter, raise_everywhere
+from ftd.faults.sim.faults import corrupt_parameter
 from ftd.faults.sim.invariants import WRONG_CODE
-from ftd.faults.sim.simulation import SHAPES, Fault, SeedOverrides
+from ftd.faults.sim.simulation import SHAPES, Fault, SeedOverrides, Simulation
 from ftd.faults.sim.simulation_run import SimulationRun, run_seed
 from statemachine.cluster import health
 from statemachine.cluster.machine import ClusterMachine
@@ -308,6 +308,17 @@ def test_the_command_needs_either_a_seed_or_a_number_of_seeds() -> None:
 def test_an_option_without_effect_is_rejected(options: tuple[str, ...], complaint: str) -> None:
     done = CliRunner().invoke(app, ["sim", *options], env={"COLUMNS": "200"})
     assert done.exit_code == 2 and complaint in done.output
+
+
+def raise_everywhere(sim: Simulation) -> None:
+    """Make the job's code raise in the current step wherever that is computed. Trainers that are stopped
+    before do not raise.
+    """
+    sim.invariants.wrong_code = True
+    for node in sim.nodes.values():
+        for device in list(node.trainers):
+            if sim.world.chance(0.8):
+                node.fail_trainer(device, "raised", WRONG_CODE)
 
 
 def test_wrong_code_fails_the_job_and_nothing_else_counts_as_wrong_code() -> None:

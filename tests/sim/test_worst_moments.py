@@ -6,7 +6,7 @@ import pytest
 
 from ftd.faults.sim import faults, slow_faults
 from ftd.faults.sim.faults import power_cut
-from ftd.faults.sim.simulation import SeedOverrides
+from ftd.faults.sim.simulation import SeedOverrides, Simulation
 from ftd.faults.sim.simulation_run import run_seed
 from tests.helpers.seeds import RESTORED_BROKER
 
@@ -27,7 +27,7 @@ MOMENTS: dict[str, SeedOverrides] = {
         protection="aec2", zero1=False, triggered_faults=(("SnapshotCompleted", faults.crash_two_hosts, 1),)
     ),
     "a node joins while a checkpoint is written": SeedOverrides(
-        checkpoints=True, triggered_faults=(("CheckpointStarted", faults.add_node, 0),)
+        checkpoints=True, triggered_faults=(("CheckpointStarted", Simulation.add_node, 0),)
     ),
     "the protection is switched while rolling back": SeedOverrides(
         protection="aec",

@@ -41,7 +41,7 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (2, faults.terminate_node),
     (1, faults.fail_builds),
     (5, slow_faults.slow_node),
-    (3, faults.add_node),
+    (3, Simulation.add_node),
     (2, faults.restart_node),
     (1, faults.stop_job),
     (4, faults.switch_protection),

@@ -5,7 +5,6 @@ from functools import wraps
 from random import Random
 from typing import Any
 
-from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.simulation import Fault, Simulation, protections
 from ftd.node.message_faults import LinkFaults
@@ -251,10 +250,6 @@ def fail_builds(sim: Simulation, node: SimNode) -> None:
     sim.log(f"{node.failing_builds} builds fail on {node.name}")
 
 
-def add_node(sim: Simulation) -> None:
-    sim.add_node()
-
-
 def lose_all_memory(sim: Simulation) -> None:
     """Crash all hosts, so that only what is on a disk survives."""
     sim.log("all hosts crash, with their memory")
@@ -437,17 +432,6 @@ def power_cut(sim: Simulation) -> None:
     leader.crash()
     leader.lose_power()
     sim.world.call_later(sim.world.between(0.5, 4.0), leader.restart)
-
-
-def raise_everywhere(sim: Simulation) -> None:
-    """Make the job's code raise in the current step wherever that is computed. Trainers that are stopped
-    before do not raise.
-    """
-    sim.invariants.wrong_code = True
-    for node in sim.nodes.values():
-        for device in list(node.trainers):
-            if sim.world.chance(0.8):
-                node.fail_trainer(device, "raised", WRONG_CODE)
 
 
 def kill_between_effects(sim: Simulation) -> None:
