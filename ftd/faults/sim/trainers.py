@@ -822,18 +822,17 @@ class SimGroups:
 
     def moves_parts(self, group: SimGroup, layer: int, sources: list[SimTrainer]) -> int:
         """Check that the senders together have all of the layer in one version, and return that version."""
-        step, found = group.resume.step, [s.parts.items() for s in sources]
-        now = [
-            [p for p, v in of if p.layer == layer and self.oracle.versions.step[v] == step] for of in found
+        step, at = group.resume.step, self.oracle.versions.step
+        found = [
+            {part: v for part, v in source.parts.items() if part.layer == layer and at[v] == step}
+            for source in sources
         ]
-        if layer in incomplete(now, self.oracle.layers):
+        if layer in incomplete(map(list, found), self.oracle.layers):
             names = [f"{source.node.name}/{source.device}" for source in sources]
             self.oracle.violated(
                 f"{names} are to send all of layer {layer} of step {step} but do not have it"
             )
-        versions = {
-            v for of in found for p, v in of if p.layer == layer and self.oracle.versions.step[v] == step
-        }
+        versions = {version for of_source in found for version in of_source.values()}
         if len(versions) > 1:
             self.oracle.violated(f"layer {layer} of step {step} is assembled from different states")
         return versions.pop()
