@@ -26,7 +26,6 @@ class JobShape:
     layers: int
     devices: int
     memory_bytes: int | None
-    tolerate: int = 1
     oobleck: bool = False
     microbatches: int = 12
     nodes: tuple[int, int] = (3, 5)
@@ -118,7 +117,6 @@ class Simulation(SimCluster):
         self.shape = shape = world.rng.choice(SHAPES)
         policy = Policy(
             devices_per_node=shape.devices,
-            tolerate=shape.tolerate,
             global_batch=2 * shape.microbatches,
             microbatch_rows=2,
             minimum="oobleck" if shape.oobleck else "one_replica",
