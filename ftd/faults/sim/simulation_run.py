@@ -4,9 +4,6 @@ job finishes.
 
 import traceback
 from dataclasses import dataclass
-from typing import Any
-
-from msgspec.structs import replace
 
 from ftd.faults.sim import drawing, upgrade_faults
 from ftd.faults.sim.removed_nodes import RemovedNodesCheck
@@ -66,33 +63,29 @@ class SimulationRun(Simulation):
         if self.invariants.failed_job is not None:
             self.checkpoint_store.remove_corrupt()
         begin = self.checkpoint_store.newest() if self.checkpoint.url else None
+        steps += begin.step if begin is not None else 0
         self.job = Job(
             job_id=f"job-{self.jobs}",
             name="job",
-            steps=steps + (begin.step if begin is not None else 0),
+            steps=steps,
             policy=self.policy,
             snapshot=self.snapshot,
             checkpoint=self.checkpoint,
             updates=self.updates,
-            training={},
+            training={
+                "function": "simulated:train",
+                "path": "/simulated",
+                "steps": steps,
+                "global_batch": self.policy.global_batch,
+                "microbatch_rows": self.policy.microbatch_rows,
+                "zero1": self.policy.zero1,
+                "evaluation_every_steps": self.invariants.evaluations.every_steps,
+                "compare_replicas_every": self.compare_replicas_every,
+            },
             compare_replicas_every=self.compare_replicas_every,
         )
-        self.job = replace(self.job, training=self._training(self.job))
         self.coordinator.submit(self.job, begin)
         self.world.call_later(1.0, self.check_job, self.job)
-
-    def _training(self, job: Job) -> dict[str, Any]:
-        """Return what the job's trainers receive."""
-        return {
-            "function": "simulated:train",
-            "path": "/simulated",
-            "steps": job.steps,
-            "global_batch": job.policy.global_batch,
-            "microbatch_rows": job.policy.microbatch_rows,
-            "zero1": job.policy.zero1,
-            "evaluation_every_steps": self.invariants.evaluations.every_steps,
-            "compare_replicas_every": job.compare_replicas_every,
-        }
 
     def check_job(self, job: Job) -> None:
         """Check whether the job is over. A user whose job ended before the healing submits another one."""
