@@ -29,10 +29,9 @@ class ScenarioRecord:
     ``on_injected``; times are seconds since the scenario's start.
     """
 
-    def __init__(self, *, state: Json | None = None, baseline: dict[int, float] | None = None) -> None:
+    def __init__(self, *, baseline: dict[int, float] | None = None) -> None:
         """:param baseline: the losses of a run without faults, if there was one."""
         self._run = RunModel()
-        self.on_state(state or {})
         self.baseline = baseline or {}
         self.events: list[tuple[float, Json]] = []
         """All events but ``StepCommitted``, each once, with their times."""

@@ -14,7 +14,8 @@ class Story:
 
     def __init__(self, fault: dict[str, Any] = KILL, **tables: Any) -> None:
         self.scenario = parse_scenario({"fault": [fault], "limit_s": 100, "steps_after": 2, **tables}, "s")
-        self.record = ScenarioRecord(state={"phase": "RUNNING"})
+        self.record = ScenarioRecord()
+        self.record.on_state({"phase": "RUNNING"})
         self.end_condition = EndCondition(self.scenario, self.record)
         self.steps = 0
 

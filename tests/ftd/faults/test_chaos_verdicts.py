@@ -57,7 +57,8 @@ def started(generation: int) -> Json:
 
 def record(*events: tuple[float, Json], of: Scenario, injected_at_s: float = 1.0) -> ScenarioRecord:
     """Return a record in which generation 1 trains and all faults are injected at one moment."""
-    found = ScenarioRecord(state={"phase": "RUNNING", "generation": 1, "nodes": {"a": {"state": "OFFLINE"}}})
+    found = ScenarioRecord()
+    found.on_state({"phase": "RUNNING", "generation": 1, "nodes": {"a": {"state": "OFFLINE"}}})
     for at_s, one in ((0.0, started(1)), (0.1, recovery(1, "start")), *events):
         if at_s >= injected_at_s and not found.injected:
             for fault in of.faults:
