@@ -35,12 +35,7 @@ class DeltaFeed:
     """The ring of deltas. Call ``changed`` when there may be something new, and ``stream_from`` for each page."""
 
     def __init__(
-        self,
-        take: Callable[[], Json | None],
-        run: str,
-        *,
-        quiet_s: Callable[[], float] = lambda: 0.0,
-        period_s: float = PERIOD_S,
+        self, take: Callable[[], Json | None], run: str, *, quiet_s: Callable[[], float] = lambda: 0.0
     ) -> None:
         """:param run: identifier of this process, so that positions of an earlier one are not valid here.
         :param quiet_s: returns the seconds since the broker's last message; sent to the pages in every
@@ -49,14 +44,13 @@ class DeltaFeed:
         self._take = take
         self._run = run
         self._quiet_s = quiet_s
-        self._period_s = period_s
         self._ring: deque[bytes] = deque()
         self._ring_bytes = 0
         self._position = 0
         """Position of the newest frame."""
         self._new_frame = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._sent_at = -period_s
+        self._sent_at = -PERIOD_S
         self._closed = False
         self.pages = 0
 
@@ -70,11 +64,11 @@ class DeltaFeed:
         return round(self._quiet_s(), 1)
 
     def changed(self) -> None:
-        """Send a delta now, or ``period_s`` after the previous one; without pages, do nothing."""
+        """Send a delta now, or ``PERIOD_S`` after the previous one; without pages, do nothing."""
         if self.pages == 0 or self._timer is not None or self._closed:
             return
         loop = asyncio.get_running_loop()
-        wait_s = self._sent_at + self._period_s - loop.time()
+        wait_s = self._sent_at + PERIOD_S - loop.time()
         self._timer = loop.call_later(max(0.0, wait_s), self._send)
 
     def flush(self) -> str:

@@ -3,10 +3,10 @@
 import asyncio
 import gzip
 import time
-from collections.abc import Awaitable, Callable
 
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from ftd.config.dashboard import DashboardAddress
 from ftd.errors import ConfigurationError
@@ -33,8 +33,6 @@ _FRESH_S = 0.5
 _HEADER_BYTES = 8192
 _FORM_BYTES = 2048
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class DashboardServer:
     """Server of one dashboard: ``await start()``, then ``await close()``, which is also valid without
@@ -42,16 +40,9 @@ class DashboardServer:
     """
 
     def __init__(
-        self,
-        address: DashboardAddress,
-        model: DashboardModel,
-        feed: DeltaFeed,
-        *,
-        cluster: str,
-        silence_s: float = SILENCE_S,
+        self, address: DashboardAddress, model: DashboardModel, feed: DeltaFeed, *, cluster: str
     ) -> None:
         self._address, self._model, self._feed, self._cluster = address, model, feed, cluster
-        self._silence_s = silence_s
         self._access = DashboardAccess(address, cluster)
         self._compressing = asyncio.Lock()
         self._document: tuple[float, bytes] = (-_FRESH_S, b"")
@@ -85,7 +76,7 @@ class DashboardServer:
             RateLimitedLog(_log, "malformed_request"),
             max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
-            admission_timeout_s=self._silence_s,
+            admission_timeout_s=SILENCE_S,
             keepalive_timeout=15.0,
         )
         address = self._address

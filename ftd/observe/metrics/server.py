@@ -7,10 +7,10 @@ Each connection serves one request. Connections that last longer than ``LIFETIME
 
 import hmac
 import time
-from collections.abc import Awaitable, Callable
 
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
@@ -28,19 +28,15 @@ FRESH_S = 0.1
 _HEADER_BYTES = 4096
 _PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class MetricsServer:
     """Server of one registry: ``await start()``, then ``await close()``, which is also valid without
     ``start``.
     """
 
-    def __init__(
-        self, address: MetricsAddress | None, registry: CollectorRegistry, *, lifetime_s: float = LIFETIME_S
-    ) -> None:
+    def __init__(self, address: MetricsAddress | None, registry: CollectorRegistry) -> None:
         """:param address: host, port and token; ``None`` serves nothing."""
-        self._address, self._registry, self._lifetime_s = address, registry, lifetime_s
+        self._address, self._registry = address, registry
         token = address.token if address is not None else None
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._rejected = Counter(
@@ -66,7 +62,7 @@ class MetricsServer:
             self._unauthorised_log,
             max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
-            admission_timeout_s=self._lifetime_s,
+            admission_timeout_s=LIFETIME_S,
         )
         try:
             await self._http_server.start(self._address.host, self._address.port)

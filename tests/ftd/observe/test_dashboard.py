@@ -342,13 +342,14 @@ def test_all_pages_read_one_ring_and_a_slow_page_must_reload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feeds, "MAX_FRAMES", 4)
+    monkeypatch.setattr(feeds, "PERIOD_S", 0.0)
     messages: list[int] = []
 
     def take() -> Json | None:
         return {"n": len(messages)} if messages else None
 
     async def scene() -> None:
-        feed = DeltaFeed(take, "run", quiet_s=lambda: 0.04, period_s=0.0)
+        feed = DeltaFeed(take, "run", quiet_s=lambda: 0.04)
         assert feed.flush() == "run-0"
         quick, slow = feed.stream_from("run-0"), feed.stream_from("run-0")
 
@@ -417,10 +418,7 @@ def test_it_is_enabled_on_loopback_and_can_be_disabled(tmp_path: Path) -> None:
 
 
 def served(
-    work: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, None]],
-    *,
-    token: str | None = TOKEN,
-    silence_s: float = 10.0,
+    work: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, None]], *, token: str | None = TOKEN
 ) -> None:
     """Run ``work`` with a client and the address of a dashboard that has data to show."""
 
@@ -429,7 +427,7 @@ def served(
         model.on_state(state_of(NAMES))
         place = DashboardAddress(host="127.0.0.1", port=0, token=token, configured=True)
         feed = DeltaFeed(model.take_delta, "run")
-        server = DashboardServer(place, model, feed, cluster="t", silence_s=silence_s)
+        server = DashboardServer(place, model, feed, cluster="t")
         await server.start()
         jar = aiohttp.CookieJar(unsafe=True)
         try:
@@ -535,7 +533,8 @@ def test_files_are_compressed_and_cached_by_browsers() -> None:
 
 def test_silent_connections_are_closed_and_surplus_ones_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 16  # The clients that wait before the first one is cut off.
-    monkeypatch.setattr("ftd.observe.dashboard.server.MAX_CONNECTIONS", most)
+    monkeypatch.setattr(servers, "MAX_CONNECTIONS", most)
+    monkeypatch.setattr(servers, "SILENCE_S", 2.0)
 
     async def work(client: aiohttp.ClientSession, url: str) -> None:
         port = int(url.rpartition(":")[2])
@@ -549,7 +548,7 @@ def test_silent_connections_are_closed_and_surplus_ones_rejected(monkeypatch: py
         async with client.get(url + "/now", headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
             assert answer.status == 200
 
-    served(work, silence_s=2.0)
+    served(work)
 
 
 def test_a_page_too_slow_for_the_order_to_reload_is_dropped(

@@ -348,7 +348,6 @@ def test_a_configuration_that_cannot_work_names_the_field(
 def served(
     work: Callable[[aiohttp.ClientSession, str, MetricsServer], Coroutine[Any, Any, None]],
     token: str | None = "sesame",
-    **options: float,
 ) -> None:
     """Run ``work`` with a client, the address, and a server that has one metric."""
     registry = CollectorRegistry()
@@ -356,7 +355,7 @@ def served(
     place = MetricsAddress(host="127.0.0.1", port=free_port(), token=token, field="node.metrics_port")
 
     async def scene() -> None:
-        server = MetricsServer(place, registry, **options)
+        server = MetricsServer(place, registry)
         await server.start()
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as client:
@@ -409,10 +408,11 @@ def test_both_formats_have_their_content_types() -> None:
 
 
 @pytest.mark.long
-def test_bad_clients_cannot_block_the_server() -> None:
+def test_bad_clients_cannot_block_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad clients take all connections and send nothing, or too much: they are cut off, and the server answers
     again.
     """
+    monkeypatch.setattr("ftd.observe.metrics.server.LIFETIME_S", 2.5)
 
     async def work(client: aiohttp.ClientSession, url: str, _: MetricsServer) -> None:
         port = int(url.rpartition(":")[2])
@@ -429,7 +429,7 @@ def test_bad_clients_cannot_block_the_server() -> None:
         assert b" 400 " in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
 
-    served(work, lifetime_s=2.5)
+    served(work)
 
 
 def test_a_port_in_use_is_a_clear_error() -> None:
