@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,11 @@ class TrackingWriterProcess:
         *,
         on_failed: Callable[[str, str], None],
         on_missing: Callable[[int, int], None],
-        command: Sequence[str] = COMMAND,
     ) -> None:
         """:param on_failed: called with the sink and the problem, once for each outage.
         :param on_missing: called with the first and last step that the journal lacks.
         """
-        self._journal, self._command = journal, command
+        self._journal = journal
         self._on_failed, self._on_missing = on_failed, on_missing
         self._logged: LoggedJob | None = None
         self._changed = asyncio.Event()
@@ -71,18 +70,12 @@ class TrackingWriterProcess:
         self._closing = False
         self._finishing: LoggedJob | None = None
         """The job whose outcome the current writer has received."""
-        self._pid: int | None = None
         self._reported_problem = ""
 
     @property
     def idle(self) -> bool:
         """Whether no job is being logged and no writer is left."""
         return self._task is None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the writer, while one runs."""
-        return self._pid
 
     def set_job(self, job: Job | None, term: int, outcome: str | None) -> None:
         """Log this job from now on. Repeated calls with the same arguments do nothing.
@@ -141,7 +134,7 @@ class TrackingWriterProcess:
         """Run one writer process while the job is to be logged. Return what went wrong, or an empty string."""
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *COMMAND,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LINE_BYTES,
@@ -149,7 +142,6 @@ class TrackingWriterProcess:
         except OSError as error:
             return f"the writer cannot be started: {error}"
         assert process.stdin and process.stdout, "both are pipes"
-        self._pid = process.pid
         reading = asyncio.ensure_future(self._read_messages(process.stdout))
         ended = asyncio.create_task(process.wait())
         try:
@@ -163,7 +155,6 @@ class TrackingWriterProcess:
             await asyncio.gather(ended, reading, return_exceptions=True)
             with contextlib.suppress(OSError):
                 await process.stdin.wait_closed()
-            self._pid = None
         if process.returncode == INCOMPLETE:
             return "the writer left before everything was logged"
         if process.returncode != 0:

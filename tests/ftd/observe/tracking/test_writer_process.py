@@ -3,16 +3,17 @@ the last one.
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from ftd.observe.tracking.writer_process import COMMAND, TrackingWriterProcess
+from ftd.observe.tracking.writer_process import TrackingWriterProcess
 from planner.values import Policy
 from statemachine.messages.values import Job, LoggingPolicy
 from tests.helpers.tracking_logs import JOB, JobJournal, logged_steps, plotted, steps_of
@@ -42,7 +43,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 class LedJob:
     """A coordinator's journal and the reports of its writers."""
 
-    def __init__(self, directory: Path, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, directory: Path) -> None:
         self.job_journal = JobJournal(directory / "coordinator")
         self.logs = directory / "logs"
         self.failures: list[tuple[str, str]] = []
@@ -51,7 +52,6 @@ class LedJob:
             self.job_journal.journal.path,
             on_failed=lambda sink, detail: self.failures.append((sink, detail)),
             on_missing=lambda first, last: self.missed.append((first, last)),
-            command=command,
         )
 
     async def close(self) -> None:
@@ -138,9 +138,10 @@ def test_a_writer_that_cannot_run_is_reported_once_and_retried(
 ) -> None:
     monkeypatch.setattr("ftd.observe.tracking.writer_process._FIRST_RETRY_S", 0.01)
     monkeypatch.setattr("ftd.observe.tracking.writer_process._LAST_RETRY_S", 0.02)
+    monkeypatch.setattr("ftd.observe.tracking.writer_process.COMMAND", command)
 
     async def play() -> None:
-        led_job, job = LedJob(tmp_path, command), job_at(tmp_path / "logs")
+        led_job, job = LedJob(tmp_path), job_at(tmp_path / "logs")
         led_job.tracking.set_job(job, 1, None)
         await until(lambda: bool(led_job.failures), "it is reported")
         await asyncio.sleep(0.3)
@@ -157,9 +158,10 @@ def test_an_ended_job_is_retried_a_limited_number_of_times(
     monkeypatch.setattr("ftd.observe.tracking.writer_process._LAST_RETRY_S", 0.02)
     count = tmp_path / "count"
     script = f"open({str(count)!r}, 'a').write('x'); raise SystemExit(3)"
+    monkeypatch.setattr("ftd.observe.tracking.writer_process.COMMAND", [sys.executable, "-c", script])
 
     async def play() -> None:
-        led_job, job = LedJob(tmp_path, [sys.executable, "-c", script]), job_at(tmp_path / "logs")
+        led_job, job = LedJob(tmp_path), job_at(tmp_path / "logs")
         led_job.tracking.set_job(job, 1, "FINISHED")
         await until(lambda: led_job.tracking.idle, "it is given up")
         led_job.tracking.set_job(job, 1, "FINISHED")
@@ -208,8 +210,8 @@ def test_a_writer_that_is_killed_is_replaced(tmp_path: Path) -> None:
         led_job.job_journal.commit(1, 5)
         led_job.tracking.set_job(job, 1, None)
         await until(lambda: logged_steps(led_job.logs) == upto(5), "steps are logged")
-        assert led_job.tracking.pid is not None
-        os.kill(led_job.tracking.pid, signal.SIGKILL)
+        writer = json.loads((led_job.logs / job.job_id / "writer.json").read_bytes())
+        os.kill(writer["pid"], signal.SIGKILL)
         led_job.job_journal.commit(6, 9)
         await until(lambda: logged_steps(led_job.logs) == upto(9), "another one goes on")
         await led_job.close()
