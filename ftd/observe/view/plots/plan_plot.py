@@ -93,17 +93,11 @@ def plot_plan(description: Description, path: Path, *, name: str, other: Descrip
     if kind == ".html":
         from ftd.observe.view.pages.plan_page import render_plan_page
 
-        data = render_plan_page(
-            description, render_plan_svg(description, name=name), name=name, other=other
-        ).encode()
+        svg = render_image(lambda: draw_plan(description, name=name), ".svg").decode()
+        data = render_plan_page(description, svg, name=name, other=other).encode()
     else:
         data = render_image(lambda: draw_plan(description, name=name, other=other), kind)
     write_file(path, data, "--plot")
-
-
-def render_plan_svg(description: Description, *, name: str, other: Description | None = None) -> str:
-    """Return the image as SVG; the same plan always gives the same text."""
-    return render_image(lambda: draw_plan(description, name=name, other=other), ".svg").decode()
 
 
 def _check_size(template: TemplateRow, row: PipelineRow) -> None:
