@@ -22,7 +22,7 @@ from ftd.driver import Driver
 from ftd.faults.sim import faults, plans, simulation_run
 from ftd.faults.sim.coordinator import SimCoordinator
 from ftd.faults.sim.faults import fill_disk, power_cut
-from ftd.faults.sim.network import TOPICS, SimNetwork
+from ftd.faults.sim.network import TOPICS, SimConnection, SimNetwork
 from ftd.faults.sim.simulation import SeedOverrides, Simulation
 from ftd.faults.sim.simulation_run import run_seed
 from ftd.faults.sim.trainers import SimTrainer
@@ -290,7 +290,13 @@ def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
 
 
 def test_a_deposed_leader_whose_messages_arrive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimNetwork, "fences", property(lambda _: False, lambda _, value: None), raising=False)
+    def publish(network: SimNetwork, connection: SimConnection, *message: Any) -> None:
+        was_open, connection.open = connection.open, True
+        real(network, connection, *message)
+        connection.open = was_open
+
+    real = SimNetwork.publish
+    monkeypatch.setattr(SimNetwork, "publish", publish)
     leader_faults = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
     triggered = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(leader_faults))
     found("generation", seeds_from(30), SeedOverrides(coordinators=3, triggered_faults=triggered))

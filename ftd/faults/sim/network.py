@@ -111,8 +111,6 @@ class SimNetwork:
         self.lost_state_at = 0.0  # When it last lost everything, or everything since it was saved.
         self.restored_stale = False
         """Whether the broker came back with less than it had, which clients that connect then cannot know."""
-        self.fences = True
-        """Whether a deposed leader's messages are dropped; off only for a planted bug."""
         self.duplicate_probability = 0.0
         """The probability that a message is duplicated."""
         self.slow_probability = 0.0
@@ -204,10 +202,10 @@ class SimNetwork:
     ) -> None:
         """Publish a message. Messages keep the order of the calls."""
         link = self.links[connection.host]
-        if link.cut and (connection.open or not self.fences):
+        if link.cut and connection.open:
             link.held.append((True, self.publish, (connection, topic, payload, retain, there, note)))
             return
-        if not self.up or not (connection.open or not self.fences):
+        if not self.up or not connection.open:
             return
         self.on_published(connection, topic, payload, note)
         if retain and payload:
