@@ -122,34 +122,26 @@ class ScenarioSimulation(SimCluster):
         details = dict(effect.details)
         if effect.name == "StepCommitted":
             details["loss"] = float(self.versions.step[int(details["loss"])])
-        self._tell(effect.name, effect.node, effect.generation, effect.step, effect.reason, details)
+        self._tell(replace(effect, details=details))
         if effect.name == "RecoveryCompleted" and self.begun_s is None:
             self._begin()
 
-    def _tell(
-        self,
-        name: str,
-        node: str | None,
-        generation: int | None,
-        step: int | None,
-        reason: str,
-        details: Mapping[str, Any],
-    ) -> None:
+    def _tell(self, effect: EmitEvent) -> None:
         if self.begun_s is None:
             return
         self._serial += 1
         event = {
-            "event": name,
+            "event": effect.name,
             "id": f"e-{self._serial:016x}",
-            "severity": severity_of(name),
-            "node": node,
-            "generation": generation,
-            "step": step,
-            "reason": reason,
+            "severity": severity_of(effect.name),
+            "node": effect.node,
+            "generation": effect.generation,
+            "step": effect.step,
+            "reason": effect.reason,
             "at": _AT,
             "monotonic": self.world.now,
             "cause": f"c-{self._serial}",
-            "details": details,
+            "details": effect.details,
         }
         self.record.on_event(event, self.now_s)
         self._due(self._cues.on_event(event))
@@ -202,7 +194,11 @@ class ScenarioSimulation(SimCluster):
         if fault.do != "start":
             node = injected.nodes[0] if len(injected.nodes) == 1 else None
             details = {"fault": fault.do, "at": self.world.now, "target": str(fault.target)}
-            self._tell("ChaosInjected", node, None, None, str(fault.trigger), details)
+            self._tell(
+                EmitEvent(
+                    cause="", name="ChaosInjected", reason=str(fault.trigger), node=node, details=details
+                )
+            )
         self._due(self._cues.on_injected(fault))
 
     def _carry_out(self, fault: Fault) -> tuple[str, ...]:
