@@ -7,14 +7,11 @@ import msgspec
 from ftd.config.validation import require_name, require_one_of
 from ftd.errors import ConfigurationError
 from ftd.faults.chaos import values as v
+from ftd.observe.view.text import CAUSE_WORDS
 from ftd.transport.wire.catalogue import EVENTS
 from statemachine.messages.values import ClusterPhase, NodeState
 
 TIERS = ("none", "live_replica", "replica", "memory", "decoded", "buddy", "persistent")
-CAUSES = (
-    "start", "node_lost", "trainer_lost", "node_joined", "node_returned", "node_drained", "connection_lost",
-    "corruption", "speed_changed", "protection_changed", "resumed", "loss_spike",
-)  # fmt: skip
 RELATIVE = 1e-6
 """The default relative difference that losses may have: other layouts add numbers in another order."""
 
@@ -48,7 +45,7 @@ def parse_expectations(table: ExpectTable, where: str) -> tuple[v.Expectation, .
             continue
         _require_at_least_0(value, f"{where}.{name}")
         found.append(kind(value))
-    for name, known, several in (("tier", TIERS, v.RecoveryTier), ("cause", CAUSES, v.RecoveryCause)):
+    for name, known, several in (("tier", TIERS, v.RecoveryTier), ("cause", CAUSE_WORDS, v.RecoveryCause)):
         given = getattr(table, name)
         allowed = (given,) if isinstance(given, str) else given
         for one in allowed:
