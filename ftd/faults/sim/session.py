@@ -83,8 +83,7 @@ class SimSession:
         self._connection, self.problem = connection, "lost"
         network.connect(connection)
         self._on_connected()
-        pending, self._pending = list(self._pending), deque(maxlen=MAX_PENDING)
-        for topic, payload, retain, there in pending:
+        for topic, payload, retain, there in self.take_pending():
             self.publish(topic, payload, retain=retain, queue_offline=True, on_done=there)
         try:
             await self._closed
