@@ -70,7 +70,7 @@ class NodeDaemon:
                 snapshots=LocalSnapshotStorage(config, self._secret, host=config.listening_host),
                 facts=self._facts,
                 observer=NodeObserver(
-                    on_event=self._metrics.on_published,
+                    on_event=self._metrics.count_own_event,
                     on_acknowledged=self._metrics.broker_round_trip.observe,
                     on_heartbeat=lambda *beat: self._starvation.record_heartbeat(*beat),  # noqa: PLW0108  # made later
                 ),

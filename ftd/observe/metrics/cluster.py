@@ -147,7 +147,7 @@ class ClusterMetrics(CommonMetrics):
 
     def on_event(self, event: EmitEvent) -> None:
         """Count an event of this coordinator before its rate limit."""
-        self.count_own_event(event.name)
+        self.count_own_event(event)
         details = event.details
         envelope = {
             "event": event.name,

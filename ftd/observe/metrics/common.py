@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import ftd
+from statemachine.effects import EmitEvent
 
 STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -66,12 +67,12 @@ class CommonMetrics:
         )
         ProcessCollector(registry=self.registry)
 
-    def count_own_event(self, name: str) -> None:
+    def count_own_event(self, event: EmitEvent) -> None:
         """Count an event of this daemon, even if the rate limit suppressed it."""
-        self.count_event(name)
-        if name == "MessageIgnored":
+        self.count_event(event.name)
+        if event.name == "MessageIgnored":
             self._ignored.inc()
-        elif name == "MessageRejected":
+        elif event.name == "MessageRejected":
             self._rejected.inc()
 
     def count_event(self, name: str, times: int = 1) -> None:

@@ -33,7 +33,7 @@ class NodeSample:
 
 class NodeMetrics(CommonMetrics):
     """Metrics of a node. Pass every event and effect of its agent machine to ``observe``, and every event that
-    the node publishes to ``on_published``.
+    the node publishes to ``count_own_event``.
     """
 
     def __init__(self, devices: int, now: Callable[[], NodeSample]) -> None:
@@ -96,10 +96,6 @@ class NodeMetrics(CommonMetrics):
         self._writing_s = self.histogram(
             "ftd_node_checkpoint_seconds", "Time to write this node's share of a checkpoint.", WRITE_S
         )
-
-    def on_published(self, event: effects.EmitEvent) -> None:
-        """Count an event that this node published, or would have published without the rate limit."""
-        self.count_own_event(event.name)
 
     def observe(self, item: events.Event | effects.Effect) -> None:
         """Count an event or effect of the agent machine."""

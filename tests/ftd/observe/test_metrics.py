@@ -280,7 +280,7 @@ def test_a_node_counts_the_events_and_effects_of_its_machine() -> None:
         PublishNode(cause="c", state=NodeState.UNHEALTHY, generation=4, step=3, reason=""),
     ):
         node.observe(it)
-    node.on_published(EmitEvent(cause="c", name="MessageRejected", reason=""))
+    node.count_own_event(EmitEvent(cause="c", name="MessageRejected", reason=""))
     assert value(node, "ftd_trainer_restarts_total", device="0") == 0
     assert value(node, "ftd_trainer_restarts_total", device="1") == 1
     assert value(node, "ftd_trainer_failures_total", cause="exited") == 1
