@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from ftd.faults.sim.world import World
+from ftd.transport.mqtt.session import ignore
 
 _MOST_LAST_CALLS = 10_000
 """The number of callbacks that the tasks of a killed process may take to end."""
@@ -126,7 +127,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         if not self._inside and self.alive:
-            self.world.call_later(0.0, self.enter, _nothing)
+            self.world.call_later(0.0, self.enter, ignore)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -188,10 +189,6 @@ class ProcessHost:
         if self.up and not self.frozen:
             self.loop.freeze()
             self.world.call_later(for_s, self.loop.thaw)
-
-
-def _nothing() -> None:
-    return
 
 
 class SimClock:

@@ -9,12 +9,8 @@ from typing import Any
 from ftd.errors import JournalError
 from ftd.faults.sim.network import JOURNAL, LEADER, SimConnection, SimNetwork
 from ftd.faults.sim.process import ProcessLoop
-from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will
+from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will, ignore
 from ftd.transport.ports import OpenSession
-
-
-def _nothing(*_: Any) -> None:
-    return
 
 
 class SimSession:
@@ -33,9 +29,9 @@ class SimSession:
         unacknowledged: Sequence[str] = (),
         will: Will | None = None,
         on_message: Callable[[str, bytes, bool], None],
-        on_connected: Callable[[], None] = _nothing,
-        on_lost: Callable[[], None] = _nothing,
-        on_acknowledged: Callable[[float], None] = _nothing,
+        on_connected: Callable[[], None] = ignore,
+        on_lost: Callable[[], None] = ignore,
+        on_acknowledged: Callable[[float], None] = ignore,
     ) -> None:
         """:param note: returns what the network passes on with a message, for the checks at the broker.
         :param saw: called with every journal that arrives.
@@ -102,7 +98,7 @@ class SimSession:
         retain: bool = False,
         qos: int = 1,
         queue_offline: bool = False,
-        on_done: Callable[[], None] = _nothing,
+        on_done: Callable[[], None] = ignore,
     ) -> None:
         """Publish, or queue the message for the next connection if there is none now and the caller asks for
         it.
@@ -175,7 +171,7 @@ class SimTransport:
         network: SimNetwork,
         host: str,
         *,
-        note: Callable[[str, bytes], Any] = _nothing,
-        saw: Callable[[bytes], None] = _nothing,
+        note: Callable[[str, bytes], Any] = ignore,
+        saw: Callable[[bytes], None] = ignore,
     ) -> None:
         self.session: OpenSession = partial(SimSession, loop, network, host, note, saw)
