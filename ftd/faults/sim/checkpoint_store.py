@@ -16,7 +16,6 @@ CALM_S = 46.0
 class StoredCheckpoint:
     """A committed checkpoint."""
 
-    attempt: str
     vote: Vote
     layers: dict[int, int]
     """The state version of each layer."""
@@ -96,9 +95,7 @@ class SimCheckpointStore:
         if effect.attempt != self.oracle.writing:
             # The commit hung and was abandoned; its state may have been undone since.
             if len(draft) == self.oracle.layers:
-                self.checkpoints.setdefault(
-                    step, StoredCheckpoint(attempt=effect.attempt, vote=effect.vote, layers=draft)
-                )
+                self.checkpoints.setdefault(step, StoredCheckpoint(vote=effect.vote, layers=draft))
             return ()
         if sorted(draft) != list(range(self.oracle.layers)):
             broken(f"a checkpoint of step {step} is committed with layers {sorted(draft)}")
@@ -112,7 +109,7 @@ class SimCheckpointStore:
         if (effect.job.job_id, step) in self.committed_steps:
             broken(f"two checkpoints of step {step} were committed")
         self.committed_steps.add((effect.job.job_id, step))
-        self.checkpoints[step] = StoredCheckpoint(attempt=effect.attempt, vote=effect.vote, layers=draft)
+        self.checkpoints[step] = StoredCheckpoint(vote=effect.vote, layers=draft)
         old = sorted((s for s in self.checkpoints if s <= step), reverse=True)[effect.job.checkpoint.keep :]
         pruned = tuple(sorted([*old, *(s for s in self.checkpoints if s > step)]))
         for removed in pruned:
