@@ -86,16 +86,12 @@ def explain_plan(
             sentence += f"; {where} stages of several devices {words}"
     parking = list(dict.fromkeys(each.device.node for each in gone if each.parked))
     dropping = list(dict.fromkeys(each.device.node for each in gone if each.dropped))
-    if parking:
-        verb = "keeps" if len(parking) == 1 else "keep"
-        sentence += (
-            f"; {join_names(parking)} {verb} old layers in host memory to have room until the first step"
-        )
-    if dropping:
-        verb = "drops" if len(dropping) == 1 else "drop"
-        sentence += (
-            f"; {join_names(dropping)} {verb} old layers, which others hold, to have room for the new ones"
-        )
+    for nodes, verb, what in (
+        (parking, "keep", "old layers in host memory to have room until the first step"),
+        (dropping, "drop", "old layers, which others hold, to have room for the new ones"),
+    ):
+        if nodes:
+            sentence += f"; {join_names(nodes)} {verb}{'s' if len(nodes) == 1 else ''} {what}"
     if len(considered) > 1:
         sentence += f"; {explain_tradeoff(considered[0], considered[1], horizon_s)}"
     return f"{' and '.join(news)}: {sentence}." if news else f"{sentence[0].upper()}{sentence[1:]}."
@@ -155,10 +151,8 @@ def join_names(nodes: Sequence[str]) -> str:
 
 def pipelines_of(sizes: Sequence[int]) -> str:
     """Return words such as ``3 pipelines (2 of 2 nodes, 1 of 3 nodes)``."""
-    if len(sizes) == 1:
-        return f"1 pipeline of {count_noun(sizes[0], 'node')}"
     if len(set(sizes)) == 1:
-        return f"{len(sizes)} pipelines of {count_noun(sizes[0], 'node')}"
+        return f"{count_noun(len(sizes), 'pipeline')} of {count_noun(sizes[0], 'node')}"
     kinds = ", ".join(
         f"{sizes.count(size)} of {count_noun(size, 'node')}" for size in sorted(set(sizes), reverse=True)
     )
@@ -168,9 +162,7 @@ def pipelines_of(sizes: Sequence[int]) -> str:
 def describe_safety(pipelines: int) -> str:
     if pipelines == 1:
         return "there is one copy of the model, so the next failure may lose state"
-    if pipelines == 2:
-        return "any 1 node can fail and a copy of every layer is left"
-    return f"any {pipelines - 1} nodes can fail and a copy of every layer is left"
+    return f"any {count_noun(pipelines - 1, 'node')} can fail and a copy of every layer is left"
 
 
 def three_digits(number: float) -> str:
