@@ -7,6 +7,7 @@ times (planner/pipelines/variance.py). Equal pipelines are handled together, so 
 more than a few.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from statistics import pstdev
@@ -89,14 +90,7 @@ def largest_share(cost: Cost, target_ms: float, limit: int) -> int:
     low, high = 0, 1
     while high <= limit and cost(high) <= target_ms:
         low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if cost(middle) <= target_ms:
-            low = middle
-        else:
-            high = middle
-    return low
+    return low + bisect_right(range(low + 1, min(high, limit + 1)), target_ms, key=cost)
 
 
 def distribute(costs: Sequence[Cost], microbatches: int) -> tuple[int, ...]:

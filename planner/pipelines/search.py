@@ -7,6 +7,7 @@ with the gradient all-reduce of its fewest pipelines (which only grows with thei
 batch in less time than the best found so far.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -171,15 +172,9 @@ class Search:
         which = np.repeat(np.arange(len(number)), number)
         share = np.arange(len(which)) - np.repeat(np.cumsum(number) - number, number) + 1 + none_done[which]
         sync_ms = self._sync_ms(which, np.full(len(which), count))
-        times = np.unique(self._clocks.times_ms(which, share) + sync_ms)
-        low, high = 0, len(times)
-        while low < high:
-            middle = (low + high) // 2
-            if self._can(nodes, count, self._shares(float(times[middle]), count)):
-                enough_ms, high = float(times[middle]), middle
-            else:
-                low = middle + 1
-        return enough_ms, count
+        times: list[float] = np.unique(self._clocks.times_ms(which, share) + sync_ms).tolist()
+        first = bisect_left(times, True, key=lambda ms: self._can(nodes, count, self._shares(ms, count)))
+        return times[first] if first < len(times) else enough_ms, count
 
     def _can(self, nodes: int, count: int, shares: Ints) -> bool:
         """Return whether ``count`` templates of exactly ``nodes`` nodes can do the batch with these shares."""
