@@ -138,7 +138,7 @@ class _Search:
         )
         # One round trip of one microbatch; with a single microbatch that is the whole step.
         round_ms = float(sums.least[0])
-        self.offer([as_row(sums.stages(0))])
+        self.offer([sums.mapping(0)])
         if self.microbatches == 1:
             self.bound_ms = round_ms
             return
@@ -201,7 +201,7 @@ class _Search:
         for number, (interval, _) in enumerate(rows):
             interval.bound_ms = max(interval.bound_ms, float(tables.least[number]))
         promising = [int(q) for q in order[:CANDIDATES] if not self._closed(float(tables.least[q]))]
-        self.offer([as_row(tables.stages(q)) for q in promising])
+        self.offer([tables.mapping(q) for q in promising])
 
     def _deepest(self, allowed: NDArray[np.bool_]) -> int:
         """Return the most stages that a mapping quicker than the best one can have.

@@ -32,9 +32,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from planner.mapping.quickest import Row
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import Floats
-from planner.values import StageTemplate
 
 Option = tuple[int, int]
 """Way in which a stage works: its mode, as a number in ``costs.modes``, and its devices."""
@@ -184,18 +184,16 @@ class PathTables:
                 kinds.append((_least(in_front), d, False))
         return kinds
 
-    def stages(self, q: int) -> tuple[StageTemplate, ...]:
+    def mapping(self, q: int) -> Row:
         """Return a mapping that attains ``least[q]``, which must be finite."""
-        left, first, found = self.devices, 0, False
-        stages: list[StageTemplate] = []
-        while first < self._costs.layers:
-            kinds = self.choices(q, left, first, found)
+        cuts, found = [0], False
+        devices: list[int] = []
+        while cuts[-1] < self._costs.layers:
+            kinds = self.choices(q, self.devices - sum(devices), cuts[-1], found)
             sums, d, found = min(kinds, key=lambda kind: float(kind[0].min()))
-            end = first + 1 + int(sums.argmin())
-            offset = (self.devices - left) // self._costs.devices_per_node
-            stages.append(StageTemplate(first_layer=first, end_layer=end, node_offset=offset, devices=d))
-            first, left = end, left - d
-        return tuple(stages)
+            cuts.append(cuts[-1] + 1 + int(sums.argmin()))
+            devices.append(d)
+        return cuts, devices
 
     def splits_before(self, devices: int) -> list[int]:
         """Return the sizes of a stage that is the first of the last ``devices`` devices and stays within its
