@@ -15,6 +15,7 @@ new layers together (``planner.changes.transition``). ``place_stages`` puts the 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from planner.changes.assignment import Assigner, Assignment, NodeSlot, Position, template_slots
 from planner.changes.candidates import PipelineLayout
@@ -105,8 +106,11 @@ def choose_layout(
     lost: StateLostError | None = None
     for layout, instantiation in sorted(proposed, key=lambda pair: pair[1].iteration_ms):
         iteration_s = instantiation.iteration_ms / 1e3
+        considered = partial(
+            ConsideredPlan, method=layout.method, sizes=tuple(layout.sizes), iteration_s=iteration_s
+        )
         if len(nodes) > COUNTED_NODES and iteration_s > least_s:
-            skipped.append(_considered(layout, iteration_s, None, None, iteration_s))
+            skipped.append(considered(transfer_bytes=None, transfer_s=None, expected_iteration_s=iteration_s))
             continue
         shapes = {size: template_slots(templates[size]) for size in instantiation.sizes}
         places = tuple(shapes[size] for size in layout.sizes)
@@ -121,8 +125,10 @@ def choose_layout(
             continue
         moving_s = transfer_s(assignment, link)
         expected_s = expected_iteration_s(iteration_s, moving_s, horizon_s)
-        considered = _considered(layout, iteration_s, assignment.moved_bytes, moving_s, expected_s)
-        found.append(CandidatePlan(layout, instantiation, places, assignment, considered))
+        moved = considered(
+            transfer_bytes=assignment.moved_bytes, transfer_s=moving_s, expected_iteration_s=expected_s
+        )
+        found.append(CandidatePlan(layout, instantiation, places, assignment, moved))
         least_s = min(least_s, expected_s)
     if not found:
         assert lost is not None, "there is always the best instantiation"
@@ -136,23 +142,6 @@ def choose_layout(
     others = [*(each.considered for each in found if each is not chosen), *skipped]
     others.sort(key=lambda considered: considered.expected_iteration_s)
     return chosen, (chosen.considered, *others)
-
-
-def _considered(
-    layout: PipelineLayout,
-    iteration_s: float,
-    transfer_bytes: int | None,
-    moving_s: float | None,
-    expected_s: float,
-) -> ConsideredPlan:
-    return ConsideredPlan(
-        method=layout.method,
-        sizes=tuple(layout.sizes),
-        iteration_s=iteration_s,
-        transfer_bytes=transfer_bytes,
-        transfer_s=moving_s,
-        expected_iteration_s=expected_s,
-    )
 
 
 def _previous_positions(layout: PipelineLayout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:
