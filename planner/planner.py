@@ -8,7 +8,6 @@ situation always gives the same plan.
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 from msgspec.structs import replace
 
 from planner.changes.assignment import Assigner, natural_key
@@ -170,7 +169,7 @@ class Planner:
 
     def _with_exact_shares(self) -> "Planner":
         """Return a planner for the same job that needs no solver and has the same templates."""
-        other = Planner(self.profile, msgspec.structs.replace(self.policy, batch_solver="exact"))
+        other = Planner(self.profile, replace(self.policy, batch_solver="exact"))
         if self._instantiator is not None:
             other.restore(self.precomputed())
         return other

@@ -162,7 +162,7 @@ def group_slow_nodes(placements: Sequence[PipelinePlacement], speeds: Speeds) ->
         families.setdefault(_shape(placement), []).append(number)
     taken = [list(placement.nodes) for placement in placements]
     for numbers in families.values():
-        ranked = sorted(numbers, key=lambda number: min(_speed(node, speeds) for node in taken[number]))
+        ranked = sorted(numbers, key=lambda number: min(speeds.get(node, 1.0) for node in taken[number]))
         for place in range(len(taken[ranked[0]])):
             _slowest_first(taken, ranked, place, speeds)
     devices = {
@@ -180,8 +180,8 @@ def _slowest_first(taken: list[list[str]], ranked: Sequence[int], place: int, sp
     """Swap as few nodes in slot ``place`` as necessary for their speeds to ascend in the order of ``ranked``."""
     for position, number in enumerate(ranked):
         here = taken[number][place]
-        later = min(ranked[position:], key=lambda other: _speed(taken[other][place], speeds))
-        if _speed(taken[later][place], speeds) < _speed(here, speeds) * (1 - NOTABLE_SLOWDOWN):
+        later = min(ranked[position:], key=lambda other: speeds.get(taken[other][place], 1.0))
+        if speeds.get(taken[later][place], 1.0) < speeds.get(here, 1.0) * (1 - NOTABLE_SLOWDOWN):
             taken[number][place], taken[later][place] = taken[later][place], here
 
 
@@ -195,10 +195,6 @@ def _moved(
         replace(stage, devices=own[at[stage.devices[0].node]].pop(0)) for stage in placement.stages
     )
     return replace(placement, stages=stages)
-
-
-def _speed(node: str, speeds: Speeds) -> float:
-    return speeds.get(node, 1.0)
 
 
 def _shape(placement: PipelinePlacement) -> tuple[tuple[int, int, int], ...]:

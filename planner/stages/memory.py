@@ -138,10 +138,8 @@ class MemoryModel:
             inputs = [layer.selective.activation_bytes for layer in layers if layer.selective is not None]
         working = [_again_bytes(layer, size) for layer, size in zip(layers, before, strict=True)]
         again = _range_maxima(self._scaled(working, among, tensor))
-        if tensor > 1 and recompute == "full":
-            # Inputs are not divided.
-            return self._sums(inputs, among, 1), again
-        return self._sums(inputs, among, tensor), again
+        # Inputs are not divided.
+        return self._sums(inputs, among, 1 if recompute == "full" else tensor), again
 
     def _sums(self, sizes: list[int], among: int, tensor: int) -> Sizes:
         return _range_sums(self._scaled(sizes, among, tensor))
