@@ -352,8 +352,8 @@ def repeat_retain(c: Cluster) -> None:
 def _send_retain(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
     """Send RetainSnapshot, but not after every heartbeat, since the confirmation takes a while.
 
-    It names all parts and where they are. Of a thousand nodes, a few are sent it one by one, since the
-    broker sends a broadcast to all nodes.
+    It names all parts and where they are, so that a node can repair its own. Of a thousand nodes, a few are
+    sent it one by one, since the broker sends a broadcast to all nodes.
     """
     job, late = c.current_job, c.at - 2 * c.timing.heartbeat_s
     due = [node for node in nodes if node.retain_sent_step != record.step or node.retain_sent_at <= late]
@@ -366,18 +366,15 @@ def _send_retain(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None
         step=record.step,
         pinned=pinned_step(c, record),
         lineage=c.lineage,
-        restore=_parts_of(c, record),
+        restore=restore_from(
+            c, record, sorted({*record.owners, *record.replica_peers.values()} & set(c.nodes))
+        ),
     )
     if len(due) * FEW_SHARE >= len(c.alive()):
         c.send_all(due, keep)
     else:
         for node in due:
             c.send(node, keep)
-
-
-def _parts_of(c: Cluster, record: Snapshot) -> Restore:
-    """Return all parts and their present locations, which a node needs to repair its own part."""
-    return restore_from(c, record, sorted({*record.owners, *record.replica_peers.values()} & set(c.nodes)))
 
 
 def restore_from(c: Cluster, record: Snapshot, names: Iterable[str]) -> Restore:
