@@ -302,7 +302,7 @@ class VirtualCluster:
             generation=self._machine.generation,
             steps=steps,
             step_s=self._plan.estimated_iteration_s,
-            lineage=self._machine.lineage,
+            lineage=self._machine.cluster.lineage,
         )
         self._say(first, stepped)
 
@@ -399,7 +399,7 @@ class VirtualCluster:
             return
         writing = math.ceil(self._parameters.snapshot_write_s / plan.estimated_iteration_s)
         step = (self._step - writing) // every * every
-        newest = self._machine.snapshot
+        newest = self._machine.cluster.snapshots.newest
         if step <= max(self._group_began, newest.step if newest is not None else 0):
             return
         signal = SnapshotCompleted(

@@ -74,7 +74,7 @@ from statemachine.events import (
     TimerFired,
 )
 from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
-from statemachine.messages.values import CheckpointRecord, ClusterPhase, Divergence, Job, Snapshot
+from statemachine.messages.values import ClusterPhase, Job
 from statemachine.timing import Timing
 
 ClusterEvent = (
@@ -192,6 +192,11 @@ class ClusterMachine:
         return public.public_state(self._c)
 
     @property
+    def cluster(self) -> Cluster:
+        """Return the whole state. Only the machine changes it."""
+        return self._c
+
+    @property
     def generation(self) -> int:
         return self._c.generation
 
@@ -209,11 +214,6 @@ class ClusterMachine:
         """Return the id of the job under way, or of the last one."""
         return self._c.job.job_id if self._c.job is not None else None
 
-    @property
-    def committed_step(self) -> int:
-        """Return the newest step known to be committed."""
-        return self._c.progress.known_step
-
     def plan_details(self, generation: int) -> dict[str, Any]:
         """Return the details of a ``PlanChosen`` that the durable state need not hold twice while it has this
         plan.
@@ -222,47 +222,6 @@ class ClusterMachine:
         if resumption is None or resumption.generation != generation:
             return {"pipelines": [], "considered": []}
         return public.plan_details(resumption.plan)
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Return the nodes whose reports counted in the current generation."""
-        return tuple(sorted(self._c.members))
-
-    @property
-    def lineage(self) -> int:
-        """Return the generation of the job's last rollback, or 0 without one."""
-        return self._c.lineage
-
-    @property
-    def diverged(self) -> Divergence | None:
-        """Return the copies of layers that differ, until the rollback that undoes it."""
-        return self._c.replicas.diverged
-
-    @property
-    def skipped_batches(self) -> tuple[int, ...]:
-        """Return the batches that the job's sample order leaves out, ascending."""
-        return self._c.spikes.skipped_batches
-
-    @property
-    def skipped_updates(self) -> int:
-        """Return the number of published steps that count as skipped updates."""
-        return self._c.progress.skipped.total
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """Return the job's newest snapshot that is complete everywhere."""
-        return self._c.snapshots.newest
-
-    @property
-    def checkpoint(self) -> CheckpointRecord | None:
-        """Return the job's newest persistent checkpoint, as far as this coordinator knows."""
-        return self._c.checkpoints.newest
-
-    @property
-    def writing(self) -> str:
-        """Return the attempt at a persistent checkpoint that is under way, or an empty string."""
-        writing = self._c.checkpoints.writing
-        return writing.attempt if writing is not None else ""
 
     def _take_out(self) -> list[Effect]:
         """Return this step's effects in the best order that is safe.

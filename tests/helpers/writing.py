@@ -105,7 +105,7 @@ class Writing(Coordination):
         """Complete a snapshot of this step everywhere; return the effects of that."""
         self.wait(1.0)
         machine: ClusterMachine = self.machine
-        kept = machine.snapshot.step if machine.snapshot is not None else 0
+        kept = machine.cluster.snapshots.newest.step if machine.cluster.snapshots.newest is not None else 0
         self.stepped("node-0", 1, *range(1, step))
         for name in NODES:
             self.say(name, Heartbeat(generation=1, committed=committed(step - 1), retained_step=kept))
@@ -159,7 +159,12 @@ def all_done(s: Writing, steps: int) -> None:
     s.stepped("node-0", 1, *range(1, steps + 1))
     for name in NODES:
         s.say(
-            name, Heartbeat(generation=1, committed=committed(steps), retained_step=s.machine.snapshot.step)
+            name,
+            Heartbeat(
+                generation=1,
+                committed=committed(steps),
+                retained_step=s.machine.cluster.snapshots.newest.step,
+            ),
         )
     for name in NODES:
         s.say(name, Finished(generation=1, step=steps, digests={}))

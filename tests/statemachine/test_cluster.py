@@ -133,7 +133,7 @@ def test_a_job_after_a_stopped_one_starts_from_step_0() -> None:
     assert events(s) == ["JobStopped"]
     assert s.machine.phase is ClusterPhase.FINISHED
     s.feed(SubmitRequested, request="next", job=job("job-2"))
-    assert s.machine.committed_step == 0
+    assert s.machine.cluster.progress.known_step == 0
     assert set(sent(s, Prepare)) == {"node-0", "node-1", "node-2", "node-3"}
     for name in ("node-0", "node-1", "node-2", "node-3"):
         s.say(name, Prepared(job_id="job-2", profile=PROFILE if name == "node-0" else None))
@@ -542,7 +542,7 @@ def test_what_a_node_failed_to_do_counts_until_a_group_trains() -> None:
         s.say("node-0", PeerSuspected(generation=generation - 1, detail="reset"))
         s.fire("suspicion", 3.0)
         s.note("the Quiesce does not reach node-3")
-        step = s.machine.committed_step
+        step = s.machine.cluster.progress.known_step
         for name in ("node-0", "node-1", "node-2"):
             s.quiesced(name, generation, report(step, held=held[name]))
         s.wait(4.9)
@@ -832,7 +832,7 @@ def test_stale_messages_are_counted_and_change_nothing() -> None:
     s.stepped("node-0", 0, 9)
     s.hello("node-0", 100, generation=0)
     assert s.machine.durable_state() == before
-    assert s.machine.committed_step == 1
+    assert s.machine.cluster.progress.known_step == 1
     assert events(s) == ["MessageIgnored"]
 
 

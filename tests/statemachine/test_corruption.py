@@ -262,9 +262,9 @@ def test_a_snapshot_counts_only_once_its_step_was_compared() -> None:
     for name in s.names:
         s.say(name, SnapshotStarted(generation=1, step=6))
     s.completed(*s.names, step=6)
-    assert s.machine.snapshot.step == 3
+    assert s.machine.cluster.snapshots.newest.step == 3
     s.digests(6, node_0=8)
-    assert s.commands(Quiesce) and s.machine.snapshot.step == 3
+    assert s.commands(Quiesce) and s.machine.cluster.snapshots.newest.step == 3
 
 
 def test_a_snapshot_that_is_not_compared_in_time_is_abandoned() -> None:
@@ -273,7 +273,7 @@ def test_a_snapshot_that_is_not_compared_in_time_is_abandoned() -> None:
         s.heartbeat(name)
     s.stepped("node-0", 1, 2)
     s.completed(*s.names)
-    assert s.machine.snapshot is None
+    assert s.machine.cluster.snapshots.newest is None
     s.fire("snapshot", 61.0)
     (event,) = s.events("SnapshotAbandoned")
     assert "not known in time whether its state is sound" in event.reason

@@ -69,7 +69,7 @@ class Drains(Coordination):
         for pipeline in self.machine._c.resumption.plan.pipelines:
             for stage in pipeline.stages:
                 layers = tuple(range(stage.first_layer, stage.end_layer))
-                held[stage.devices[0].node] = report(self.machine.committed_step, held=layers)
+                held[stage.devices[0].node] = report(self.machine.cluster.progress.known_step, held=layers)
         generation = self.machine.generation
         for name in list(self.machine._c.state.expected):
             self.quiesced(name, generation, held.get(name, report()))
@@ -87,7 +87,7 @@ class Drains(Coordination):
         planned = self.machine._c.planned
         for name in planned:
             self.resumed(name, self.machine.generation)
-        self.stepped(planned[0], self.machine.generation, self.machine.committed_step + 1)
+        self.stepped(planned[0], self.machine.generation, self.machine.cluster.progress.known_step + 1)
         self.check_all()
 
     def restarted(self) -> "Drains":
@@ -297,7 +297,7 @@ def test_a_promise_that_a_failure_breaks_becomes_a_drain_that_waits() -> None:
     assert s.node("node-3")["in_plan"] and s.node("node-3")["drain_waits"]
     assert "drained" not in s.reasons("RecoveryCompleted")[-1]
     generation = s.machine.generation
-    s.stepped("node-3", generation, s.machine.committed_step + 1)
+    s.stepped("node-3", generation, s.machine.cluster.progress.known_step + 1)
     assert not s.all(CheckDrain) and "join" not in s.due, "the same plan would be asked for again and again"
 
 

@@ -184,7 +184,7 @@ def test_a_removed_node_that_returns_with_state_is_fenced() -> None:
     assert set(sent(s, RequestHello)) == {"node-3"}
     s.hello("node-3", 103, job_id="job-1", prepared=True, generation=1, training=True)
     assert set(sent(s, Fence)) == {"node-3"}
-    assert s.machine.committed_step == 2
+    assert s.machine.cluster.progress.known_step == 2
     s.hello("node-3", 104)
     assert "NodeJoined" in events(s)
 

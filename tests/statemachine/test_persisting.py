@@ -115,7 +115,9 @@ def test_a_snapshot_far_enough_after_the_last_checkpoint_is_written_and_committe
     assert not s.events("CheckpointCompleted")
     s.feed(CheckpointCommitted, attempt=commit.attempt, step=5, pruned=(1,))
     assert s.events("CheckpointCompleted")[0].details["pruned"] == [1]
-    assert s.machine.checkpoint == CheckpointRecord(step=5, vote=vote(5), layers=4, size_bytes=40)
+    assert s.machine.cluster.checkpoints.newest == CheckpointRecord(
+        step=5, vote=vote(5), layers=4, size_bytes=40
+    )
     assert not s.snapshot(8) or not s.orders()
     s.snapshot(10)
     assert len(s.orders()) == 4
@@ -188,7 +190,7 @@ def test_a_failed_commit_or_a_hanging_disk_abandons_the_checkpoint() -> None:
     assert s.events("CheckpointAbandoned")[0].reason == "read-only"
     s.feed(CheckpointCommitted, attempt=commit.attempt, step=5, pruned=())
     assert s.events("MessageIgnored")
-    assert s.machine.checkpoint is None
+    assert s.machine.cluster.checkpoints.newest is None
     s.snapshot(7)
     s.fire("persist", after_s=3600.0)
     assert "did not write" in s.events("CheckpointAbandoned")[0].reason
@@ -210,7 +212,7 @@ def test_a_coordinator_that_restarts_abandons_the_checkpoint_that_it_began() -> 
     assert {sent.command for sent in s.commands(CancelPersist)} == {
         CancelPersist(job_id="job-1", attempt=order.attempt)
     }
-    assert machine.checkpoint is not None and machine.checkpoint.step == 5
+    assert machine.cluster.checkpoints.newest is not None and machine.cluster.checkpoints.newest.step == 5
 
 
 # --- the end -------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:
     assert restore == Restore(
         job_id="job-1", step=5, generation=0, groups=(), sources={}, url="/checkpoints", job_name="tiny"
     )
-    assert s.machine.snapshot is None
+    assert s.machine.cluster.snapshots.newest is None
     assert s.machine.durable_state()["exposure"]["state_losses"] == 1
     # A node finds a corrupt byte: the next older one.
     s.say("node-1", RestoreFailed(generation=generation, detail="layer 2 is damaged", corrupt=True))
@@ -289,7 +291,7 @@ def test_a_job_begins_from_a_checkpoint() -> None:
     assert s.events("JobResumed")[0].step == 7
     resume: Resume = s.commands(Resume)[0].command
     assert (resume.step, resume.vote, resume.lineage) == (7, vote(7), 1)
-    assert s.machine.committed_step == 7
+    assert s.machine.cluster.progress.known_step == 7
     assert s.machine.durable_state()["exposure"]["state_losses"] == 0, "no node of this cluster had the state"
 
 
@@ -381,7 +383,8 @@ def test_an_unreadable_checkpoint_location_is_read_again_after_a_tenth_of_the_ti
         s.resumed(name, s.machine.generation)
     steps = (committed(6),)
     s.say(
-        "node-0", Stepped(generation=s.machine.generation, steps=steps, step_s=0.1, lineage=s.machine.lineage)
+        "node-0",
+        Stepped(generation=s.machine.generation, steps=steps, step_s=0.1, lineage=s.machine.cluster.lineage),
     )
     [published] = s.events("RecoveryCompleted")
     assert (published.details["recovery"]["cause"], published.details["recovery"]["tier"]) == (
@@ -438,7 +441,7 @@ def test_a_lost_order_to_write_is_sent_again_and_a_lost_answer_requested() -> No
     s = Writing()
     s.train()
     s.snapshot(4)
-    attempt = s.machine.writing
+    attempt = s.machine.cluster.checkpoints.writing.attempt
     shares = {one.node for one in s.commands(Persist)}
     assert attempt
     assert shares

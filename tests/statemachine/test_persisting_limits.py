@@ -126,7 +126,7 @@ def asked_nodes(s: Writing) -> None:
     for name in NODES:
         s.quiesced(name, generation, report())
     s.plan_or_not()
-    if s.machine.snapshot is not None:
+    if s.machine.cluster.snapshots.newest is not None:
         s.feed(RestoreChecked, generation=generation, possible=False, reason="nobody has a part")
 
 

@@ -198,7 +198,7 @@ def test_a_step_that_survivors_rolled_forward_to_was_computed_without_the_error(
     s.quiesced("node-1", 2, report(1, held=(2, 3), ready=True))
     s.quiesced("node-2", 2, report(2, held=(0, 1)))
     s.plan()
-    assert s.machine.committed_step == 2
+    assert s.machine.cluster.progress.known_step == 2
     raises(s, "node-0")
     assert s.machine.phase is ClusterPhase.QUIESCING, "this is the first error in step 3"
 

@@ -98,7 +98,7 @@ def searching(s: Writing, *, unheard: bool = True) -> FindCheckpoint:
         if s.machine.public_state()["nodes"][name]["state"] != "OFFLINE":
             s.quiesced(name, s.machine.generation, report())
     s.plan_or_not()
-    if s.machine.snapshot is not None:
+    if s.machine.cluster.snapshots.newest is not None:
         s.feed(RestoreChecked, generation=s.machine.generation, possible=False, reason="nobody has a part")
     asked: FindCheckpoint = s.one(FindCheckpoint)
     return asked
@@ -113,7 +113,9 @@ def found(s: Writing, asked: FindCheckpoint, step: int) -> None:
 def commits(s: Writing, *steps: int) -> None:
     """Let the current group commit these steps."""
     listed = tuple(committed(step) for step in steps)
-    stepped = Stepped(generation=s.machine.generation, steps=listed, step_s=0.1, lineage=s.machine.lineage)
+    stepped = Stepped(
+        generation=s.machine.generation, steps=listed, step_s=0.1, lineage=s.machine.cluster.lineage
+    )
     s.say("node-0", stepped)
 
 

@@ -19,7 +19,7 @@ NOTHING = Vote(loss=3.0, gradient_norm=math.nan, skipped=True)
 
 def steps(s: Coordination, *votes: Vote, node: str = "node-0") -> None:
     """Let a node report that these steps follow the last known one."""
-    first = s.machine.committed_step + 1
+    first = s.machine.cluster.progress.known_step + 1
     known = tuple(CommittedStep(step=first + n, vote=one) for n, one in enumerate(votes))
     s.say(node, Stepped(generation=s.machine.generation, steps=known, step_s=0.1))
 

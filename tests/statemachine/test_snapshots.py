@@ -133,7 +133,7 @@ def test_a_slow_node_leaves_the_previous_snapshot() -> None:
     s.complete_snapshot()
     for name in HELD:
         s.heartbeat(name, retained_step=3)
-    assert s.machine.snapshot.step == 3
+    assert s.machine.cluster.snapshots.newest.step == 3
     s.say("node-0", SnapshotStarted(generation=1, step=6))
     s.completed("node-0", "node-1", "node-2", step=6)
     s.fire("snapshot", 61.0)
@@ -142,7 +142,7 @@ def test_a_slow_node_leaves_the_previous_snapshot() -> None:
     assert abandoned.details["last_complete_step"] == 3
     s.completed("node-3", step=6)
     assert not s.commands(RetainSnapshot)
-    assert s.machine.snapshot.step == 3
+    assert s.machine.cluster.snapshots.newest.step == 3
 
 
 def test_a_full_arena_abandons_the_snapshot_and_training_continues() -> None:
@@ -164,7 +164,7 @@ def test_messages_of_another_generation_or_an_abandoned_snapshot_do_not_count() 
     s.completed(*HELD)  # again
     s.completed(*HELD, generation=7, step=9)
     assert not s.commands(RetainSnapshot)
-    assert s.machine.snapshot.step == 3
+    assert s.machine.cluster.snapshots.newest.step == 3
 
 
 def test_a_node_that_retains_a_snapshot_which_no_journal_knows_does_not_prevent_the_next_one() -> None:
@@ -190,7 +190,10 @@ def test_retain_is_repeated_until_a_heartbeat_confirms_it() -> None:
         3,
         0,
     )
-    assert published.restore is not None and published.restore.groups == s.machine.snapshot.groups
+    assert (
+        published.restore is not None
+        and published.restore.groups == s.machine.cluster.snapshots.newest.groups
+    )
     assert set(published.restore.sources) == {"node-0", "node-1", "node-2", "node-3"}
     s.wait(1.0)
     s.heartbeat("node-1", retained_step=0)
@@ -246,7 +249,7 @@ def test_a_part_beyond_repair_leads_to_a_new_snapshot_at_once() -> None:
     s.heartbeat("node-1", retained_step=32, corrupt_step=32)
     assert ordered()
     s.completed(*HELD, step=36)
-    assert s.machine.snapshot.step == 36
+    assert s.machine.cluster.snapshots.newest.step == 36
 
 
 def test_a_corrupt_part_counts_once_against_its_node_whichever_incarnation_reports_it() -> None:
@@ -293,7 +296,7 @@ class Tried(Snapshots):
 
     def train(self, last: int) -> bool:
         """Return whether a snapshot is ordered by then."""
-        for step in range(self.machine.committed_step + 1, last + 1):
+        for step in range(self.machine.cluster.progress.known_step + 1, last + 1):
             self.stepped("node-0", 1, step)
         return self.was_ordered()
 
@@ -372,7 +375,7 @@ def test_a_coordinator_restarted_during_a_snapshot_follows_it_on() -> None:
         s.say(name, SnapshotStarted(generation=1, step=3))
         s.completed(name)
     assert len(s.commands(RetainSnapshot)) == 4
-    assert s.machine.snapshot.step == 3
+    assert s.machine.cluster.snapshots.newest.step == 3
 
 
 # --- rollbacks, case by case ----------------------------------------------------------------------
@@ -387,7 +390,7 @@ def test_a_crash_with_live_replicas_left_undoes_nothing() -> None:
     s.plan_or_not()
     assert not s.all(CheckRestore)
     assert {sent.command.restore for sent in s.commands(Resume)} == {None}
-    assert s.machine.committed_step == 5
+    assert s.machine.cluster.progress.known_step == 5
 
 
 def rolled_back() -> Snapshots:
@@ -418,7 +421,7 @@ def test_the_resume_says_where_the_state_comes_from() -> None:
         published.details["undone_steps"],
     ) == (5, 3, 2)
     assert "no usable device holds layers 2" in published.reason
-    assert s.machine.committed_step == 3
+    assert s.machine.cluster.progress.known_step == 3
 
 
 def test_an_error_of_all_trainers_is_named_before_its_consequence() -> None:
@@ -445,15 +448,15 @@ def test_trainers_that_did_not_obey_the_rollback_hold_nothing() -> None:
     s.quiesced("node-0", 4, report(3, held=HELD["node-0"], lineage=3))
     s.quiesced("node-2", 4, report(5, held=HELD["node-2"]))  # of the past that was undone
     assert s.one(ComputePlan).situation.holdings[Device(node="node-2", index=0)] == frozenset()
-    assert s.machine.committed_step == 3
+    assert s.machine.cluster.progress.known_step == 3
 
 
 def test_heartbeats_of_another_lineage_do_not_count() -> None:
     s = rolled_back()
     s.say("node-0", Heartbeat(generation=3, committed=committed(5), lineage=0))
-    assert s.machine.committed_step == 3
+    assert s.machine.cluster.progress.known_step == 3
     s.say("node-0", Heartbeat(generation=3, committed=committed(4), lineage=3))
-    assert s.machine.committed_step == 4
+    assert s.machine.cluster.progress.known_step == 4
 
 
 def test_without_its_shards_the_cluster_waits_for_nodes_that_may_have_them() -> None:
@@ -505,7 +508,7 @@ def test_a_coordinator_killed_right_after_a_rollback_continues_it() -> None:
     assert s.one(PersistState) is s.last[0] and len(s.events("RolledBack")) == 1
     machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
     s.machine = machine
-    assert machine.committed_step == 3
+    assert machine.cluster.progress.known_step == 3
     s.feed(BrokerConnected)
     assert not s.events("RolledBack"), "it was in the journal, to be published, with the rollback itself"
     s.hello("node-0", 100, job_id="job-1", prepared=True, generation=3, training=False, quiesced=True)
@@ -639,7 +642,7 @@ def test_a_rollback_reports_what_it_undid_and_no_node_is_ahead_of_it() -> None:
     s.check()
     s.plan()
     steps = {name: node["step"] for name, node in s.machine.public_state()["nodes"].items()}
-    assert max(steps.values()) == 3 and s.machine.committed_step == 3
+    assert max(steps.values()) == 3 and s.machine.cluster.progress.known_step == 3
     assert s.machine.durable_state()["snapshot_last_order_step"] == 3
     [published] = s.events("RolledBack")
     assert {

@@ -17,7 +17,7 @@ SKIPPING = UpdatePolicy(on_spike="skip", spike_window=3)
 
 
 def say_loss(s: Snapshots, step: int, loss: float) -> None:
-    generation, lineage = s.machine.generation, s.machine.lineage
+    generation, lineage = s.machine.generation, s.machine.cluster.lineage
     steps = (CommittedStep(step=step, vote=Vote(loss=loss, gradient_norm=1.0)),)
     s.say("node-0", Stepped(generation=generation, steps=steps, step_s=0.1, lineage=lineage))
 
@@ -31,7 +31,7 @@ def before_spike(**policy: Any) -> Snapshots:
 
 def answer_quiesce(s: Snapshots, step: int, *names: str) -> None:
     for name in names or tuple(HELD):
-        state = report(step, held=HELD.get(name, ()), lineage=s.machine.lineage)
+        state = report(step, held=HELD.get(name, ()), lineage=s.machine.cluster.lineage)
         s.say(name, Quiesced(generation=s.machine.generation, reports=(state,)))
 
 
@@ -88,7 +88,7 @@ def test_every_later_resume_names_the_batches_also_after_a_takeover_and_on_fewer
     answer_quiesce(s, 7, "node-0", "node-1", "node-2")
     s.plan()
     assert {command.command.skipped_batches for command in s.commands(Resume)} == {(6,)}
-    assert s.machine.committed_step == 7
+    assert s.machine.cluster.progress.known_step == 7
 
 
 def test_a_node_that_is_lost_meanwhile_changes_neither_the_rollback_nor_the_batches() -> None:
@@ -96,7 +96,7 @@ def test_a_node_that_is_lost_meanwhile_changes_neither_the_rollback_nor_the_batc
     say_loss(s, 6, 9.0)
     s.feed(NodeVanished, node="node-3", incarnation=103)
     roll_back(s, 6, "node-0", "node-1", "node-2")
-    assert skipped(s) == (6,) and s.machine.committed_step == 3
+    assert skipped(s) == (6,) and s.machine.cluster.progress.known_step == 3
     [event] = s.events("RolledBack")
     assert event.reason.startswith("the loss of step 6 is a spike: 9 is above")
 
@@ -106,10 +106,12 @@ def test_no_snapshot_of_a_spike_or_of_a_step_that_was_not_judged_replaces_the_ne
     s.begin(updates=SKIPPING)
     s.ordered()
     s.completed(*HELD, step=5)
-    assert not s.commands(RetainSnapshot) and s.machine.snapshot is None, "steps 3 and 4 are not known"
+    assert not s.commands(RetainSnapshot) and s.machine.cluster.snapshots.newest is None, (
+        "steps 3 and 4 are not known"
+    )
     s.stepped("node-0", 1, 3, 4, 5)
     assert len(s.commands(RetainSnapshot)) == 4
-    assert s.machine.snapshot is not None and s.machine.snapshot.step == 5
+    assert s.machine.cluster.snapshots.newest is not None and s.machine.cluster.snapshots.newest.step == 5
 
 
 def test_without_a_snapshot_or_by_default_the_loss_is_accepted() -> None:
@@ -154,7 +156,11 @@ def test_a_snapshot_that_cannot_be_restored_does_not_fail_the_job() -> None:
     answer_quiesce(s, 6)
     s.plan()
     resume(s)
-    assert s.machine.phase is ClusterPhase.RUNNING and s.machine.committed_step == 6 and not skipped(s)
+    assert (
+        s.machine.phase is ClusterPhase.RUNNING
+        and s.machine.cluster.progress.known_step == 6
+        and not skipped(s)
+    )
 
 
 def test_a_spike_in_the_first_step_after_a_join_belongs_to_the_recovery_of_the_join() -> None:

@@ -22,7 +22,7 @@ from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
 from statemachine.messages.cluster import Command, Resume, RetainSnapshot
 from statemachine.messages.common import Quiesce
-from statemachine.messages.values import RECOVERY_PHASES, Divergence
+from statemachine.messages.values import RECOVERY_PHASES, CheckpointRecord, Divergence, Job
 
 WRONG_CODE = "ValueError: the code is wrong"
 """The output of a trainer whose job code raises."""
@@ -71,11 +71,15 @@ class Invariants(Oracle):
         """The trainers of all nodes."""
         return [trainer for node in self.nodes.values() for trainer in node.trainers.values()]
 
-    def _notice_job(self, machine: ClusterMachine | JournalView) -> None:
-        """Forget what was published of the last job, if there is a new one now."""
-        if machine.job_id == self.job_id:
+    def _notice_job(self, job: Job | None, begin: CheckpointRecord | None) -> None:
+        """Forget what was published of the last job, if there is a new one now.
+
+        :param begin: its newest checkpoint.
+        """
+        job_id = job.job_id if job is not None else None
+        if job_id == self.job_id:
             return
-        self.job_id, begin, job = machine.job_id, machine.checkpoint, machine.job
+        self.job_id = job_id
         first = begin.step if begin is not None else 0
         self.evaluations.new_job(first, job.steps if job is not None else 0)
         self.published = {first: int(begin.vote.loss)} if begin is not None else {}
@@ -112,15 +116,16 @@ class Invariants(Oracle):
             self.violated(f"{leader.name} leads in term {leader.term}, in which another coordinator led")
 
     def check_progress(self, machine: ClusterMachine) -> None:
-        self._notice_job(machine)
-        step = machine.committed_step
+        cluster = machine.cluster
+        self._notice_job(cluster.job, cluster.checkpoints.newest)
+        step = cluster.progress.known_step
         if step < self.known_step:
             self.violated(f"the committed step went back from {self.known_step} to {step}")
         self.known_step = step
 
     def on_journal(self, machine: JournalView) -> None:
         """Take a published journal. A rollback that is not in it has never happened."""
-        self._notice_job(machine)
+        self._notice_job(machine.job, machine.checkpoint)
         self.check_retained(machine)
         self.writing, self.skipped_updates = machine.writing, machine.skipped_updates
         spiked = machine.skipped_batches != self.skipped_batches

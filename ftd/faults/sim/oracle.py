@@ -25,13 +25,16 @@ class JournalView:
     """A view of the content of a journal that is written."""
 
     def __init__(self, machine: ClusterMachine) -> None:
-        self.job_id, self.snapshot, self.checkpoint = machine.job_id, machine.snapshot, machine.checkpoint
-        self.job = machine.job
-        self.writing, self.lineage = machine.writing, machine.lineage
-        self.committed_step, self.members = machine.committed_step, machine.members
-        self.generation = machine.generation
-        self.diverged = machine.diverged
-        self.skipped_batches, self.skipped_updates = machine.skipped_batches, machine.skipped_updates
+        cluster = machine.cluster
+        writing = cluster.checkpoints.writing
+        self.job_id, self.job = machine.job_id, cluster.job
+        self.snapshot, self.checkpoint = cluster.snapshots.newest, cluster.checkpoints.newest
+        self.writing = writing.attempt if writing is not None else ""
+        self.generation, self.lineage = cluster.generation, cluster.lineage
+        self.committed_step, self.members = cluster.progress.known_step, tuple(sorted(cluster.members))
+        self.diverged = cluster.replicas.diverged
+        self.skipped_batches = cluster.spikes.skipped_batches
+        self.skipped_updates = cluster.progress.skipped.total
 
 
 class Oracle:
