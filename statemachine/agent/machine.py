@@ -114,29 +114,9 @@ class AgentMachine:
         return out
 
     @property
-    def state(self) -> NodeState:
-        return self._a.state
-
-    def remembers(self, step: int) -> bool:
-        """Return whether the agent knows the vote of this committed step."""
-        return step in self._a.history
-
-    @property
-    def generation(self) -> int:
-        return self._a.generation
-
-    @property
-    def lineage(self) -> int:
-        return self._a.lineage
-
-    @property
-    def rejected(self) -> bool:
-        """Return whether the coordinator has rejected this incarnation."""
-        return self._a.rejected
-
-    @property
-    def incarnation(self) -> int:
-        return self._a.incarnation
+    def agent(self) -> Agent:
+        """Return the whole state. Only the machine changes it."""
+        return self._a
 
     def _dispatch(self, event: AgentEvent) -> None:
         a = self._a

@@ -325,11 +325,11 @@ def test_a_roll_forward_is_remembered_and_an_undone_step_is_not() -> None:
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
     d.up(60)
     d.feed(TrainerReported, device=0, report=Prepared(job_id="job-1", profile=None))
-    assert d.machine.remembers(3)
-    assert not d.machine.remembers(4), "perhaps the whole group died with it"
+    assert 3 in d.machine.agent.history
+    assert 4 not in d.machine.agent.history, "perhaps the whole group died with it"
     d.quiesced(2)
     d.order(d.resume(2, 6))
-    assert d.machine.remembers(6)
+    assert 6 in d.machine.agent.history
 
 
 def test_the_heartbeat_carries_the_newest_step_of_the_living_trainers() -> None:

@@ -336,7 +336,7 @@ class Invariants(Oracle):
                 # holds for a node that has yet to roll back to a snapshot.
                 current = node.up and node.agent.generation >= self.newest_resume
                 current = current and node.agent.lineage == self.lineage
-                if current and node.agent.remembers(missing):
+                if current and missing in node.agent.history:
                     self.violated(
                         f"StepCommitted {step} was published where {due} was due, and {node.name} knows that step"
                     )

@@ -25,7 +25,7 @@ from ftd.transport.ports import BrokerSession
 from ftd.transport.wire.codec import decode_to_nodes
 from ftd.transport.wire.public import encode_json
 from statemachine.agent.events import CommandArrived, HealthCheckEnded
-from statemachine.agent.machine import AgentMachine
+from statemachine.agent.state import Agent
 from statemachine.effects import Effect, EmitEvent, ResumeTrainer, RunHealthCheck, StopHealthCheck
 from statemachine.events import Event
 from statemachine.messages.cluster import Fence, ToNode
@@ -77,11 +77,11 @@ class SimNode(SimHost):
         return self.process.incarnation if self.process is not None else 0
 
     @property
-    def agent(self) -> AgentMachine:
-        """The agent machine of the newest process."""
-        return (
-            self.process.machine if self.process is not None else AgentMachine(self.name, self.world.timing)
-        )
+    def agent(self) -> Agent:
+        """The state of the agent machine of the newest process."""
+        if self.process is None:
+            return Agent(name=self.name, timing=self.world.timing)
+        return self.process.machine.agent
 
     @property
     def copies_job(self) -> str | None:
