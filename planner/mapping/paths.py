@@ -169,7 +169,7 @@ class PathTables:
         :param found: whether the slowest stage is an earlier one.
         """
         kinds: list[tuple[Floats, int, bool]] = []
-        for d in self.splits_before(devices):
+        for d in self._costs.sizes_before(devices):
             in_front, behind = [], []
             for mode in self._costs.modes_of(d):
                 left, sums = devices - d, self._sums(devices, (mode, d))
@@ -195,13 +195,6 @@ class PathTables:
             devices.append(d)
         return cuts, devices
 
-    def splits_before(self, devices: int) -> list[int]:
-        """Return the sizes of a stage that is the first of the last ``devices`` devices and stays within its
-        node.
-        """
-        position = -devices % self._costs.devices_per_node
-        return [d for d in self._costs.stage_devices if self._costs.can_start(position, d)]
-
     def _sums(self, devices: int, option: Option) -> "_StageSums":
         _, d = option
         most = most_after(self._costs, self.devices, d, devices - d, self._most_stages)
@@ -218,7 +211,7 @@ class PathTables:
     def _extend(self, devices: int) -> None:
         layers = self._costs.layers
         after, done = self.after[devices, :, : layers + 1], self.done[devices, :, : layers + 1]
-        for d in self.splits_before(devices):
+        for d in self._costs.sizes_before(devices):
             for mode in self._costs.modes_of(d):
                 sums = self._sums(devices, (mode, d))
                 mask = self._mask((mode, d), devices - d, len(sums.at))
@@ -345,9 +338,7 @@ def _fewest_stages(costs: StageCosts) -> list[int]:
     """
     fewest = [0]
     for left in range(1, costs.devices_per_node + 1):
-        position = costs.devices_per_node - left
-        sizes = [d for d in costs.stage_devices if costs.can_start(position, d)]
-        fewest.append(min((1 + fewest[left - d] for d in sizes), default=left))
+        fewest.append(min((1 + fewest[left - d] for d in costs.sizes_before(left)), default=left))
     return fewest
 
 
@@ -396,7 +387,7 @@ class StageBounds:
             band = Band(costs, np.where(allowed[option], costs.time_ms[option], np.inf), np.inf)
             shorter = shorter_ms[option][np.arange(costs.layers + 1), band.inside]
             for left in range(self._devices - d + 1):
-                if d in self._after.splits_before(left + d):
+                if d in costs.sizes_before(left + d):
                     most = most_after(costs, self._devices, d, left, most_stages)
                     if most >= 0:
                         self.of[option, left] = self._place(band, shorter, d, left, most)

@@ -108,6 +108,13 @@ class StageCosts:
         aligned = self.policy.split == "any" or position % devices == 0
         return aligned and position + devices <= self.devices_per_node
 
+    def sizes_before(self, left: int) -> list[int]:
+        """Return the sizes of a stage that is the first of a pipeline's last ``left`` devices and stays within its
+        node.
+        """
+        position = -left % self.devices_per_node
+        return [d for d in self.stage_devices if self.can_start(position, d)]
+
     @cached_property
     def node_splits(self) -> tuple[tuple[int, ...], ...]:
         """All ways to split a node's devices, in order, into stages: up to 2^(M − 1) for M devices."""

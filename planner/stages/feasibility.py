@@ -31,9 +31,7 @@ def sizes_allowed(costs: StageCosts) -> list[int]:
     The index is g modulo the devices of a node. Smaller stages can start wherever larger ones can, so the
     sizes allowed are the first ones.
     """
-    nodes_devices = costs.devices_per_node
-    positions = [-g % nodes_devices for g in range(nodes_devices)]
-    return [sum(costs.can_start(position, d) for d in costs.stage_devices) for position in positions]
+    return [len(costs.sizes_before(g)) for g in range(costs.devices_per_node)]
 
 
 def memory_ends(costs: StageCosts, nodes: int) -> Ints:
