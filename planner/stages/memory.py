@@ -126,7 +126,7 @@ class MemoryModel:
         layers = self._layers
         before = [0, *(layer.output_bytes for layer in layers[:-1])]
         if recompute == "none":
-            kept = self._sums([layer.activation_bytes for layer in layers], among, tensor)
+            kept = _range_sums(self._scaled([layer.activation_bytes for layer in layers], among, tensor))
             return kept, np.zeros_like(kept)
         if recompute == "full":
             # The first layer's input is the batch itself: integers or pixels, owned by the data loader.
@@ -139,10 +139,7 @@ class MemoryModel:
         working = [_again_bytes(layer, size) for layer, size in zip(layers, before, strict=True)]
         again = _range_maxima(self._scaled(working, among, tensor))
         # Inputs are not divided.
-        return self._sums(inputs, among, 1 if recompute == "full" else tensor), again
-
-    def _sums(self, sizes: list[int], among: int, tensor: int) -> Sizes:
-        return _range_sums(self._scaled(sizes, among, tensor))
+        return _range_sums(self._scaled(inputs, among, 1 if recompute == "full" else tensor)), again
 
     def _scaled(self, sizes: list[int], among: int, tensor: int) -> list[int]:
         """Return the sizes of layers on the device that has most, multiplied by the number of measured rows."""
