@@ -126,10 +126,6 @@ class Planner:
         for nodes, found in precomputed.instantiations.items():
             self._instantiator.remember(nodes, found)
 
-    def templates(self, nodes: int) -> Templates:
-        """Return the templates of ``instantiator(nodes)``."""
-        return self.instantiator(nodes).templates
-
     def instantiator(self, nodes: int) -> Instantiator:
         """Return the instantiator, made again with its templates if the cluster has outgrown them.
 
@@ -205,7 +201,8 @@ class Planner:
             previous=situation.previous,
             link=self.profile.link,
             horizon_s=horizon_s,
-            memory=self.costs.memory if _leaves_old_layers(situation) else None,
+            # Only whole layers stay in devices' memory until the plan's first commit.
+            memory=self.costs.memory if situation.in_memory and situation.parts is None else None,
         )
         placements = place_stages(weighed, instantiator.templates.by_nodes, self._assigner, masks)
         if unchanged is not None:
@@ -326,8 +323,3 @@ class Planner:
             part_bytes=part_bytes,
             released_layers=gone,
         )
-
-
-def _leaves_old_layers(situation: Situation) -> bool:
-    """Return whether whole layers stay in devices' memory until the plan's first commit."""
-    return situation.in_memory and situation.parts is None

@@ -108,7 +108,7 @@ class ReplayJob:
         :raises JobError: so many nodes cannot hold the model.
         """
         try:
-            self.planner.templates(most_nodes)
+            self.planner.instantiator(most_nodes)
         except InfeasibleError as error:
             raise JobError(f"{self.name} does not fit on {most_nodes} nodes: {error}") from error
 

@@ -28,11 +28,11 @@ def test_the_description_adds_up() -> None:
         description.idle_nodes,
         description.layers,
     ) == (6, 0, 8)
-    assert [row.nodes for row in description.templates] == list(planner.templates(6).sizes)
+    assert [row.nodes for row in description.templates] == list(planner.instantiator(6).templates.sizes)
     for row in description.templates:
         assert [stage.first_layer for stage in row.stages][1:] == [s.end_layer for s in row.stages][:-1]
         assert row.memory_bytes == max(stage.memory_bytes for stage in row.stages) <= 150
-        clock = planner.costs.clock(planner.templates(6).by_nodes[row.nodes].stages)
+        clock = planner.costs.clock(planner.instantiator(6).templates.by_nodes[row.nodes].stages)
         assert row.objective_ms == clock.makespan_ms(row.microbatches)
         assert row.gap >= 0 and (row.gap == 0) == row.proved_optimal
     best = planner.instantiator(6).best(6)

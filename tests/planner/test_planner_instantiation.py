@@ -54,7 +54,7 @@ def test_against_every_multiset_and_every_distribution() -> None:
         planner = random_planner(random, microbatches)
         nodes = planner.n0 + random.randint(0, 5)
         instantiator = planner.instantiator(nodes)
-        sizes = planner.templates(nodes).sizes
+        sizes = planner.instantiator(nodes).templates.sizes
         found = instantiator.best(nodes)
         wanted = min(planner.policy.tolerate + 1, nodes // planner.n0, microbatches)
         for used in range(nodes, 0, -1):
@@ -94,7 +94,7 @@ def test_against_every_multiset_of_up_to_32_nodes(
     profile = replace(profile_of(times_ms, memory_bytes=memory_bytes), ring=ring)
     planner = Planner(profile, Policy(global_batch=4 * microbatches, microbatch_rows=4))
     instantiator = planner.instantiator(32)
-    sizes = planner.templates(32).sizes
+    sizes = planner.instantiator(32).templates.sizes
     for nodes in range(planner.n0, 33):
         found = instantiator.best(nodes)
         fewest = min(2, nodes // planner.n0)
@@ -137,7 +137,7 @@ def test_ten_thousand_nodes_are_all_used_and_no_neighbour_is_quicker() -> None:
             for grown, shrunk in ((one + 1, other - 1), (one + 2, other - 2)):
                 sizes = list(found.sizes)
                 sizes.remove(one)
-                if other in sizes and {grown, shrunk} <= set(planner.templates(60).sizes):
+                if other in sizes and {grown, shrunk} <= set(planner.instantiator(60).templates.sizes):
                     sizes.remove(other)
                     changed = instantiator.of([*sizes, grown, shrunk])
                     assert changed.iteration_ms >= found.iteration_ms * (1 - 1e-9)

@@ -78,7 +78,7 @@ def test_survivors_that_a_greedy_merge_would_join_stay_two_pipelines() -> None:
 def test_where_the_steps_lead_nowhere_intact_pipelines_are_kept() -> None:
     """Two layers on two nodes: three survivors of [2, 2] can neither borrow nor merge."""
     planner = planner_of(layers=2, memory_bytes=20, tolerate=1)
-    assert planner.templates(4).sizes == (2,)
+    assert planner.instantiator(4).templates.sizes == (2,)
     start = planner.plan(planner.initial_situation(names(4)))
     situation = after(start, {"node-3"})
     plan = planner.plan(situation)

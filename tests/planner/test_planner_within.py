@@ -171,7 +171,7 @@ def test_the_instantiation_counts_the_all_reduce_of_shards() -> None:
     planner = Planner(profile, policy_of("auto", tolerate=1))
     planner.precompute(6)
     found = planner.instantiator(6).best(6)
-    templates = planner.templates(6).by_nodes
+    templates = planner.instantiator(6).templates.by_nodes
     for size, share, pipeline_ms_ in zip(found.sizes, found.microbatches, found.pipeline_ms, strict=True):
         stages = templates[size].stages
         sync_ms = planner.costs.sync_ms(stages, len(found.sizes))

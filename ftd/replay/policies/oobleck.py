@@ -222,7 +222,7 @@ class _Placements:
             found = reinstantiate(
                 [len(of_pipeline) for of_pipeline in names],
                 [sum(node in present for node in of_pipeline) for of_pipeline in names],
-                self._planner.templates(len(nodes)).sizes,
+                self._planner.instantiator(len(nodes)).templates.sizes,
             )
             if found is not None and len(found.pipelines) >= instantiator.required(len(nodes)):
                 return found
@@ -231,7 +231,7 @@ class _Placements:
     def _place(self, nodes: Sequence[str], layout: PipelineLayout) -> tuple[float, float]:
         names = sorted(nodes, key=natural_key)
         masks = self._assigner.masks(names, self._devices, self._held)
-        by_nodes = self._planner.templates(len(names)).by_nodes
+        by_nodes = self._planner.instantiator(len(names)).templates.by_nodes
         previous = Plan(
             pipelines=self._pipelines,
             transfers=(),

@@ -319,7 +319,7 @@ class RecyclePolicy(RecoveryPolicy):
         job = self._job
         batch = job.policy.microbatches
         choices: list[tuple[bool, float, int, int]] = []
-        templates = job.planner.templates(len(nodes)).by_nodes
+        templates = job.planner.instantiator(len(nodes)).templates.by_nodes
         for size, template in templates.items():
             pipelines = min(len(nodes) // size, batch)
             if pipelines:

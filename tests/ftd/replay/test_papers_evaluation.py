@@ -65,7 +65,7 @@ def test_the_gradients_of_weights_cannot_wait_where_activations_are_recomputed(
 ) -> None:
     """The page says how much memory 1F1B leaves, and that all activations of a microbatch do not fit in there."""
     planner = evaluation.job_of(model).planner
-    memory, stages = planner.costs.memory, planner.templates(30).by_nodes[size].stages
+    memory, stages = planner.costs.memory, planner.instantiator(30).templates.by_nodes[size].stages
     assert memory.limit_bytes == 40e9 and {stage.recompute for stage in stages} == {"full"}
     assert min(40e9 - used for used in memory.template_bytes(stages)) // 1e9 == free_gb
     for stage in stages:
