@@ -333,9 +333,16 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     if isinstance(schema, int) and (problem := incompatibility(schema, PROTOCOL)):
         raise InvalidJournalError(problem)
     try:
-        journal = msgspec.convert(assemble(durable), JournalState)
+        return _read_cluster(timing, msgspec.convert(assemble(durable), JournalState), at)
     except ValueError as error:
         raise InvalidJournalError(f"the coordinator's journal cannot be read: {error}") from error
+
+
+def _read_cluster(timing: Timing, journal: JournalState, at: float) -> Cluster:
+    """Return the cluster of a journal.
+
+    :raises ValueError: a part that belongs to the phase is missing.
+    """
     c = Cluster(
         timing=timing,
         failing=journal.failing,
@@ -354,15 +361,16 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         replicas=ReplicaComparisons(**_values(journal.replicas, _REPLICAS_FIELDS)),
         exposure=dataclasses.replace(journal.exposure, since=min(journal.exposure.since, at)),
     )
-    _read_generation(c, journal)
-    return c
-
-
-def _read_generation(c: Cluster, journal: JournalState) -> None:
-    """Read the nodes, and the state of the current generation."""
-    at = c.at
     for name, record in journal.nodes.items():
-        c.nodes[name] = _read_node(name, record, at)
+        c.nodes[name] = NodeMachine(
+            name=name,
+            incarnation=record.incarnation,
+            facts=record.facts,
+            heard_at=at,
+            snapshots=frozenset(record.snapshots),
+            **_values(record, _STATUS_FIELDS),
+            repairs=None,
+        )
     for name, past in journal.quarantine.items():
         if name in c.nodes:
             failures = tuple(replace(failure, at=min(failure.at, at)) for failure in past.failures)
@@ -373,6 +381,7 @@ def _read_generation(c: Cluster, journal: JournalState) -> None:
         values["ready_parts"] = dict(journal.resumed_ready_parts)
         c.resumption = Resumption(plan=journal.plan, **values)
     c.state = _read_state(journal, c.resumption, at)
+    return c
 
 
 def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
@@ -387,7 +396,7 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
     """Return the state of the phase. Reports are not stored: a generation that was not resumed must begin
     again.
 
-    :raises InvalidJournalError: a part that belongs to the phase is missing.
+    :raises ValueError: a part that belongs to the phase is missing.
     """
     phase, past = journal.phase, journal.attempt
     if phase is ClusterPhase.WAITING:
@@ -395,9 +404,7 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
     if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED):
         return Ended(phase=phase, outcome=journal.outcome)
     if past is None:
-        raise InvalidJournalError(
-            f"the coordinator's journal cannot be read: it has no generation in phase {phase}"
-        )
+        raise ValueError(f"it has no generation in phase {phase}")
     expected = dict.fromkeys(past.expected)
     if phase is ClusterPhase.PAUSED:
         return Paused(
@@ -424,21 +431,7 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
         if recovery is not None:
             return Resuming(recovery=recovery, **group)
     if recovery is None:
-        raise InvalidJournalError(
-            f"the coordinator's journal cannot be read: it has no recovery in phase {phase}"
-        )
+        raise ValueError(f"it has no recovery in phase {phase}")
     return Quiescing(
         generation=past.generation, recovery=recovery, mode=past.mode, began_at=at, expected=expected
-    )
-
-
-def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:
-    return NodeMachine(
-        name=name,
-        incarnation=record.incarnation,
-        facts=record.facts,
-        heard_at=at,
-        snapshots=frozenset(record.snapshots),
-        **_values(record, _STATUS_FIELDS),
-        repairs=None,
     )
