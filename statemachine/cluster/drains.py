@@ -96,7 +96,7 @@ def _take_cancellation(c: Cluster, node: NodeMachine, request: str) -> None:
     elif _is_left_out(c, node):
         problem = f"{name} is leaving already, with generation {c.generation}; restart its daemon afterwards"
     else:
-        _refuse_requests(c, name, f"another request cancelled the drain of {name}")
+        _close_requests(c, name, f"another request cancelled the drain of {name}")
         node.draining, node.drain_granted, node.drain_waits = None, False, ""
         c.drains.impossible.pop(name, None)
         c.dirty = True
@@ -121,12 +121,9 @@ def requests_overdue(c: Cluster) -> None:
     drain that may wait is kept.
     """
     unknown = "a recovery is under way, and until it ends nobody knows whether a plan can do without"
-    for name, requests in list(c.drains.requests.items()):
-        waiting = [event for event in requests if event.when_possible]
-        for event in waiting:
-            _accept(c, event.request, "waiting", f"{name} waits to leave: {unknown} it")
-        c.drains.requests[name] = [event for event in requests if event not in waiting]
-        _refuse_requests(c, name, f"{name} is not drained, and nothing has changed: {unknown} it; try again")
+    for name in list(c.drains.requests):
+        _let_requests_wait(c, name, f"{name} waits to leave: {unknown} it")
+        _close_requests(c, name, f"{name} is not drained, and nothing has changed: {unknown} it; try again")
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -136,21 +133,21 @@ def _accept(c: Cluster, request: str, outcome: Outcome, detail: str) -> None:
     c.answer(request, True, detail, outcome=outcome)
 
 
-def _answer_requests(c: Cluster, name: str, outcome: Outcome, detail: str) -> None:
+def _close_requests(c: Cluster, name: str, detail: str, outcome: Outcome | None = None) -> None:
+    """Answer all requests about a node; without an outcome they are refused."""
     for event in c.drains.requests.pop(name, ()):
-        _accept(c, event.request, outcome, detail)
-    _stop_waiting_for_answers(c)
-
-
-def _refuse_requests(c: Cluster, name: str, problem: str) -> None:
-    for event in c.drains.requests.pop(name, ()):
-        c.answer(event.request, False, problem)
-    _stop_waiting_for_answers(c)
-
-
-def _stop_waiting_for_answers(c: Cluster) -> None:
+        c.answer(event.request, outcome is not None, detail, outcome=outcome or "")
     if not c.drains.requests:
         c.cancel_timer(DRAIN)
+
+
+def _let_requests_wait(c: Cluster, name: str, detail: str) -> None:
+    """Accept the requests about a node that may wait until there is a plan without it."""
+    requests = c.drains.requests.pop(name, [])
+    for event in requests:
+        if event.when_possible:
+            _accept(c, event.request, "waiting", detail)
+    c.drains.requests[name] = [event for event in requests if not event.when_possible]
 
 
 def _leaves(node: NodeMachine) -> str:
@@ -166,7 +163,7 @@ def _grant(c: Cluster, names: Iterable[str]) -> None:
             node.draining = REQUESTED
         node.drain_granted, node.drain_waits = True, ""
         c.emit("NodeDraining", f"{_leaves(node)} ({node.draining})", node=node.name, nodes=together)
-        _answer_requests(c, node.name, "leaving", _leaves(node))
+        _close_requests(c, node.name, _leaves(node), "leaving")
     c.dirty = True
     c.persist()
     c.publish()
@@ -178,19 +175,13 @@ def _deny(c: Cluster, node: NodeMachine, reason: str) -> None:
     why = f"the plan cannot do without {name}: {reason}"
     if node.draining is not None:
         _let_wait(c, node, reason)
-    requests = c.drains.requests.pop(name, [])
-    _stop_waiting_for_answers(c)
-    refused = [event for event in requests if not event.when_possible]
-    for event in requests:
-        if event.when_possible:
-            wait = f"{name} stays and waits; it leaves as soon as a plan without it exists. Now {why}"
-            _accept(c, event.request, "waiting", wait)
-    if refused:
-        remedy = "add a node and drain it again, or let it wait for one: ftd drain --when-possible"
-        detail = f"{name} is not drained, and nothing has changed: {why}; {remedy} {name}"
-        for event in refused:
-            c.answer(event.request, False, detail)
+    wait = f"{name} stays and waits; it leaves as soon as a plan without it exists. Now {why}"
+    _let_requests_wait(c, name, wait)
+    remedy = "add a node and drain it again, or let it wait for one: ftd drain --when-possible"
+    detail = f"{name} is not drained, and nothing has changed: {why}; {remedy} {name}"
+    if c.drains.requests[name]:
         c.emit("NodeDrainRefused", detail, node=name)
+    _close_requests(c, name, detail)
 
 
 def _let_wait(c: Cluster, node: NodeMachine, reason: str) -> None:
@@ -233,7 +224,7 @@ def describe_released(c: Cluster) -> str:
 def settle(c: Cluster) -> None:
     """Release the nodes that are to leave and that no plan needs, and answer requests that need no planner."""
     for name in [name for name in c.drains.requests if name not in c.nodes or not c.nodes[name].alive]:
-        _refuse_requests(c, name, f"{name} was lost before it could be released")
+        _close_requests(c, name, f"{name} was lost before it could be released")
     leaving = leavers(c)
     if not leaving:
         return
@@ -285,7 +276,7 @@ def _release(c: Cluster, node: NodeMachine) -> None:
     else:
         why = "it holds nothing that the job needs"
     c.emit("NodeReleased", f"{node.name} is released ({node.draining}): {why}", node=node.name)
-    _answer_requests(c, node.name, "released", f"{node.name} is released: {why}")
+    _close_requests(c, node.name, f"{node.name} is released: {why}", "released")
     c.publish()
 
 
