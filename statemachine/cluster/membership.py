@@ -168,7 +168,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
         node.failures, node.quarantine, node.needed_by = old.failures, old.quarantine, old.needed_by
     c.nodes[name] = node
     c.rejected.pop((name, incarnation), None)
-    _join(c, node, f"{name} at {hello.facts.host} with {count_noun(hello.facts.devices, 'device')}")
+    note_joined(c, node, f"{name} at {hello.facts.host} with {count_noun(hello.facts.devices, 'device')}")
     return True
 
 
@@ -192,11 +192,8 @@ def may_return(c: Cluster, node: NodeMachine) -> bool:
     return not node.ended and node.lost_after == c.resumed_generation
 
 
-def take_back(c: Cluster, node: NodeMachine) -> None:
-    _join(c, node, f"{node.name} is back with its state: nothing was resumed without it")
-
-
-def _join(c: Cluster, node: NodeMachine, reason: str) -> None:
+def note_joined(c: Cluster, node: NodeMachine, reason: str) -> None:
+    """Note that a node is present, as a new one or back, and report it."""
     node.feed(NodeEvent.HEALTHY)
     node.heard_at = c.at
     c.dirty = True

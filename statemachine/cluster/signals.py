@@ -14,11 +14,11 @@ from statemachine.cluster.membership import (
     inquire,
     mark_unhealthy,
     may_return,
+    note_joined,
     prepare,
     reject,
     request_overdue_hello,
     sender_status,
-    take_back,
 )
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Quiescing, Resuming, Running
@@ -192,7 +192,7 @@ def take_returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
     elif not isinstance(signal, Hello):
         inquire(c, node.name, node.incarnation)
     else:
-        take_back(c, node)
+        note_joined(c, node, f"{node.name} is back with its state: nothing was resumed without it")
         include_returned_node(c, node)
         take_hello(c, node, signal, is_back=True)
 
