@@ -193,7 +193,7 @@ class ElectionMachine:
             case LeaderSessionOpened():
                 self._claim_term(event)
             case LeaderSessionLost():
-                self._take_session_lost(event)
+                self._take_session_lost()
             case TimerFired():
                 self._timer(event)
             case _:
@@ -362,10 +362,10 @@ class ElectionMachine:
             self._record_without_journal = found
         self._record_present = not lost and event.has_journal
         if self._wait_for_record_s() > 0:
-            self._release("the broker lost the record of the leader")
+            self._release()  # The broker lost the record of the leader.
             return
         if self._tries < MAX_TURNS and is_outdated(event.newest, self._others()):
-            self._release("a peer knows more")
+            self._release()  # A peer knows more.
             return
         before = self.leader if lost else found
         resumed = self._led and before is not None and before.incarnation == self.me.incarnation
@@ -381,7 +381,7 @@ class ElectionMachine:
     def _lead(self, claimed: TermClaim) -> None:
         """Begin to lead: no other coordinator leads in this term."""
         if self._tries < MAX_TURNS and is_outdated(claimed.newest, self._others()):
-            self._release("a peer that came just now knows more")
+            self._release()  # A peer that came just now knows more.
             return
         self._cancel(LEADER_SESSION)
         self._out.append(Lead(cause=self._cause, leader=claimed.leader, resumed=claimed.resumed))
@@ -398,11 +398,11 @@ class ElectionMachine:
             self._out.append(SendLeaderHeartbeat(cause=self._cause, leader=self.leader))
         self._set(HEARTBEAT, self._timing.leader_heartbeat_s)
 
-    def _release(self, why: str) -> None:
+    def _release(self) -> None:
         self._out.append(ReleaseLeadership(cause=self._cause))
-        self._take_session_lost(LeaderSessionLost(at=self._at, cause=self._cause, why=why))
+        self._take_session_lost()
 
-    def _take_session_lost(self, event: LeaderSessionLost) -> None:
+    def _take_session_lost(self) -> None:
         """Handle a leader session that could not be opened, or that was lost to another coordinator, by a
         reset, or with the broker.
         """
@@ -435,7 +435,7 @@ class ElectionMachine:
                     self._acquire()
             case "leader_session":
                 if self.role is Role.CANDIDATE:
-                    self._release("opening it takes too long")
+                    self._release()  # Opening it takes too long.
             case _:
                 if self.role is Role.LEADER:
                     self._send_heartbeat()
