@@ -3,6 +3,7 @@
 Nothing is printed here.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -107,9 +108,7 @@ def describe(seen: Preview) -> Description:
         size: _template_row(costs, template, seen.planned_microbatches[size])
         for size, template in seen.templates.items()
     }
-    groups: dict[tuple[int, int], int] = {}
-    for pair in zip(chosen.sizes, chosen.microbatches, strict=True):
-        groups[pair] = groups.get(pair, 0) + 1
+    groups = Counter(zip(chosen.sizes, chosen.microbatches, strict=True))
     step_s = chosen.iteration_ms / 1e3
     return Description(
         policy=costs.policy,

@@ -19,6 +19,7 @@ from planner.changes.cover import Masks
 from planner.changes.tradeoff import expected_iteration_s
 from planner.changes.transition import plan_transfers
 from planner.mapping.recut import recut
+from planner.pipelines.batch import kinds_of
 from planner.pipelines.distribution import distribute_batch
 from planner.stages.costs import StageCosts
 from planner.values import Device, PipelinePlacement, StagePlacement, StageTemplate
@@ -157,11 +158,8 @@ def group_slow_nodes(placements: Sequence[PipelinePlacement], speeds: Speeds) ->
     has the slowest node. Thereby the slow nodes of all slots come together. Equally fast nodes stay where
     they are.
     """
-    families: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
-    for number, placement in enumerate(placements):
-        families.setdefault(_shape(placement), []).append(number)
     taken = [list(placement.nodes) for placement in placements]
-    for numbers in families.values():
+    for numbers in kinds_of(list(map(_shape, placements))).values():
         ranked = sorted(numbers, key=lambda number: min(speeds.get(node, 1.0) for node in taken[number]))
         for place in range(len(taken[ranked[0]])):
             _slowest_first(taken, ranked, place, speeds)
