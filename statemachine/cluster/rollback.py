@@ -24,7 +24,7 @@ from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigu
 from statemachine.cluster.replicas import explain_loss, explain_repetition
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, key_of
 from statemachine.cluster.snapshots.snapshots import holders
-from statemachine.cluster.spikes import give_up
+from statemachine.cluster.spikes import accept
 from statemachine.cluster.state import FIND, PAUSE_LIMIT, Cluster
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, PlanImpossible, RestoreChecked
@@ -96,7 +96,8 @@ def take_check(c: Cluster, event: RestoreChecked) -> None:
         _send_check(c, state, newest, RESTORE_TRIES - 1)
         return
     if not event.possible and c.spikes.pending is not None:
-        give_up(c, f"the snapshot of step {newest.step} cannot be restored: {event.reason}")
+        why = f"the snapshot of step {newest.step} cannot be restored: {event.reason}, so it is accepted"
+        accept(c, c.spikes.pending, why)
         reconfigure(c, "the spike of the loss is accepted", "abort", state.recovery)
         return
     if not event.possible:

@@ -42,23 +42,17 @@ def _take_spike(c: Cluster, step: int, vote: Vote, threshold: float) -> None:
     spike = Spike(step=step, loss=vote.loss, batch=batch, threshold=threshold)
     tried = c.spikes.tries if step <= c.spikes.tried_step else 0
     if tried >= MAX_TRIES:
-        _accept(c, spike, f"it was so with {tried + 1} different batches, so it is accepted")
+        accept(c, spike, f"it was so with {tried + 1} different batches, so it is accepted")
     elif newest is None or newest.step >= step:
-        _accept(c, spike, "there is no snapshot of an earlier step, so it is accepted")
+        accept(c, spike, "there is no snapshot of an earlier step, so it is accepted")
     else:
         c.spikes = replace(c.spikes, pending=spike)
         _emit(c, spike, f"back to the snapshot of step {newest.step}, without batch {batch}", skipped=True)
     c.dirty = True
 
 
-def give_up(c: Cluster, why: str) -> None:
-    """Continue without undoing the pending spike."""
-    spike = c.spikes.pending
-    if spike is not None:
-        _accept(c, spike, f"{why}, so it is accepted")
-
-
-def _accept(c: Cluster, spike: Spike, why: str) -> None:
+def accept(c: Cluster, spike: Spike, why: str) -> None:
+    """Continue without undoing the spike."""
     c.spikes = replace(c.spikes, losses=(), pending=None, tries=0, tried_step=0)
     _emit(c, spike, why, skipped=False)
 
