@@ -22,7 +22,6 @@ from statemachine.cluster.durable.records import (
     JournalState,
     NodeRecord,
     PersistingRecord,
-    ReplicasRecord,
     assemble,
 )
 from statemachine.cluster.node import NodeMachine
@@ -40,7 +39,7 @@ from statemachine.cluster.phases import (
 )
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite, JobCheckpoints, JobSnapshots
-from statemachine.cluster.state import Cluster, ReplicaComparisons, TrainingProgress
+from statemachine.cluster.state import Cluster, TrainingProgress
 from statemachine.messages.values import PROTOCOL, ClusterPhase, NodeFacts
 from statemachine.timing import Timing
 
@@ -86,7 +85,7 @@ def _field_names(kind: type, *left_out: str) -> tuple[str, ...]:
 _FACTS = NodeFacts.__struct_fields__
 _STATUS_FIELDS = _field_names(NodeRecord, "incarnation", "facts", "snapshots")
 _RECOVERY_FIELDS = _field_names(ActiveRecovery, "before", "committed_at")
-_REPLICAS_FIELDS = _field_names(ReplicasRecord)
+_REPLICAS_FIELDS = ("agreed_step", "copied", "diverged", "diverged_step", "tries")
 _PLAN_FIELDS = tuple(name for name in Plan.__struct_fields__ if name != "pipelines")
 _RESUMED_FIELDS = _field_names(Resumption, "plan")
 """Fields of ``Resumption`` that the journal has under their names with ``resumed_`` before them."""
@@ -358,7 +357,7 @@ def _read_cluster(timing: Timing, journal: JournalState, at: float) -> Cluster:
             user_requested=journal.snapshot_user_requested,
         ),
         checkpoints=_read_persisting(journal.persisting, at),
-        replicas=ReplicaComparisons(**_values(journal.replicas, _REPLICAS_FIELDS)),
+        replicas=journal.replicas,
         exposure=dataclasses.replace(journal.exposure, since=min(journal.exposure.since, at)),
     )
     for name, record in journal.nodes.items():

@@ -10,11 +10,11 @@ from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.loss_spikes import LossSpikes
 from statemachine.cluster.phases import ActiveRecovery
 from statemachine.cluster.skipped_updates import SkippedUpdates
+from statemachine.cluster.state import ReplicaComparisons
 from statemachine.messages.values import (
     CheckpointRecord,
     ClusterPhase,
     CommittedStep,
-    Divergence,
     HeldPart,
     HeldSnapshot,
     Job,
@@ -92,15 +92,6 @@ class PersistingRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasRecord:
-    agreed_step: int = 0
-    copied: bool = False
-    diverged: Divergence | None = None
-    diverged_step: int = 0
-    tries: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HostColumns:
     name: list[str]
     incarnation: list[Any]
@@ -166,7 +157,7 @@ class JournalState:
     persisting: PersistingRecord = PersistingRecord()
     repeated_error: RepeatedError | None = None
     failing: dict[str, NodeErrors] = field(default_factory=dict)
-    replicas: ReplicasRecord = ReplicasRecord()
+    replicas: ReplicaComparisons = field(default_factory=ReplicaComparisons)
     evaluated: int = 0
     resumed_evaluated: int = 0
     quarantine: dict[str, QuarantineRecord] = field(default_factory=dict)
