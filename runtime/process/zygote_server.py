@@ -89,17 +89,29 @@ class Server:
             sys.stderr.write(f"a zygote imports torch itself, because it differs in {', '.join(different)}\n")
             _answer(connection, None)
         else:
-            server = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                for other in (self.listener, *self.requests, *self.zygotes.values()):
-                    other.close()
-                for descriptor in private:
-                    os.close(descriptor)
-                become_zygote(asked, descriptors, connection, server)
-            self.zygotes[pid] = connection
+            self._fork(asked, descriptors, connection, private)
         for descriptor in descriptors:
             os.close(descriptor)
+
+    def _fork(
+        self, asked: Context, descriptors: list[int], connection: socket.socket, private: tuple[int, ...]
+    ) -> None:
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # The other zygotes must not end with this request.
+            sys.stderr.write(
+                f"a zygote imports torch itself, because it cannot be forked: {error.strerror}\n"
+            )
+            _answer(connection, None)
+            return
+        if pid == 0:
+            for other in (self.listener, *self.requests, *self.zygotes.values()):
+                other.close()
+            for descriptor in private:
+                os.close(descriptor)
+            become_zygote(asked, descriptors, connection, server)
+        self.zygotes[pid] = connection
 
     def _differences(self, asked: Context) -> list[str]:
         """Return the names of the properties of a request that a forked zygote cannot have."""

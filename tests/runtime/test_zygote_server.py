@@ -1,5 +1,6 @@
 """Zygotes that a server forks, with real processes."""
 
+import errno
 import os
 import signal
 import socket
@@ -9,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from runtime.process.zygote_request import SERVER_VARIABLE, listen
+from runtime.process.zygote_request import SERVER_VARIABLE, Answer, describe_context, listen
+from runtime.process.zygote_server import Server
 from runtime.wire.frames import Decoder
 from runtime.wire.zygote_protocol import ZygoteNotice, ZygoteReady
 
@@ -163,6 +166,23 @@ def test_a_request_that_nobody_understands_harms_nothing(server: Path) -> None:
     assert asked.zygote != asked.process.pid
     asked.process.kill()
     asked.end()
+
+
+def test_a_server_that_cannot_fork_rejects_the_request_and_keeps_its_other_zygotes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fork)
+    context = describe_context([])
+    asking, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with asking, socket.socket() as listener:
+        socket.send_fds(asking, [msgspec.msgpack.encode(context)], [0, 1, 2, listener.fileno()])
+        server = Server(listener, context, enters_networks=False)
+        server._take(connection, ())
+        assert msgspec.msgpack.decode(asking.recv(100), type=Answer) == Answer(status=None)
+        assert server.zygotes == {}
 
 
 def test_the_end_of_the_server_ends_its_zygotes_and_later_ones_import_torch_themselves(
