@@ -108,7 +108,7 @@ def preload(parent: int, modules: list[str], notices: int, lifeline: int | None)
         try:
             for part in (module, *_PARTS.get(module, ())):
                 importlib.import_module(part)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not (isinstance(error, ModuleNotFoundError) and error.name == module):
                 sys.stderr.write(f"node.preload: {module}: {type(error).__name__}: {error}\n")
         if thread_count() > 1:

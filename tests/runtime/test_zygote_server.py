@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from runtime.process.zygote import preload
 from runtime.process.zygote_request import SERVER_VARIABLE, Answer, describe_context, listen
 from runtime.process.zygote_server import Server
 from runtime.wire.frames import Decoder
@@ -127,6 +128,16 @@ def test_a_module_that_starts_threads_is_left_out_and_the_zygote_still_ends(
     asked.process.kill()
     until(lambda: gone(asked.zygote))
     assert "threads_at_import starts threads and is left out" in asked.end()[1]
+
+
+def test_a_module_that_ends_its_process_when_it_is_imported_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ends_at_import.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("runtime.process.zygote.thread_count", lambda: 1)
+    preload(os.getppid(), ["ends_at_import"], notices=1, lifeline=None)
+    assert "node.preload: ends_at_import: SystemExit" in capsys.readouterr().err
 
 
 def test_a_process_with_other_settings_of_the_c_library_is_its_own_zygote(server: Path) -> None:
