@@ -151,7 +151,7 @@ def become_zygote(asked: Context, descriptors: list[int], connection: socket.soc
         zygote.run(asked.modules, parent=server, lifeline=connection.detach())
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
         if isinstance(error.code, str):
             sys.stderr.write(f"{error.code}\n")
     except BaseException:  # After any error, the child must not return into the server's loop.

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
 
 from runtime.process.zygote import preload
 from runtime.process.zygote_request import SERVER_VARIABLE, Answer, describe_context, listen
-from runtime.process.zygote_server import Server
+from runtime.process.zygote_server import Server, become_zygote
 from runtime.wire.frames import Decoder
 from runtime.wire.zygote_protocol import ZygoteNotice, ZygoteReady
 
@@ -194,6 +195,25 @@ def test_a_server_that_cannot_fork_rejects_the_request_and_keeps_its_other_zygot
         server._take(connection, ())
         assert msgspec.msgpack.decode(asking.recv(100), type=Answer) == Answer(status=None)
         assert server.zygotes == {}
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (3, 3), ("a reason", 1)])
+def test_a_zygote_ends_with_the_status_that_python_gives_an_exit(
+    monkeypatch: pytest.MonkeyPatch, code: int | str | None, status: int
+) -> None:
+    class EndedError(Exception):
+        pass
+
+    def end(given: int) -> NoReturn:
+        raise EndedError(given)
+
+    def leave(_parent: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr("runtime.process.zygote_server.die_with_parent", leave)
+    with socket.socket() as connection, pytest.raises(EndedError, match=f"^{status}$"):
+        become_zygote(describe_context([]), [0, 1, 2, 3], connection, os.getpid())
 
 
 def test_the_end_of_the_server_ends_its_zygotes_and_later_ones_import_torch_themselves(
