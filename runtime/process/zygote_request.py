@@ -135,6 +135,11 @@ def zygote_from_server(environment: Mapping[str, str], modules: list[str]) -> No
         except OSError as error:
             sys.stderr.write(f"${SERVER_VARIABLE}: {path}: {error.strerror}\n")
             return
+        except UnicodeEncodeError:
+            sys.stderr.write(
+                "a zygote imports torch itself, because its environment or directory is not valid UTF-8\n"
+            )
+            return
     if not data:
         raise SystemExit(f"the server of zygotes at {path} has ended")
     status = msgspec.msgpack.decode(data, type=Answer).status

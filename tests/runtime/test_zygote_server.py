@@ -15,7 +15,13 @@ import msgspec
 import pytest
 
 from runtime.process.zygote import preload
-from runtime.process.zygote_request import SERVER_VARIABLE, Answer, describe_context, listen
+from runtime.process.zygote_request import (
+    SERVER_VARIABLE,
+    Answer,
+    describe_context,
+    listen,
+    zygote_from_server,
+)
 from runtime.process.zygote_server import Server, become_zygote
 from runtime.wire.frames import Decoder
 from runtime.wire.zygote_protocol import ZygoteNotice, ZygoteReady
@@ -146,6 +152,15 @@ def test_a_process_with_other_settings_of_the_c_library_is_its_own_zygote(server
     assert asked.zygote == asked.process.pid
     asked.process.kill()
     asked.end()
+
+
+def test_a_process_whose_environment_is_not_utf8_is_its_own_zygote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(os.environ, "LATIN", os.fsdecode(b"caf\xe9"))
+    with listen(tmp_path / "s"):
+        zygote_from_server({SERVER_VARIABLE: str(tmp_path / "s")}, [])
+    assert "not valid UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
