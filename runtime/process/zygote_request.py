@@ -133,7 +133,7 @@ def zygote_from_server(environment: Mapping[str, str], modules: list[str]) -> No
             socket.send_fds(stream, [request], [0, 1, 2, network.fileno()])
             data = stream.recv(MAX_CONTEXT_BYTES)
         except OSError as error:
-            sys.stderr.write(f"${SERVER_VARIABLE}: {path}: {error.strerror}\n")
+            sys.stderr.write(f"${SERVER_VARIABLE}: {path}: {error.strerror or error}\n")
             return
         except UnicodeEncodeError:
             sys.stderr.write(

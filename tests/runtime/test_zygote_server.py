@@ -163,6 +163,12 @@ def test_a_process_whose_environment_is_not_utf8_is_its_own_zygote(
     assert "not valid UTF-8" in capsys.readouterr().err
 
 
+def test_a_socket_with_too_long_a_path_is_named_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"/{'a' * 200}"
+    zygote_from_server({SERVER_VARIABLE: path}, [])
+    assert capsys.readouterr().err == f"${SERVER_VARIABLE}: {path}: AF_UNIX path too long\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_a_zygote_is_in_the_network_of_the_process_that_asked(server: Path) -> None:
     asked = Asked(server, prefix=("unshare", "--net"))
