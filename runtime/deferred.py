@@ -543,7 +543,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = args, kwargs or {}
-        placed = tree.tree_map_only(Tensor, lambda t: self._recording.view_of(t) or t, given)
+        placed = self._placed(given)
         if (not _storages(placed) and function not in _FACTORIES) or function.is_view or function in _VIEWS:
             return self._execute(function, given)
         written = _written(function, *given)
@@ -555,11 +555,17 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._in_place(function, given, placed, written)
         return self._functional(function, given, placed)
 
+    def _placed(self, given: Any) -> Any:
+        """Return the arguments of a call with views in place of tensors without memory."""
+        return tree.tree_map_only(Tensor, lambda t: self._recording.view_of(t) or t, given)
+
     def _in_place(self, function: Any, given: Any, placed: Any, written: list[Tensor]) -> Any:
         places = [self._recording.view_of(tensor) for tensor in written]
         if not all(places):
-            # A small tensor is computed from large ones.
-            self._execute(function, self._recording.values_of(placed))
+            # A small tensor is computed from large ones. Operations on lists may write to large ones as well.
+            for tensor in written:
+                self._recording.materialise(tensor)
+            self._execute(function, self._recording.values_of(self._placed(given)))
             return _returned(function, given, written)
         writes = frozenset(place.storage for place in places if place is not None)
         whole = function in _OVERWRITES and written[0].nbytes == written[0].untyped_storage().nbytes()

@@ -185,6 +185,20 @@ def test_memory_that_is_written_without_torch_counts() -> None:
     assert check_equal(Written, 0) == 0
 
 
+def test_an_operation_on_a_list_of_small_and_large_tensors_writes_to_all_of_them() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Linear(64, 64), nn.Linear(2, 2)
+            torch._foreach_mul_([p.data for p in self.parameters()], 0.5)
+            torch._foreach_copy_(
+                [self.large.weight.data, self.small.weight.data], [torch.ones(64, 64), torch.ones(2, 2)]
+            )
+            self.large.weight.data.mul_(3)
+
+    check_equal(Scaled, 4096)
+
+
 def test_a_users_own_generator_is_unchanged() -> None:
     def make(generator: torch.Generator) -> nn.Module:
         module = nn.Linear(64, 64)
