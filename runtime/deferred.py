@@ -12,6 +12,7 @@ that moment. Code that accesses memory without an operation of torch (``numpy``)
 then on. A state of the generator that the factory's code reads has a meaning only while the factory runs.
 """
 
+import copyreg
 import ctypes
 import mmap
 import os
@@ -97,6 +98,7 @@ _READERS = frozenset(
         Tensor.__dlpack__,
         Tensor.__reduce_ex__,
         Tensor.share_memory_,
+        Tensor.data_ptr,
     )
 )
 """Methods that give access to memory without an operation of torch."""
@@ -346,10 +348,33 @@ def recorded(recording: Recording, *, exact: bool = True, large_bytes: int = LAR
     streams = None if exact else random.Random(int(torch.randint(2**62, ())))
     generators = _Generators()
     try:
-        with _Operations(recording, generators, streams, large_bytes), _Access(recording):
+        with (
+            _Operations(recording, generators, streams, large_bytes),
+            _Access(recording),
+            _pickling(recording),
+        ):
             yield
     finally:
         generators.settle(torch.default_generator)
+
+
+@contextmanager
+def _pickling(recording: Recording) -> Iterator[None]:
+    """Return a context in which tensors are pickled with their values: torch asks no mode for plain tensors."""
+
+    def reduce(tensor: Tensor) -> Any:
+        recording.materialise(tensor)
+        return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+
+    before = copyreg.dispatch_table.get(Tensor)
+    copyreg.dispatch_table[Tensor] = reduce
+    try:
+        yield
+    finally:
+        if before is None:
+            del copyreg.dispatch_table[Tensor]
+        else:
+            copyreg.dispatch_table[Tensor] = before
 
 
 class Weights(Protocol):

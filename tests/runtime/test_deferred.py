@@ -1,6 +1,9 @@
 """Tests of deferred modules: a model is built without memory, and each of its tensors gets its original value."""
 
+import copyreg
 import dataclasses
+import io
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -183,6 +187,30 @@ def test_memory_that_is_written_without_torch_counts() -> None:
             self.weight.detach().numpy()[0] = np.arange(64)
 
     assert check_equal(Written, 0) == 0
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "safetensors"])
+def test_a_tensor_is_written_to_a_file_with_its_values(how: str) -> None:
+    def copy(state: dict[str, Tensor]) -> Any:
+        file = io.BytesIO()
+        match how:
+            case "pickle":
+                return pickle.loads(pickle.dumps(state))
+            case "torch.save":
+                torch.save(state, file)
+                file.seek(0)
+                return torch.load(file)
+            case _:
+                return safetensors.torch.load(safetensors.torch.save(state))
+
+    def make() -> nn.Module:
+        made = nn.Linear(64, 64)
+        made.load_state_dict(copy(nn.Linear(64, 64).state_dict()))
+        return made
+
+    before = dict(copyreg.dispatch_table)
+    check_equal(make, 0)
+    assert copyreg.dispatch_table == before
 
 
 def test_an_operation_on_a_list_of_small_and_large_tensors_writes_to_all_of_them() -> None:
