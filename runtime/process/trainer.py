@@ -109,11 +109,11 @@ class Trainer:
             self._link.send(Raised(where=where, detail=str(error)))
         except _DifferentModelError as error:
             self._link.send(Raised(where="restore", detail=str(error)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # A layer, a loss or an optimizer may call ``sys.exit``.
             self._link.send(Raised(where=where, detail=self._describe_error(error)))
         return 1
 
-    def _describe_error(self, error: Exception) -> str:
+    def _describe_error(self, error: BaseException) -> str:
         """Return the user's traceback, or the breakdown of memory if memory was exhausted."""
         engine = self._engine
         if engine is None or not is_out_of_memory(error):

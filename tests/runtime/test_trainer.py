@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from runtime.errors import TrainingError
+from runtime.process.trainer import Trainer
 from runtime.training import torch_device
 from statemachine.messages import trainer as p
 from statemachine.messages.common import Prepared
@@ -122,6 +123,25 @@ def test_a_layer_that_raises_while_training_ends_its_trainer(cluster: Cluster, t
     raised = trainers[0].take(p.Raised)
     assert raised.where == "training" and "ArithmeticError: boom" in raised.detail
     assert cluster.wait_exit(trainers[0].pid) == 1
+
+
+def test_a_layer_that_ends_its_process_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+
+    class Link:
+        def __init__(self, *_: object) -> None:
+            self.send = sent.append
+
+    def train(_trainer: Trainer, _instruction: object) -> None:
+        raise SystemExit("the loss is not finite")
+
+    monkeypatch.setattr("runtime.process.trainer.NodeConnection", Link)
+    monkeypatch.setattr("runtime.process.trainer.Mailbox.next", lambda _: p.StartSnapshot(generation=1))
+    monkeypatch.setattr(Trainer, "_take_last_snapshot", train)
+    assert Trainer("", 0).run() == 1
+    [raised] = sent
+    assert isinstance(raised, p.Raised) and raised.where == "training"
+    assert raised.detail.endswith("SystemExit: the loss is not finite\n")
 
 
 def test_a_trainer_reports_its_build_progress_until_it_is_prepared(cluster: Cluster, tmp_path: Path) -> None:
