@@ -703,7 +703,8 @@ class Engine:
         names = self.model.loss.metric_names
         sums = self._summed([squared, broken, stop, snap, *totals.to_list(names)])
         total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
-        overflowed = total_broken > 0 or not math.isfinite(total_squared)
+        # The sum of gradients is divided by the weight.
+        overflowed = total_broken > 0 or not (math.isfinite(total_squared) and math.isfinite(weight))
         vote = Vote(
             loss=loss / weight if weight else 0.0,
             gradient_norm=math.sqrt(total_squared) / self._divisor(weight, scale),

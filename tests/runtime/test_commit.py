@@ -1,5 +1,6 @@
 """The commit rule on one engine in this process: roll forward, redo, reset, skip."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,38 @@ def test_gradients_that_are_not_finite_skip_the_update_but_commit(tmp_path: Path
         vote = engine.step(no).vote
         unchanged = torch.equal(before, engine.model.named_parameters([0])[0][1])
         assert vote.skipped == unchanged
+        skipped.append(vote.skipped)
+    assert sum(skipped) == 1 and engine.committed_step == 4
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_skips_the_update(tmp_path: Path, weight: float) -> None:
+    """Sample 39 has such a weight."""
+    script(
+        tmp_path,
+        f"""
+        class Weighted(Rows):
+            def __getitem__(self, index):
+                row, target = super().__getitem__(index)
+                weight = torch.tensor(float("{weight}") if index == 39 else 1.0)
+                return row, torch.cat([target.reshape(1), weight.reshape(1)])
+
+        def loss(output, target):
+            return (output[:, 0] - target[:, 0]).square().sum(), target[:, 1].sum()
+
+        def build():
+            return Training(layers=[nn.Linear(3, 1)], loss=loss, optimizer=sgd, dataset=Weighted())
+        """,
+    )
+    data = data_for("mine.py:build", tmp_path, global_batch=10, microbatch_rows=5)
+    engine = engine_of(data)
+    enter(engine, 0)
+    skipped = []
+    for _ in range(4):
+        before = engine.model.named_parameters([0])[0][1].detach().clone()
+        vote = engine.step(no).vote
+        now = engine.model.named_parameters([0])[0][1]
+        assert vote.skipped == torch.equal(before, now) and now.isfinite().all()
         skipped.append(vote.skipped)
     assert sum(skipped) == 1 and engine.committed_step == 4
 
