@@ -7,7 +7,8 @@ from torch import Tensor
 
 from runtime.errors import TrainingError
 from runtime.layers.model import Model
-from runtime.layers.optimizer import Optimization
+from runtime.layers.optimizer import Optimization, ParameterState, state_tensors
+from runtime.zero.sharded_optimizer import ShardedOptimization
 
 _MIB = 1024 * 1024
 _HOST_WORDS = ("can't allocate memory", "not enough memory")
@@ -57,21 +58,23 @@ def explain_out_of_memory(
     :param rows: rows of a microbatch.
     """
     named = model.named_parameters(layers)
-    trained = sum(parameter.nbytes for _, parameter in named)
     held = {id(t.value): t.value for layer in layers for t in model.tensors_of(layer) if not t.value.is_meta}
     parameters = sum(value.nbytes for value in held.values())
-    states = 0
-    for name, _ in named:
-        try:
-            state = optimization.parameter_state(name)
-        except RuntimeError:
-            continue  # It is divided among ranks under ZeRO-1.
-        states += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    gradients = sum(parameter.nbytes for _, parameter in named)
+    updated: list[tuple[Tensor, ParameterState]] = []
+    if isinstance(optimization, ShardedOptimization):
+        updated = optimization.updated()
+        if optimization.shards is not None:
+            parameters += sum(value.nbytes for value in optimization.shards.values.values())
+            gradients = sum(value.nbytes for value in optimization.shards.gradients.values())
+    updated = updated or [(parameter, optimization.parameter_state(name)) for name, parameter in named]
+    trained = sum(value.nbytes for value, _ in updated)
+    states = sum(tensor.nbytes for _, state in updated for tensor in state_tensors(state))
     first, last = min(layers, default=0), max(layers, default=0)
     return (
         f"out of memory in the stage of layers {first} to {last} ({model.layer_name(first)} to "
         f"{model.layer_name(last)}) on {model.device}: parameters {parameters / _MIB:.0f} MiB, gradients "
-        f"{trained / _MIB:.0f} MiB, optimizer state {states / _MIB:.0f} MiB"
+        f"{gradients / _MIB:.0f} MiB, optimizer state {states / _MIB:.0f} MiB"
         + ("" if states else f" so far (Adam keeps {2 * trained / _MIB:.0f} MiB)")
         + f", the rest are activations of microbatches of {rows} rows. To make it fit: a smaller "
         "training.microbatch, training.activation_checkpointing, training.precision, "

@@ -107,6 +107,14 @@ class ShardedOptimization(Optimization):
         if self._scheduler is not None:
             self._scheduler.step()
 
+    def updated(self) -> list[tuple[Tensor, ParameterState]]:
+        """Return the values that this rank updates, with the optimizer's own state for them; empty before
+        ``set_slices``.
+        """
+        if self._optimizer is None:
+            return []
+        return [(value.detach(), self._optimizer.state.get(value, {})) for _, value in self._slices]
+
     def make_replica_optimizer(
         self, slices: Sequence[SliceState]
     ) -> tuple[Optimizer | None, list[nn.Parameter]]:
