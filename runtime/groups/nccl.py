@@ -38,6 +38,7 @@ from runtime.groups.communicator import (
     CHANNELS,
     MIN_GROUP_TIMEOUT_S,
     Channel,
+    CommunicationAborted,
     CommunicationEdge,
     Communicator,
     Group,
@@ -113,6 +114,10 @@ class NcclCommunicator(Communicator):
         store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
         with self._condition:
             self._store = store
+            aborted = self._aborted
+        if aborted:  # Nobody else would close the store, which waits for the other ranks.
+            store.close()
+            raise CommunicationAborted
         self._check_devices(store)
         for channel, upwards in product(CHANNELS, (True, False)):
             name = f"{channel}-{'up' if upwards else 'down'}"

@@ -35,7 +35,7 @@ from runtime.groups.communicator import (
 )
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.nccl import NcclCommunicator
-from runtime.groups.store import Rendezvous
+from runtime.groups.store import Rendezvous, RendezvousStore
 from tests.helpers.harness import ROOT, TOKEN, ServerThread
 
 FAR_S = 300.0
@@ -437,6 +437,25 @@ def test_an_abort_frees_a_rank_that_waits_for_a_peer_that_never_connects(
     with pytest.raises(CommunicationAborted):
         blocked.result(30)
     one.close()
+
+
+def test_an_abort_while_nccl_connects_to_the_rendezvous_leaves_no_connection(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = lazy_peers(server, monkeypatch, 2, [])
+    stores: list[RendezvousStore] = []
+
+    class Store(RendezvousStore):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            stores.append(self)
+            one.abort()
+            one.close()  # The main thread does so at once.
+
+    monkeypatch.setattr("runtime.groups.nccl.RendezvousStore", Store)
+    with pytest.raises(CommunicationAborted):
+        one.form([])
+    eventually(lambda: stores[0]._connection._socket.fileno() == -1)
 
 
 def test_an_abort_ends_every_nccl_group_including_one_that_is_forming(
