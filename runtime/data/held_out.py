@@ -60,18 +60,15 @@ class HeldOutSampler:
         first = batch * self.global_batch + microbatch * self.microbatch_rows
         return max(0, min(self.microbatch_rows, self.samples - first))
 
-    def pseudo_step(self, batch: int) -> int:
+    @staticmethod
+    def pseudo_step(batch: int) -> int:
         """Return the negative step that identifies a batch where random numbers depend on the step."""
         return _FIRST_STEP - batch
-
-    def batch_of(self, step: int) -> int:
-        """Return the batch of a step that ``pseudo_step`` returned."""
-        return _FIRST_STEP - step
 
     def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
         """Return rows ``[first_row, first_row + rows)`` of a batch, as far as they exist.
 
         :param step: step that identifies the batch (``pseudo_step``).
         """
-        start = self.batch_of(step) * self.global_batch + first_row
+        start = (_FIRST_STEP - step) * self.global_batch + first_row
         return [Draw(_EPOCH, index) for index in range(start, min(start + rows, self.samples))]

@@ -12,13 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any
 
 import torch
 
 from runtime.data.batches import Batch, map_leaves
-from runtime.data.reading import BatchReader, BatchReaders, FindProblem, HeldOutReader, MicrobatchKey
-from runtime.data.sampling import Sampler
+from runtime.data.reading import BatchReader, BatchReaders, MicrobatchKey
 from runtime.data.workers import ForkServer
 from runtime.errors import TrainingError
 
@@ -34,39 +32,20 @@ class BatchLoader:
 
     It starts the workers. Make it before the first step, in a thread that lives as long as the trainer.
 
-    :param collate: list of samples -> batch; ``None`` stacks tensors.
-    :param dtype: type of the batch's floating-point tensors; with ``None`` they keep theirs.
+    :param held_out: reads the held-out data set, if there is one.
     :param workers: number of processes; with 0, ``load`` reads in the calling thread.
     :param pinned: return tensors in page-locked memory, from which copies to a GPU are asynchronous.
-    :param held_out: reads the held-out data set, if there is one.
-    :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
-    :raises TrainingError: the data set is not map-style, or it is empty.
     """
 
     def __init__(
         self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any] | None,
-        sampler: Sampler,
+        training: BatchReader,
+        held_out: BatchReader | None = None,
         *,
-        microbatch_rows: int,
-        seed: int,
-        dtype: torch.dtype | None = None,
         workers: int = 0,
         pinned: bool = False,
-        held_out: HeldOutReader | None = None,
-        find_problem: FindProblem | None = None,
     ) -> None:
-        reader = BatchReader(
-            dataset,
-            collate,
-            sampler,
-            microbatch_rows=microbatch_rows,
-            seed=seed,
-            dtype=dtype,
-            find_problem=find_problem,
-        )
-        self._readers = BatchReaders(reader, held_out)
+        self._readers = BatchReaders(training, held_out)
         self._pinned = pinned
         self._pool = _Pool(self._readers, workers, pinned=pinned) if workers else None
 
@@ -78,33 +57,25 @@ class BatchLoader:
         if self._pool is not None:
             self._pool.plan(keys)
 
-    def load(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
-        """Return a whole microbatch: rows ``[microbatch * microbatch_rows, …)`` of the step's global batch.
+    def load(
+        self, step: int, microbatch: int, check: Callable[[], None] = lambda: None, *, batch: int = 0
+    ) -> Batch:
+        """Return a whole microbatch: rows ``[microbatch * microbatch_rows, …)`` of the global batch.
 
         A microbatch that no plan announced is loaded as well.
 
         :param check: called about every 10 ms while waiting for a worker, or before each sample if there
             are none; an exception from it ends the call.
+        :param batch: global batch: see ``MicrobatchKey``.
         :raises TrainingError: the data set or the collate function failed, or workers were lost.
         """
-        return self._load(MicrobatchKey(step, 0, microbatch), check)
-
-    def load_held_out(
-        self, step: int, batch: int, microbatch: int, check: Callable[[], None] = lambda: None
-    ) -> Batch:
-        """Return a whole microbatch of global batch ``batch`` (from 0) of the held-out data set.
-
-        :param step: step after which it is evaluated; the microbatch is the same after every step.
-        """
-        return self._load(MicrobatchKey(step, batch + 1, microbatch), check)
-
-    def _load(self, key: MicrobatchKey, check: Callable[[], None]) -> Batch:
+        key = MicrobatchKey(step, batch, microbatch)
         if self._pool is not None:
             return self._pool.take(key, check)
-        batch = self._readers.read(key, check)
+        made = self._readers.read(key, check)
         if not self._pinned:
-            return batch
-        return map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf, batch)
+            return made
+        return map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf, made)
 
     def close(self) -> None:
         """End the workers, without waiting for reads in progress."""

@@ -92,16 +92,40 @@ class SampleOrder(Protocol):
         """Return rows ``[first_row, first_row + rows)`` of the global batch of ``step``."""
 
 
+class MicrobatchKey(NamedTuple):
+    """The key of one microbatch. Keys are ordered as a job uses them."""
+
+    step: int
+    """Step that it belongs to, or after which it is evaluated; the first is 1."""
+    batch: int
+    """0 for the step's own global batch, n for the n-th held-out one."""
+    microbatch: int
+    """Number within the global batch, from 0."""
+
+    @property
+    def random_step(self) -> int:
+        """Step that identifies the global batch where samples and random numbers depend on the step."""
+        return HeldOutSampler.pseudo_step(self.batch - 1) if self.batch else self.step
+
+    @property
+    def batch_name(self) -> str:
+        """Name of the global batch, for messages."""
+        return f"held-out batch {self.batch - 1}" if self.batch else f"step {self.step}"
+
+    def describe(self) -> str:
+        """Return a name of the microbatch, for messages."""
+        return f"microbatch {self.microbatch} of {self.batch_name}"
+
+
 class BatchReader:
     """A reader of the microbatches of one data set.
 
-    :param collate: list of samples -> batch; ``None`` for :func:`default_collate`.
+    :param collate: list of samples -> batch; ``None`` for :func:`default_collate`, which stacks tensors.
     :param dtype: type of the batch's floating-point tensors; with ``None`` they keep theirs.
     :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
+    :param name: name of the data set, for messages.
+    :raises TrainingError: the data set is not map-style, or it is empty.
     """
-
-    name = "Training.dataset"
-    """Name of the data set, for messages."""
 
     def __init__(
         self,
@@ -113,8 +137,10 @@ class BatchReader:
         seed: int,
         dtype: torch.dtype | None = None,
         find_problem: FindProblem | None = None,
+        name: str = "Training.dataset",
     ) -> None:
-        check_dataset(dataset, self.name)
+        check_dataset(dataset, name)
+        self._name = name
         self._find_problem = find_problem
         self._dataset = dataset
         self._collate = default_collate if collate is None else collate
@@ -124,65 +150,58 @@ class BatchReader:
         self._dtype = dtype
         self._found_repeatable = False
 
-    def read(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
-        """Return microbatch ``microbatch`` (from 0) of the global batch of ``step``.
+    def read(self, key: MicrobatchKey, check: Callable[[], None] = lambda: None) -> Batch:
+        """Return a microbatch.
 
         :param check: called before every sample; an exception from it ends the read.
         :raises TrainingError: the data set or the collate function raised, or returned something unusable.
         """
         self._check_length()
-        first_row = microbatch * self._rows
-        draws = self._sampler.draws(step, first_row, self._rows)
+        draws = self._sampler.draws(key.random_step, key.microbatch * self._rows, self._rows)
         with preserve_generators():
-            samples = self._samples(draws, step, first_row, check)
+            samples = self._samples(draws, key, check)
             if self._found_repeatable:
-                return self._collated(samples, draws, step, microbatch)
+                return self._collated(samples, draws, key)
             try:
                 again = [_copied(sample) for sample in samples]
-                again[:1] = self._samples(draws[:1], step, first_row, check)
+                again[:1] = self._samples(draws[:1], key, check)
             except TypeError:
-                again = self._samples(draws, step, first_row, check)
-            batch = self._collated(samples, draws, step, microbatch)
-            _check_equal(batch, self._collated(again, draws, step, microbatch))
+                again = self._samples(draws, key, check)
+            batch = self._collated(samples, draws, key)
+            _check_equal(batch, self._collated(again, draws, key))
             self._found_repeatable = True
             return batch
 
-    def describe(self, step: int) -> str:
-        """Return a name of the global batch, for messages."""
-        return f"step {step}"
-
     def _check_length(self) -> None:
-        length = _length_of(self._dataset, self.name)
+        length = _length_of(self._dataset, self._name)
         if length != self._sampler.dataset_length:
             raise TrainingError(
-                f"{self.name} has {length} samples now and had {self._sampler.dataset_length} when the job "
+                f"{self._name} has {length} samples now and had {self._sampler.dataset_length} when the job "
                 "began; which samples a step uses follows from that number, so it must not change during a "
                 "job: take a snapshot of the data, or fix the length in __len__"
             )
 
-    def _samples(self, draws: list[Draw], step: int, first_row: int, check: Callable[[], None]) -> list[Any]:
+    def _samples(self, draws: list[Draw], key: MicrobatchKey, check: Callable[[], None]) -> list[Any]:
         samples = []
-        for row, draw in enumerate(draws, first_row):
+        for row, draw in enumerate(draws, key.microbatch * self._rows):
             check()
-            samples.append(self._sample(draw, step, row))
+            samples.append(self._sample(draw, key, row))
         return samples
 
-    def _sample(self, draw: Draw, step: int, row: int) -> Any:
+    def _sample(self, draw: Draw, key: MicrobatchKey, row: int) -> Any:
         _seed_generators(stream_seed(self._seed, _SAMPLE, draw.epoch, draw.index))
         try:
             return self._dataset[draw.index]
         except (Exception, SystemExit) as error:
-            place = f"row {row} of {self.describe(step)}" + (
-                f", epoch {draw.epoch}" if draw.epoch >= 0 else ""
-            )
+            place = f"row {row} of {key.batch_name}" + (f", epoch {draw.epoch}" if draw.epoch >= 0 else "")
             raise TrainingError(
-                f"{self.name} raised for index {draw.index} ({place}): {describe_error(error)}; make "
+                f"{self._name} raised for index {draw.index} ({place}): {describe_error(error)}; make "
                 f"dataset[{draw.index}] work, or leave this sample out of the data set\n{user_traceback(error)}"
             ) from error
 
-    def _collated(self, samples: list[Any], draws: list[Draw], step: int, microbatch: int) -> Batch:
-        _seed_generators(stream_seed(self._seed, _COLLATE, step, microbatch))
-        where = f"microbatch {microbatch} of {self.describe(step)} (samples {', '.join(str(d.index) for d in draws)})"
+    def _collated(self, samples: list[Any], draws: list[Draw], key: MicrobatchKey) -> Batch:
+        _seed_generators(stream_seed(self._seed, _COLLATE, key.random_step, key.microbatch))
+        where = f"{key.describe()} (samples {', '.join(str(d.index) for d in draws)})"
         try:
             collated = self._collate(samples)
         except TrainingError as error:
@@ -199,77 +218,22 @@ class BatchReader:
         if problem is not None:
             row, what = problem
             sample = f"sample {draws[row].index}" if row < len(draws) else f"row {row}"
-            raise TrainingError(f"{where}: {sample} of {self.name} {what}")
+            raise TrainingError(f"{where}: {sample} of {self._name} {what}")
         return batch if self._dtype is None else cast_floating(batch, self._dtype)
-
-
-class HeldOutReader(BatchReader):
-    """A reader of the held-out data set, collated like training's. ``HeldOutSampler.pseudo_step`` identifies
-    its batches.
-    """
-
-    name = "Training.evaluation"
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any] | None,
-        held_out: HeldOutSampler,
-        *,
-        seed: int,
-        dtype: torch.dtype | None = None,
-        find_problem: FindProblem | None = None,
-    ) -> None:
-        super().__init__(
-            dataset,
-            collate,
-            held_out,
-            microbatch_rows=held_out.microbatch_rows,
-            seed=seed,
-            dtype=dtype,
-            find_problem=find_problem,
-        )
-        self._held_out = held_out
-
-    def read_batch(self, batch: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
-        """Return microbatch ``microbatch`` of global batch ``batch``, both from 0."""
-        return self.read(self._held_out.pseudo_step(batch), microbatch, check)
-
-    def describe(self, step: int) -> str:
-        """Return a name of the global batch, for messages."""
-        return f"held-out batch {self._held_out.batch_of(step)}"
-
-
-class MicrobatchKey(NamedTuple):
-    """The key of one microbatch. Keys are ordered as a job uses them."""
-
-    step: int
-    """Step that it belongs to, or after which it is evaluated; the first is 1."""
-    batch: int
-    """0 for the step's own global batch, n for the n-th held-out one."""
-    microbatch: int
-    """Number within the global batch, from 0."""
-
-    def describe(self) -> str:
-        """Return a name of the microbatch, for messages."""
-        return f"microbatch {self.microbatch} of " + (
-            f"held-out batch {self.batch - 1}" if self.batch else f"step {self.step}"
-        )
 
 
 class BatchReaders:
     """The readers of all microbatches of one job."""
 
-    def __init__(self, training: BatchReader, held_out: HeldOutReader | None = None) -> None:
+    def __init__(self, training: BatchReader, held_out: BatchReader | None) -> None:
         self._training = training
         self._held_out = held_out
 
     def read(self, key: MicrobatchKey, check: Callable[[], None] = lambda: None) -> Batch:
         """Return a microbatch: see ``BatchReader.read``."""
-        if key.batch == 0:
-            return self._training.read(key.step, key.microbatch, check)
-        assert self._held_out is not None, "there is a held-out data set"
-        return self._held_out.read_batch(key.batch - 1, key.microbatch, check)
+        reader = self._held_out if key.batch else self._training
+        assert reader is not None, "there is a held-out data set"
+        return reader.read(key, check)
 
 
 def _copied(sample: Any) -> Any:

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from runtime.allocator import give_back_memory
 from runtime.data.batches import to_device
 from runtime.data.held_out import HeldOutSampler
 from runtime.data.loader import BatchLoader
-from runtime.data.reading import HeldOutReader, MicrobatchKey, preserve_generators
+from runtime.data.reading import BatchReader, MicrobatchKey, preserve_generators
 from runtime.data.sampling import Sampler
 from runtime.device import DeviceRuntime
 from runtime.engine.evaluation import EvaluationExecutor
@@ -144,30 +145,24 @@ class Engine:
         self.parked = ParkedLayers(self.model, self.optimization, self.states)
         """Complete layers in host memory."""
         sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
-        dtype = PRECISIONS[data.precision].parameters
-        self._held_out = make_held_out(training, data)
-        reader = None
-        if self._held_out is not None:
-            reader = HeldOutReader(
-                training.evaluation,
-                training.collate,
-                self._held_out,
-                seed=data.seed,
-                dtype=dtype,
-                find_problem=self.model.find_problem,
-            )
-            self.model.check_held_out(reader.read_batch(0, 0))
-        self._loader = BatchLoader(
-            training.dataset,
-            training.collate,
-            sampler,
+        reader = partial(
+            BatchReader,
+            collate=training.collate,
             microbatch_rows=data.microbatch_rows,
             seed=data.seed,
-            dtype=dtype,
+            dtype=PRECISIONS[data.precision].parameters,
+            find_problem=self.model.find_problem,
+        )
+        self._held_out = make_held_out(training, data)
+        held_out = None
+        if self._held_out is not None:
+            held_out = reader(training.evaluation, sampler=self._held_out, name="Training.evaluation")
+            self.model.check_held_out(held_out.read(MicrobatchKey(0, 1, 0)))
+        self._loader = BatchLoader(
+            reader(training.dataset, sampler=sampler),
+            held_out,
             workers=data.data_workers,
             pinned=device.type == "cuda",
-            held_out=reader,
-            find_problem=self.model.find_problem,
         )
         self._nominal_weight = self.model.loss.nominal_weight * data.global_batch
         if self.model.loss.nominal_weight != 1:

@@ -72,8 +72,8 @@ class EvaluationExecutor:
         microbatches = StageMicrobatches(
             self._model,
             self._monitor,
-            read=lambda microbatch: self._loader.load_held_out(
-                step, batch, assignment.first_microbatch + microbatch, self._communicator.check
+            read=lambda microbatch: self._loader.load(
+                step, assignment.first_microbatch + microbatch, self._communicator.check, batch=batch + 1
             ),
             assignment=lambda microbatch: self._required_assignment(batch, microbatch),
             step=self._held_out.pseudo_step(batch),

@@ -6,6 +6,7 @@ import torch
 
 from runtime.data.batches import cast_floating, default_collate, to_device
 from runtime.data.loader import BatchLoader
+from runtime.data.reading import BatchReader
 from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
@@ -34,7 +35,7 @@ def reference_run(
     model = Model(training, data, device)
     optimization = Optimization(model)
     sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
-    loader = BatchLoader(
+    reader = BatchReader(
         training.dataset,
         training.collate,
         sampler,
@@ -42,6 +43,7 @@ def reference_run(
         seed=data.seed,
         dtype=PRECISIONS[data.precision].parameters,
     )
+    loader = BatchLoader(reader)
     everything = range(model.layer_count)
     model.provide(everything)
     rows, microbatches = data.microbatch_rows, data.global_batch // data.microbatch_rows

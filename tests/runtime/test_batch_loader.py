@@ -23,7 +23,7 @@ from torch import Tensor
 
 from runtime.data.batches import leaves_of
 from runtime.data.loader import BatchLoader
-from runtime.data.reading import MicrobatchKey
+from runtime.data.reading import BatchReader, MicrobatchKey
 from runtime.data.sampling import Sampler, sample_indices
 from runtime.errors import TrainingError
 
@@ -53,7 +53,8 @@ class Noisy:
 @contextmanager
 def loader(dataset: Any, *, workers: int = 0, collate: Any = None, **fields: Any) -> Iterator[BatchLoader]:
     sampler = Sampler(len(dataset), GLOBAL_BATCH, 7)
-    made = BatchLoader(dataset, collate, sampler, microbatch_rows=ROWS, seed=7, workers=workers, **fields)
+    reader = BatchReader(dataset, collate, sampler, microbatch_rows=ROWS, seed=7, **fields)
+    made = BatchLoader(reader, workers=workers)
     try:
         yield made
     finally:
@@ -556,7 +557,7 @@ def test_no_worker_outlives_its_trainer(tmp_path: Path) -> None:
     code = f"""
 import socket, sys, time
 from runtime.data.loader import BatchLoader
-from runtime.data.reading import MicrobatchKey
+from runtime.data.reading import BatchReader, MicrobatchKey
 from runtime.data.sampling import Sampler
 
 peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -565,7 +566,8 @@ class Rows:
     def __len__(self): return {LENGTH}
     def __getitem__(self, index): time.sleep(60)
 
-shared = BatchLoader(Rows(), None, Sampler({LENGTH}, 4, 1), microbatch_rows=4, seed=1, workers=2)
+reader = BatchReader(Rows(), None, Sampler({LENGTH}, 4, 1), microbatch_rows=4, seed=1)
+shared = BatchLoader(reader, workers=2)
 shared.plan(MicrobatchKey(step, 0, 0) for step in (1, 2))
 peer.sendall(b"!")
 time.sleep(60)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from runtime.data.batches import first_difference, leaves_of
 from runtime.data.loader import BatchLoader
+from runtime.data.reading import BatchReader
 from runtime.data.sampling import Sampler
 from runtime.errors import TrainingError
 
@@ -77,7 +78,7 @@ def test_map_style_sources_work_as_they_are(source: str, workers: int, tmp_path:
         dataset[0] is not None
     )  # A job is prepared in this way: libraries may start threads, which do not exist after a fork.
     sampler = Sampler(LENGTH, 8, 1)
-    loader = BatchLoader(dataset, None, sampler, microbatch_rows=4, seed=1, workers=workers)
+    loader = BatchLoader(BatchReader(dataset, None, sampler, microbatch_rows=4, seed=1), workers=workers)
     try:
         batch = loader.load(2, 1)
     finally:
@@ -113,7 +114,8 @@ def test_a_hugging_face_collator_masks_alike_in_workers() -> None:
     batches = []
     for workers in (0, 2):
         sampler = Sampler(LENGTH, 8, 1)
-        loader = BatchLoader(dataset, masking, sampler, microbatch_rows=4, seed=1, workers=workers)
+        reader = BatchReader(dataset, masking, sampler, microbatch_rows=4, seed=1)
+        loader = BatchLoader(reader, workers=workers)
         try:
             batches.append([loader.load(step, 0) for step in range(1, 5)])
         finally:
@@ -170,4 +172,4 @@ WAY_OUT = r"a step uses follows from \(seed, step\).*impossible in a stream.*wit
 )
 def test_data_that_cannot_be_indexed_is_rejected_with_a_remedy(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(TrainingError, match=f"(?s){said}"):
-        BatchLoader(make(), None, Sampler(3, 2, 1), microbatch_rows=1, seed=1)
+        BatchReader(make(), None, Sampler(3, 2, 1), microbatch_rows=1, seed=1)
