@@ -136,14 +136,3 @@ def rebuild(thawed: Any, old: Any, place: PlaceTensor) -> Any:
         items = [rebuild(item, there, place) for item, there in zip(thawed, row, strict=True)]
         return items if isinstance(thawed, list) else tuple(items)
     return thawed
-
-
-def refs_of(thawed: Any) -> list[int]:
-    """Return the numbers of the tensors in it."""
-    if isinstance(thawed, TensorRef):
-        return [thawed.index]
-    if isinstance(thawed, dict):
-        return [index for item in thawed.values() for index in refs_of(item)]
-    if isinstance(thawed, list | tuple):
-        return [index for item in thawed for index in refs_of(item)]
-    return []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,14 @@ from runtime.script.random_states import Generator, GeneratorState
 from runtime.script.tensor_image import ImageEntry, local_tensor
 
 Kind = Literal["module", "optimizer", "object", "dict", "list"]
-PlaceTensor = Callable[[int, Tensor | None, Tensor | None], Tensor]
-"""Function that takes a tensor's number, the current tensor and the parameter that it belongs to, and returns
-the tensor that will be filled.
-"""
+
+
+class PlaceTensor(Protocol):
+    """A function that takes a tensor's number, the current tensor and the parameter that it belongs to, and
+    returns the tensor that will be filled.
+    """
+
+    def __call__(self, number: int, old: Tensor | None, like: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +167,9 @@ class RegisteredObject:
             case "optimizer":
                 return _prepare_optimizer(self.value, saved, place)
             case "object":
-                state = rebuild(saved, None, lambda number, _: place(number, None, None))
-                return partial(self.value.load_state_dict, state)
+                return partial(self.value.load_state_dict, rebuild(saved, None, place))
             case _:
-                filled = rebuild(saved, self.value, lambda number, old: place(number, old, None))
-                return partial(_replace, self.value, filled)
+                return partial(_replace, self.value, rebuild(saved, self.value, place))
 
 
 def _replace(obj: dict[Any, Any] | list[Any], filled: Any) -> None:
@@ -220,7 +222,7 @@ def _first_names(names: Iterable[str]) -> str:
 
 def _prepare_module(module: nn.Module, saved: dict[str, Any], place: PlaceTensor) -> Callable[[], None]:
     here = module.state_dict(keep_vars=True)
-    filled = rebuild(saved, here, lambda number, old: place(number, old, None))
+    filled = rebuild(saved, here, place)
 
     def load() -> None:
         live = {id(t) for t in (*module.parameters(), *module.buffers())}
@@ -277,13 +279,9 @@ def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place
     for number, parameter in enumerate(parameters):
         state = saved["state"].get(number)
         if state is not None:
-
-            def place_like(index: int, old: Tensor | None, parameter: Tensor = parameter) -> Tensor:
-                return place(index, old, parameter)
-
-            states[parameter] = rebuild(state, optimizer.state.get(parameter), place_like)
+            states[parameter] = rebuild(state, optimizer.state.get(parameter), partial(place, like=parameter))
     groups = [
-        rebuild(options, group, lambda number, old: place(number, old, None))
+        rebuild(options, group, place)
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True)
     ]
 

@@ -69,9 +69,7 @@ class SavedSnapshot:
             for registered in sorted(objects.values(), key=lambda r: r.kind not in ("module", "optimizer"))
         ]
         if random and self.content["random"] is not None:
-            numbers = rebuild(
-                self.content["random"], None, lambda number, old: filler.target_for(number, old, None)
-            )
+            numbers = rebuild(self.content["random"], None, filler.target_for)
             steps.append(partial(set_random_states, numbers))
         return PreparedRestore(filler, steps)
 

@@ -87,7 +87,7 @@ class TensorFiller:
     _others: list[tuple[ImageEntry, Tensor]] = field(default_factory=list)
     """Tensors that torch must copy: they are not on the host, or have another order of dimensions."""
 
-    def target_for(self, number: int, old: Tensor | None, like: Tensor | None) -> Tensor:
+    def target_for(self, number: int, old: Tensor | None, like: Tensor | None = None) -> Tensor:
         """Return the tensor that will hold the saved one: ``old`` where it fits, else a new one like
         ``like``.
         """
