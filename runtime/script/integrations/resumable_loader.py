@@ -5,7 +5,7 @@ are saved; to continue, they are set again, the batches that were used are skipp
 states of the snapshot are set.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,15 @@ class ResumePoint:
     random: dict[str, Any]
 
 
+def _continued(batches: Iterable[Any], point: ResumePoint, *, skipped: int) -> Iterator[Any]:
+    """Yield the batches after the first ``skipped`` ones, with the random states of the point."""
+    iterator = iter(batches)
+    for _ in range(skipped):
+        next(iterator, None)
+    set_random_states(point.random)
+    yield from iterator
+
+
 class _SkippingBatches(Sampler[Any]):
     """A batch sampler that skips the first batches of one epoch without reading their samples."""
 
@@ -42,12 +51,7 @@ class _SkippingBatches(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers makes two iterators and reads one of them: only that one takes the point.
         point, self.resume_point = self.resume_point, None
-        iterator = iter(self.batches)
-        if point is not None:
-            for _ in range(point.batches):
-                next(iterator, None)
-            set_random_states(point.random)
-        yield from iterator
+        yield from self.batches if point is None else _continued(self.batches, point, skipped=point.batches)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -96,15 +100,7 @@ class ResumableLoader:
         if self._batches is not None:
             self._batches.resume_point = point
             return iter(self.loader)
-        return self._read_up_to(point)
-
-    def _read_up_to(self, point: ResumePoint) -> Iterator[Any]:
-        iterator = iter(self.loader)
-        if not self.has_state:
-            for _ in range(point.batches):
-                next(iterator, None)
-        set_random_states(point.random)
-        yield from iterator
+        return _continued(self.loader, point, skipped=0 if self.has_state else point.batches)
 
     def __len__(self) -> int:
         return len(self.loader)
