@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from runtime.script.plain_state import SnapshotError
 from runtime.wire.snapshot_agent_protocol import SnapshotKey, read_retained
-from storage.arena import SLOTS, Arena, Slot, is_locked, manifests_in
+from storage.arena import SLOTS, Arena, Slot, is_locked, manifest_path, manifests_in
 from storage.errors import ArenaFullError, CorruptDataError
 from storage.manifest import SnapshotManifest, SnapshotPart, read_record
 
@@ -266,7 +266,7 @@ def former_ranks(job: Path, ranks: int) -> list[Path]:
 
 def _has_snapshot(directory: Path, key: SnapshotKey) -> bool:
     try:
-        return snapshot_key(read_record(directory / f"step-{key[1]:012d}.json", SnapshotManifest)) == key
+        return snapshot_key(read_record(manifest_path(directory, key[1]), SnapshotManifest)) == key
     except (CorruptDataError, OSError):
         return False
 

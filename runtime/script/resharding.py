@@ -141,7 +141,8 @@ class ShardAssembler:
         self.image = np.zeros(end, dtype=np.uint8)
         for number, (entry, made) in enumerate(zip(self.base.entries, self.entries, strict=True)):
             if not entry.shared and number not in self.boxes:
-                self._bytes_of(made)[:] = self.base.own[entry.offset : entry.offset + entry.size_bytes]
+                end = made.offset + made.size_bytes
+                self.image[made.offset : end] = self.base.own[entry.offset : entry.offset + entry.size_bytes]
 
     def add(self, saved: SavedSnapshot) -> None:
         """Copy what a former rank held of this rank's boxes. Its bytes must be verified.
@@ -177,6 +178,3 @@ class ShardAssembler:
         return SavedSnapshot(
             content=self.base.content, entries=self.entries, own=self.image, shared=self.base.shared
         )
-
-    def _bytes_of(self, entry: ImageEntry) -> Bytes:
-        return self.image[entry.offset : entry.offset + entry.size_bytes]

@@ -41,7 +41,7 @@ from runtime.script.saved import EMPTY, PreparedRestore, SavedSnapshot, map_byte
 from runtime.script.tensor_filler import ImageSpan, corrupt_parts, verified_spans
 from runtime.script.tensor_image import Bytes
 from runtime.wire.snapshot_agent_protocol import SnapshotKey, read_retained
-from storage.arena import Slot, manifests_in
+from storage.arena import Slot, manifests_in, slot_path
 from storage.manifest import SnapshotManifest, SnapshotPart
 
 log = logging.getLogger("ftd.snapshotter")
@@ -545,9 +545,7 @@ class Snapshotter:
             layout = rank_layout_of(manifest)
             if snapshot_key(manifest) == found.key and layout is not None and layout.rank == source:
                 with contextlib.suppress(OSError):
-                    return self._read(
-                        manifest, shared, map_bytes(str(directory / f"slot-{int(manifest.slot)}"))
-                    )
+                    return self._read(manifest, shared, map_bytes(str(slot_path(directory, manifest.slot))))
         image = self._protection.fetch(found, source, own=True)
         size = found.own_bytes[source]
         saved = SavedSnapshot.of(image[size:], image[:size], shared)

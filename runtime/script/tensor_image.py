@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from runtime.device import flat_bytes
 from runtime.precision import dtype_name
 from runtime.script.plain_state import SnapshotError
 from runtime.script.tensor_box import placement_of
@@ -303,9 +304,7 @@ def _have_equal_layout(one: ImageEntry, other: ImageEntry) -> bool:
 
 def row_major_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a row-major copy."""
-    return (
-        local_tensor(tensor).resolve_conj().resolve_neg().contiguous().clone().reshape(-1).view(torch.uint8)
-    )
+    return flat_bytes(local_tensor(tensor).resolve_conj().resolve_neg()).clone()
 
 
 def _fits(entry: ImageEntry, tensor: Tensor) -> bool:
