@@ -11,14 +11,12 @@ has to fix are written to stderr, with exit code 2.
 """
 
 import argparse
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,6 +39,7 @@ from runtime.engine.memory import usable_memory_bytes
 from runtime.errors import TrainingError
 from runtime.layers.activations import Activation, as_received, flatten
 from runtime.layers.model import Model, first_batch
+from runtime.monitoring.device_check import device_kind
 from runtime.parent import die_with_parent
 from runtime.precision import PRECISIONS
 from runtime.profiling.peak_memory import measure_peak_bytes
@@ -541,20 +540,9 @@ def _state_bytes(
 
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return device_kind(device)
     threads = torch.get_num_threads()
-    return f"{_processor()}, {threads} {'thread' if threads == 1 else 'threads'}"
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name" and value.strip():
-                return value.strip()
-    except OSError:
-        pass  # This file does not exist everywhere.
-    return platform.processor() or platform.machine()
+    return f"{device_kind(device)}, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def main() -> int:
