@@ -14,10 +14,13 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from runtime.device import device_time_s
+from runtime.precision import dtype_name
 from statemachine.messages.values import DeviceHealth, PlantedFault
 
 _DEPTH = 256
@@ -130,7 +133,7 @@ def find_wrong_product(device: torch.device, dtype: torch.dtype, rows: int, *, w
     expected = left @ (right @ factors)
     actual = computed.to(torch.int64) @ factors
     bad = (actual != expected).any(dim=1).nonzero().flatten().tolist()
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if not torch.isfinite(computed).all():
         return f"a product of {name} matrices is not finite"
     if not bad:
@@ -142,40 +145,27 @@ def _measure_product(device: torch.device, rows: int, times: int) -> float:
     """Return the speed of a product of float32 matrices in 10**9 operations a second."""
     left, right = torch.ones(rows, rows, device=device), torch.ones(rows, rows, device=device)
     out = torch.empty_like(left)
-
-    def work() -> None:
-        for _ in range(times):
-            torch.mm(left, right, out=out)
-
-    return 2.0 * rows**3 / _best_s(device, work) / 1e9
+    return 2.0 * rows**3 / _best_s(device, times, lambda: torch.mm(left, right, out=out)) / 1e9
 
 
 def _measure_copy(device: torch.device, size_bytes: int, times: int) -> float:
     """Return the bandwidth of a copy in 10**9 bytes a second, each byte counted once."""
     source = torch.ones(size_bytes // 8, dtype=torch.float64, device=device)
     target = torch.empty_like(source)
-
-    def work() -> None:
-        for _ in range(times):
-            target.copy_(source)
-
-    return size_bytes / _best_s(device, work) / 1e9
+    return size_bytes / _best_s(device, times, lambda: target.copy_(source)) / 1e9
 
 
-def _best_s(device: torch.device, work: Callable[[], None]) -> float:
-    """Return the shortest time that the device takes for this work, in seconds."""
-    work()  # The first time includes loading kernels and touching memory.
+def _best_s(device: torch.device, times: int, work: Callable[[], object]) -> float:
+    """Return the shortest time that the device takes to do this work so many times, in seconds."""
+    is_cpu = device.type == "cpu"
+    now_s = time.thread_time if is_cpu else partial(device_time_s, device)
     taken: list[float] = []
+    work()  # The first time includes loading kernels and touching memory.
     for _ in range(_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            started = time.perf_counter()
-            work()
-            torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - started)
-        else:
+        if is_cpu:
             time.sleep(_CPU_PAUSE_S)
-            started = time.thread_time()
+        started = now_s()
+        for _ in range(times):
             work()
-            taken.append(time.thread_time() - started)
+        taken.append(now_s() - started)
     return max(min(taken), 1e-9)
