@@ -1,8 +1,12 @@
 """A guarantee that no process of ftd outlives the one that started it."""
 
+import contextlib
 import ctypes
 import os
 import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -18,3 +22,21 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         raise SystemExit(2)
+
+
+def run_child(parent: int, run: Callable[[], None]) -> NoReturn:
+    """Call ``run`` in a forked process, which ends with process ``parent``, and exit: with code 1 after any error,
+    after which the child must not continue as its parent.
+    """
+    code = 1
+    try:
+        die_with_parent(parent)
+        run()
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # Nobody may read this any more.
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)

@@ -20,8 +20,9 @@ import signal
 import socket
 import stat
 import sys
+from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from runtime.data.batches import Batch, leaves_of
 from runtime.data.reading import BatchReaders, MicrobatchKey
 from runtime.errors import TrainingError
-from runtime.parent import die_with_parent
+from runtime.parent import run_child
 from runtime.precision import dtype_name
 from runtime.wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, encode
 
@@ -206,7 +207,7 @@ class ForkServer:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become_server(readers, theirs, trainer)
+            run_child(trainer, partial(_serve, readers, theirs))
         theirs.close()
 
     def fork(self, number: int) -> "DataWorker":
@@ -286,21 +287,13 @@ class DataWorker:
 # --- in the server ---------------------------------------------------------------------------------
 
 
-def _become_server(readers: BatchReaders, control: socket.socket, trainer: int) -> NoReturn:
-    code = 1
-    try:
-        die_with_parent(trainer)
-        for number in (signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the trainer handles Ctrl-C in a terminal.
-        _drop_sockets(control)
-        gc.freeze()  # Workers never traverse these objects, which would copy their pages.
-        _serve_forks(readers, control)
-        code = 0
-    except BaseException:  # In no case may a child return into the trainer's code.
-        sys.excepthook(*sys.exc_info())
-    finally:
-        _leave(code)
+def _serve(readers: BatchReaders, control: socket.socket) -> None:
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the trainer handles Ctrl-C in a terminal.
+    _drop_sockets(control)
+    gc.freeze()  # Workers never traverse these objects, which would copy their pages.
+    _serve_forks(readers, control)
 
 
 def _drop_sockets(excluded: socket.socket) -> None:
@@ -338,7 +331,7 @@ def _serve_forks(readers: BatchReaders, control: socket.socket) -> None:
         if pid == 0:
             trainers.close()
             control.close()
-            _become_worker(readers, ours, server)
+            run_child(server, partial(_serve_reads, readers, ours))
         ours.close()
         control.sendall(encode(Forked(pid=pid)))
         socket.send_fds(control, [b"\0"], [trainers.fileno()])
@@ -348,21 +341,9 @@ def _serve_forks(readers: BatchReaders, control: socket.socket) -> None:
 # --- in a worker -----------------------------------------------------------------------------------
 
 
-def _become_worker(readers: BatchReaders, stream: socket.socket, server: int) -> NoReturn:
-    code = 1
-    try:
-        die_with_parent(server)
-        torch.set_num_threads(1)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Its threads do not exist after the fork.
-        _serve_reads(readers, stream)
-        code = 0
-    except BaseException:  # See the server.
-        sys.excepthook(*sys.exc_info())
-    finally:
-        _leave(code)
-
-
 def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Its threads do not exist after the fork.
     while True:
         try:
             order = receive_frame(stream, _READS)
@@ -374,10 +355,3 @@ def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
             stream.sendall(encode(ReadFailed(detail=str(error))))
         else:
             send_batch(stream, batch)
-
-
-def _leave(code: int) -> NoReturn:
-    with contextlib.suppress(OSError, ValueError):  # Nobody may read this any more.
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import torch
@@ -25,7 +26,7 @@ from runtime.device import CPU, device_runtime, device_time_s
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import Communicator, Members
 from runtime.groups.store import Rendezvous
-from runtime.parent import die_with_parent
+from runtime.parent import die_with_parent, run_child
 from runtime.wire.measurement import (
     INVALID_EXIT,
     AllReduceTiming,
@@ -191,7 +192,7 @@ def fork_ranks(order: LinkMeasurementRequest, size: int, report: Callable[[msgsp
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
-                _become_rank(order, rank, size, report, parent)
+                run_child(parent, partial(run_rank, order, rank, size, report))
             running.add(pid)
         while running:
             pid, status = os.wait()
@@ -204,22 +205,6 @@ def fork_ranks(order: LinkMeasurementRequest, size: int, report: Callable[[msgsp
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return 0
-
-
-def _become_rank(
-    order: LinkMeasurementRequest, rank: int, size: int, report: Callable[[msgspec.Struct], None], parent: int
-) -> None:
-    """Turn a forked child into a rank; never returns."""
-    code = 1
-    try:
-        die_with_parent(parent)
-        run_rank(order, rank, size, report)
-        code = 0
-    except BaseException:  # After any error, the child must not continue as its parent.
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def main() -> int:
