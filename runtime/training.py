@@ -217,7 +217,6 @@ def _load_file(root: Path, place: str) -> ModuleType:
     if not path.is_file():
         raise TrainingError(f"training script {path} does not exist")
     for directory in dict.fromkeys((root, path.parent)):
-        _check_import_conflict(directory)
         _import_from(directory)
     name = f"_ftd_training_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -236,7 +235,6 @@ def _load_file(root: Path, place: str) -> ModuleType:
 def _load_module(root: Path, place: str) -> ModuleType:
     if place.partition(".")[0] in OUR_PACKAGES:
         raise TrainingError(f"{place} belongs to ftd; rename your module")
-    _check_import_conflict(root)
     _import_from(root)
     try:
         return importlib.import_module(place)
@@ -245,17 +243,16 @@ def _load_module(root: Path, place: str) -> ModuleType:
 
 
 def _import_from(directory: Path) -> None:
-    if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
+    """Put the directory on the import path.
 
-
-def _check_import_conflict(directory: Path) -> None:
-    """Check that no file of the user's has the name of one of ftd's packages, which would shadow it with
-    obscure errors.
+    :raises TrainingError: a file there has the name of one of ftd's packages, which it would shadow with obscure
+        errors.
     """
     if (conflict := find_import_conflict(directory)) is not None:
         clash, name = conflict
         raise TrainingError(f"{clash} has the name of ftd's own package {name!r}; rename it")
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
 
 
 def _functions(module: ModuleType) -> str:
