@@ -486,22 +486,17 @@ class WindowedModule:
 
         These are instance attributes, so names of modules and parameters do not change.
         """
+
+        def patched(run: Callable[..., Any], which: int | str, original: Any) -> Callable[..., Any]:
+            def forward(*arguments: Any, **named: Any) -> Any:
+                return run(which, original, arguments, named)
+
+            return forward
+
         for number, block in enumerate(self._blocks):
-            original = block.forward
-
-            def of_block(
-                *arguments: Any, _number: int = number, _original: Any = original, **named: Any
-            ) -> Any:
-                return self._run_block(_number, _original, arguments, named)
-
-            block.forward = of_block
+            block.forward = patched(self._run_block, number, block.forward)
         for name, unit in self._units.items():
-            original = unit.forward
-
-            def of_unit(*arguments: Any, _name: str = name, _original: Any = original, **named: Any) -> Any:
-                return self._run_unit(_name, _original, arguments, named)
-
-            unit.forward = of_unit
+            unit.forward = patched(self._run_unit, name, unit.forward)
 
     def _run_block(self, number: int, original: Any, arguments: Any, named: Any) -> Any:
         window, layer = self._window, number + 1
