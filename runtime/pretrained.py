@@ -80,7 +80,7 @@ class PretrainedWeights:
         self.unexpected: tuple[str, ...] = ()
         """Names in the files that the model does not use."""
         shapes = self._find_sources(stored)
-        self._new = {name for name in wanted if _matches(name, new)}
+        self._new = {name for name in wanted if any(fnmatch.fnmatchcase(name, pattern) for pattern in new)}
         missing = [name for name in wanted if not self._names_of_sources(name)]
         self.initialised = tuple(
             name for name in missing if name in self._new or self._ignored(name, "missing")
@@ -350,10 +350,6 @@ class _Renaming:
             return target, None, key
         converter = next(one for one in self._converters if pattern in one.source_patterns)
         return target, converter, pattern
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
