@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from runtime.script.integrations.resumable_loader import ResumableLoader, ResumePoint
+from runtime.script.integrations.resumable_loader import ResumableLoader, ResumePoint, Wrapper
 from runtime.script.plain_state import SnapshotError
 from runtime.script.random_states import random_states
 from runtime.script.ranks import Ranks
@@ -15,7 +15,7 @@ from runtime.script.snapshotter import Snapshotter
 log = logging.getLogger("ftd.snapshotter")
 
 
-class ProtectedLoader:
+class ProtectedLoader(Wrapper):
     """A data loader that saves a snapshot after the code for a batch, and continues where a run was killed.
 
     The script iterates over it once per epoch. An epoch that was completed before the restart yields no
@@ -42,14 +42,14 @@ class ProtectedLoader:
             raise SnapshotError(
                 f"protect: epochs must say how often the script runs over the loader, not {epochs!r}"
             )
-        self._loader = ResumableLoader(loader)
+        self.wrapped = ResumableLoader(loader)
         self._every = every
         self._epochs = epochs
         self._accelerator = accelerator
         # Which steps were done, in which epoch, and how many of its batches by each of so many ranks.
         self._position: dict[str, Any] = {"step": 0, "epoch": 0, "batches": 0, "ranks": 1, "start": {}}
         objects = accelerator_objects(accelerator) if accelerator is not None else {}
-        if self._loader.has_state:
+        if self.wrapped.has_state:
             objects["loader"] = loader
         self.snapshots = Snapshotter(name, position=self._position, **objects, **options)
         self._completed_epochs = 0
@@ -62,7 +62,7 @@ class ProtectedLoader:
             self._completed_epochs = self._position["epoch"]
             batches = self._batches_of(Ranks.current().count)
             self._position["batches"] = batches
-            self._loader.resume(
+            self.wrapped.resume(
                 ResumePoint(start=self._position["start"], batches=batches, random=random_states())
             )
         self._position["ranks"] = Ranks.current().count
@@ -99,10 +99,10 @@ class ProtectedLoader:
             self._completed_epochs -= 1
             return
         place = self._position
-        if hasattr(self._loader.loader, "set_epoch"):  # accelerate's
-            self._loader.loader.set_epoch(place["epoch"])
-        iterator = iter(self._loader)
-        place["start"] = self._loader.start
+        if hasattr(self.wrapped, "set_epoch"):  # accelerate's
+            self.wrapped.set_epoch(place["epoch"])
+        iterator = iter(self.wrapped)
+        place["start"] = self.wrapped.start
         for batch in iterator:
             yield batch
             place["batches"] += 1
@@ -114,14 +114,6 @@ class ProtectedLoader:
         place["batches"] = 0
         if place["epoch"] == self._epochs:
             self.snapshots.remove()
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
 
 def accelerator_objects(accelerator: Any) -> dict[str, Any]:

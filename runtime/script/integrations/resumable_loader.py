@@ -41,28 +41,34 @@ def _continued(batches: Iterable[Any], point: ResumePoint, *, skipped: int) -> I
     yield from iterator
 
 
-class _SkippingBatches(Sampler[Any]):
+class Wrapper:
+    """An object with the length and the attributes of the one that it wraps."""
+
+    wrapped: Any
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # While it is unpickled in a worker.
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+
+class _SkippingBatches(Wrapper, Sampler[Any]):
     """A batch sampler that skips the first batches of one epoch without reading their samples."""
 
     def __init__(self, batches: Any) -> None:
-        self.batches = batches
+        self.wrapped = batches
         self.resume_point: ResumePoint | None = None
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers makes two iterators and reads one of them: only that one takes the point.
         point, self.resume_point = self.resume_point, None
-        yield from self.batches if point is None else _continued(self.batches, point, skipped=point.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batches":  # While it is unpickled in a worker.
-            raise AttributeError(name)
-        return getattr(self.batches, name)
+        yield from self.wrapped if point is None else _continued(self.wrapped, point, skipped=point.batches)
 
 
-class ResumableLoader:
+class ResumableLoader(Wrapper):
     """A data loader of torch or accelerate with its position.
 
     Map-style data is skipped without being read. A loader with a state of its own (``StatefulDataLoader``)
@@ -72,7 +78,7 @@ class ResumableLoader:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        self.wrapped = loader
         self.start: EpochStart = {}
         """The states at the beginning of the current epoch."""
         self._resume_point: ResumePoint | None = None
@@ -96,19 +102,11 @@ class ResumableLoader:
             self._set_start(point.start)
         self.start = {"global": random_states(), "own": [g.get_state() for g in self._generators()]}
         if point is None:
-            return iter(self.loader)
+            return iter(self.wrapped)
         if self._batches is not None:
             self._batches.resume_point = point
-            return iter(self.loader)
-        return _continued(self.loader, point, skipped=0 if self.has_state else point.batches)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+            return iter(self.wrapped)
+        return _continued(self.wrapped, point, skipped=0 if self.has_state else point.batches)
 
     def _set_start(self, start: EpochStart) -> None:
         set_random_states(start["global"])
@@ -118,7 +116,7 @@ class ResumableLoader:
     def _generators(self) -> list[torch.Generator]:
         """Return the generators of the loader and of all samplers within it, each once."""
         found: list[torch.Generator] = []
-        waiting: list[Any] = [self.loader]
+        waiting: list[Any] = [self.wrapped]
         known = set[int]()
         while waiting:
             part = waiting.pop()
