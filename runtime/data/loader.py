@@ -91,7 +91,7 @@ class _Pool:
         self._depth = PREFETCH_PER_WORKER * workers
         self._server = ForkServer(readers)
         self._server_lock = threading.Lock()
-        self._workers = [self._server.fork(number) for number in range(workers)]
+        self._workers = [self._server.fork() for _ in range(workers)]
         self._plan: Iterator[MicrobatchKey] = iter(())
         self._changed = threading.Condition()
         # `_changed` guards the following.
@@ -244,7 +244,7 @@ class _Pool:
                 raise TrainingError("the loader is closed")
             lost = self._workers[number]
             status = self._server.reap(lost.pid)
-            self._workers[number] = self._server.fork(number)
+            self._workers[number] = self._server.fork()
             lost.close()
         if status >= 0:
             return f"exited with code {status}"

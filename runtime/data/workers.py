@@ -160,9 +160,7 @@ def _receive_into(stream: socket.socket, view: memoryview) -> None:
 
 
 class ForkRequest(Frame, frozen=True, kw_only=True):
-    """Fork worker ``number``; answered with :class:`Forked` and the worker's socket."""
-
-    number: int
+    """Fork a worker; answered with :class:`Forked` and the worker's socket."""
 
 
 class Forked(Frame, frozen=True, kw_only=True):
@@ -210,19 +208,19 @@ class ForkServer:
             run_child(trainer, partial(_serve, readers, theirs))
         theirs.close()
 
-    def fork(self, number: int) -> "DataWorker":
-        """Start worker ``number``.
+    def fork(self) -> "DataWorker":
+        """Start a worker.
 
         :raises TrainingError: the server is gone.
         """
         try:
-            self._control.sendall(encode(ForkRequest(number=number)))
+            self._control.sendall(encode(ForkRequest()))
             forked = receive_frame(self._control, _FORKED)
             # The socket travels with a byte of its own, so that it is not lost while the frame is read.
             _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1, flags=socket.MSG_CMSG_CLOEXEC)
         except (OSError, EOFError) as error:
             raise self._gone() from error
-        return DataWorker(number, forked.pid, socket.socket(fileno=descriptors[0]))
+        return DataWorker(forked.pid, socket.socket(fileno=descriptors[0]))
 
     def reap(self, pid: int) -> int:
         """End a worker and return its exit code, or minus the number of the signal that ended it.
@@ -253,8 +251,7 @@ class ForkServer:
 class DataWorker:
     """The trainer's end of one worker. Use it from one thread, except for :meth:`interrupt`."""
 
-    def __init__(self, number: int, pid: int, stream: socket.socket) -> None:
-        self.number = number
+    def __init__(self, pid: int, stream: socket.socket) -> None:
         self.pid = pid
         self._stream = stream
 
