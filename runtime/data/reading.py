@@ -27,18 +27,18 @@ from runtime.data.batches import (
 )
 from runtime.data.held_out import HeldOutSampler
 from runtime.data.sampling import Draw, stream_seed
+from runtime.device import CPU
 from runtime.errors import TrainingError
 from runtime.tracebacks import describe_error, user_traceback
 
-_HOST = torch.device("cpu")
 _SAMPLE, _COLLATE = -2, -3
 """Values in place of a step in the key, so that data shares no random stream with the sampler or a layer."""
 
 FindProblem = Callable[[Batch], tuple[int, str] | None]
 
 
-def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
-    """Return the number of samples.
+def check_dataset(dataset: Any, name: str) -> None:
+    """Check that samples can be read by their index.
 
     :param name: name of the data set, for messages.
     :raises TrainingError: the data set is not map-style, or it is empty.
@@ -66,10 +66,8 @@ def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
             "and [i]): with Hugging Face datasets load without streaming=True, else write the samples to "
             "files that can be addressed by index, such as Parquet, Arrow or token files"
         )
-    length = _length_of(dataset, name)
-    if length < 1:
+    if _length_of(dataset, name) < 1:
         raise TrainingError(f"{name} is empty")
-    return length
 
 
 def _length_of(dataset: Any, name: str) -> int:
@@ -282,7 +280,7 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def preserve_generators(device: torch.device = _HOST) -> Iterator[None]:
+def preserve_generators(device: torch.device = CPU) -> Iterator[None]:
     """Return a context after which this process's generators have their earlier states: those of torch on the
     host and on ``device``, of random and of numpy.
     """
