@@ -22,9 +22,7 @@ import stat
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -33,7 +31,7 @@ from runtime.data.reading import BatchReaders, MicrobatchKey
 from runtime.errors import TrainingError
 from runtime.parent import run_child
 from runtime.precision import dtype_name
-from runtime.wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, encode
+from runtime.wire.frames import Decoded, Decoder, Frame, ProtocolError, encode
 
 
 class ReadRequest(Frame, frozen=True, kw_only=True):
@@ -85,9 +83,6 @@ class ReadFailed(Frame, frozen=True, kw_only=True):
     detail: str
 
 
-_Received = TypeVar("_Received")
-
-
 def send_batch(stream: socket.socket, batch: Batch) -> None:
     """Write :class:`MicrobatchLoaded` and the bytes of the batch's tensors."""
     stream.sendall(encode(MicrobatchLoaded(batch=_node_of(batch))))
@@ -116,23 +111,18 @@ def receive_batch(stream: socket.socket, node: Node, *, pinned: bool) -> Batch:
             return value
 
 
-def receive_frame(stream: socket.socket, decoder: "msgspec.msgpack.Decoder[_Received]") -> _Received:
-    """Read one frame.
+def receive_frame(stream: socket.socket, decoder: Decoder[Decoded]) -> Decoded:
+    """Read one frame, and not a byte of what follows it.
 
     :raises EOFError: the other end is closed.
     :raises ProtocolError: the frame is too long or malformed.
     """
     head = bytearray(4)
     _receive_into(stream, memoryview(head))
-    length = int.from_bytes(head, "big")
-    if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    body = bytearray(length)
+    decoder.feed(head)
+    body = bytearray(int.from_bytes(head, "big"))
     _receive_into(stream, memoryview(body))
-    try:
-        return decoder.decode(body)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"malformed frame: {error}") from error
+    return decoder.feed(body)[0]
 
 
 def _node_of(batch: Batch) -> Node:
@@ -181,17 +171,6 @@ class Reaped(Frame, frozen=True, kw_only=True):
     status: int
 
 
-_ORDERS: "msgspec.msgpack.Decoder[ForkRequest | ReapRequest]" = msgspec.msgpack.Decoder(
-    ForkRequest | ReapRequest
-)
-_ANSWERS: "msgspec.msgpack.Decoder[MicrobatchLoaded | ReadFailed]" = msgspec.msgpack.Decoder(
-    MicrobatchLoaded | ReadFailed
-)
-_READS = msgspec.msgpack.Decoder(ReadRequest)
-_FORKED = msgspec.msgpack.Decoder(Forked)
-_REAPED = msgspec.msgpack.Decoder(Reaped)
-
-
 class ForkServer:
     """The trainer's end of the server. Use it from one thread at a time.
 
@@ -200,6 +179,8 @@ class ForkServer:
 
     def __init__(self, readers: BatchReaders) -> None:
         self._control, theirs = socket.socketpair()
+        self._forked: Decoder[Forked] = Decoder(Forked)
+        self._reaped: Decoder[Reaped] = Decoder(Reaped)
         trainer = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -215,7 +196,7 @@ class ForkServer:
         """
         try:
             self._control.sendall(encode(ForkRequest()))
-            forked = receive_frame(self._control, _FORKED)
+            forked = receive_frame(self._control, self._forked)
             # The socket travels with a byte of its own, so that it is not lost while the frame is read.
             _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1, flags=socket.MSG_CMSG_CLOEXEC)
         except (OSError, EOFError) as error:
@@ -229,7 +210,7 @@ class ForkServer:
         """
         try:
             self._control.sendall(encode(ReapRequest(pid=pid)))
-            return receive_frame(self._control, _REAPED).status
+            return receive_frame(self._control, self._reaped).status
         except (OSError, EOFError) as error:
             raise self._gone() from error
 
@@ -254,6 +235,7 @@ class DataWorker:
     def __init__(self, pid: int, stream: socket.socket) -> None:
         self.pid = pid
         self._stream = stream
+        self._answers: Decoder[MicrobatchLoaded | ReadFailed] = Decoder(MicrobatchLoaded | ReadFailed)
 
     def read(self, key: MicrobatchKey, *, pinned: bool) -> Batch:
         """Return a microbatch.
@@ -265,7 +247,7 @@ class DataWorker:
             self._stream.sendall(
                 encode(ReadRequest(step=key.step, batch=key.batch, microbatch=key.microbatch))
             )
-            answer = receive_frame(self._stream, _ANSWERS)
+            answer = receive_frame(self._stream, self._answers)
             if isinstance(answer, ReadFailed):
                 raise TrainingError(answer.detail)
             return receive_batch(self._stream, answer.batch, pinned=pinned)
@@ -310,9 +292,10 @@ def _drop_sockets(excluded: socket.socket) -> None:
 
 
 def _serve_forks(readers: BatchReaders, control: socket.socket) -> None:
+    orders: Decoder[ForkRequest | ReapRequest] = Decoder(ForkRequest | ReapRequest)
     while True:
         try:
-            order = receive_frame(control, _ORDERS)
+            order = receive_frame(control, orders)
         except EOFError:
             return
         if isinstance(order, ReapRequest):
@@ -341,9 +324,10 @@ def _serve_forks(readers: BatchReaders, control: socket.socket) -> None:
 def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Its threads do not exist after the fork.
+    orders: Decoder[ReadRequest] = Decoder(ReadRequest)
     while True:
         try:
-            order = receive_frame(stream, _READS)
+            order = receive_frame(stream, orders)
         except EOFError:
             return
         try:

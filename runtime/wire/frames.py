@@ -42,7 +42,7 @@ class Decoder(Generic[Decoded]):
         self._max = max_frame_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Decoded]:
+    def feed(self, data: bytes | bytearray) -> list[Decoded]:
         """Add bytes from the stream, and return all frames that are complete now.
 
         :raises ProtocolError: a length is above the limit, or a body is not a frame of this union.
