@@ -226,17 +226,19 @@ def _summary(value: Any) -> str:
 # --- using batches -----------------------------------------------------------------------------------
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
-    """Return a batch of the same structure with ``function`` applied to every leaf."""
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Return a batch of the same structure with ``function`` applied to every tensor."""
     match batch:
-        case dict():
-            return {key: map_leaves(function, item) for key, item in batch.items()}
-        case tuple():
-            return tuple(map_leaves(function, item) for item in batch)
-        case list():
-            return [map_leaves(function, item) for item in batch]
-        case _:
+        case Tensor():
             return function(batch)
+        case dict():
+            return {key: map_tensors(function, item) for key, item in batch.items()}
+        case tuple():
+            return tuple(map_tensors(function, item) for item in batch)
+        case list():
+            return [map_tensors(function, item) for item in batch]
+        case _:
+            return batch
 
 
 def leaves_of(batch: Batch) -> Iterator[Any]:
@@ -300,20 +302,14 @@ def _slice(batch: Batch, start: int, end: int, rows: int) -> Batch:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy the tensors to ``device``. Copies from pinned memory are asynchronous."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=leaf.is_pinned()) if isinstance(leaf, Tensor) else leaf
-
-    return batch if device.type == "cpu" else map_leaves(move, batch)
+    if device.type == "cpu":
+        return batch
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), batch)
 
 
 def cast_floating(batch: Batch, dtype: torch.dtype) -> Batch:
     """Convert floating-point tensors to ``dtype``; integers, booleans and complex numbers stay."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return map_leaves(cast, batch)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 def first_difference(one: Batch, other: Batch) -> str | None:

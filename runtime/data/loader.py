@@ -15,7 +15,7 @@ from itertools import islice
 
 import torch
 
-from runtime.data.batches import Batch, map_leaves
+from runtime.data.batches import Batch, map_tensors
 from runtime.data.reading import BatchReader, BatchReaders, MicrobatchKey
 from runtime.data.workers import ForkServer
 from runtime.errors import TrainingError
@@ -75,7 +75,7 @@ class BatchLoader:
         made = self._readers.read(key, check)
         if not self._pinned:
             return made
-        return map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf, made)
+        return map_tensors(torch.Tensor.pin_memory, made)
 
     def close(self) -> None:
         """End the workers, without waiting for reads in progress."""

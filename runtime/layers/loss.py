@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.data.batches import leaves_of, map_leaves, slice_rows
+from runtime.data.batches import leaves_of, map_tensors, slice_rows
 from runtime.errors import TrainingError
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
@@ -249,12 +249,8 @@ def _in_float32(output: Any) -> Any:
     """
     if isinstance(output, Mapping) and type(output) is not dict:
         return type(output)(**_in_float32(dict(output)))
-
-    def raised(leaf: Any) -> Any:
-        low = isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
-        return leaf.float() if low else leaf
-
-    return map_leaves(raised, output)
+    low = (torch.bfloat16, torch.float16)
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in low else tensor, output)
 
 
 def _rows(output: Any, start: int, end: int, rows: int) -> Any:

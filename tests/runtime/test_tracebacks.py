@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.data.batches import map_leaves
+from runtime.data.batches import map_tensors
 from runtime.data.sampling import Sampler
 from runtime.tracebacks import describe_error, user_traceback
 
@@ -23,27 +23,31 @@ def message_of(act: Callable[[], object]) -> str:
     return user_traceback(error.with_traceback(frame))
 
 
-def broken(shard: int) -> None:
+SHARD = torch.tensor(3)
+
+
+def broken(shard: torch.Tensor) -> torch.Tensor:
     raise OSError(f"cannot read shard {shard}")
 
 
 def test_a_traceback_begins_with_the_users_first_line() -> None:
-    text = message_of(lambda: map_leaves(broken, {"shard": 3}))
+    text = message_of(lambda: map_tensors(broken, {"shard": SHARD}))
     assert text.startswith("Traceback (most recent call last):\n") and "batches.py" not in text
     assert f'File "{__file__}"' in text and text.endswith("OSError: cannot read shard 3\n")
 
 
 def test_a_description_has_the_users_innermost_line() -> None:
-    def transform(_: object) -> object:
-        return nn.Linear(2, 2)(torch.zeros(3))  # Torch's frames are below.
+    def transform(_: object) -> torch.Tensor:
+        made: torch.Tensor = nn.Linear(2, 2)(torch.zeros(3))  # Torch's frames are below.
+        return made
 
     for act, said in (
         (
-            lambda: map_leaves(broken, [3]),
+            lambda: map_tensors(broken, [SHARD]),
             r"OSError: cannot read shard 3 \(test_tracebacks.py, line \d+, in broken\)",
         ),
         (
-            lambda: map_leaves(transform, [3]),
+            lambda: map_tensors(transform, [SHARD]),
             r"RuntimeError: .* \(test_tracebacks.py, line \d+, in transform\)",
         ),
     ):
