@@ -178,8 +178,7 @@ def load_training(data: TrainingData) -> Training:
         raise TrainingError(f"{data.function} raised {describe_error(error)}") from error
     if not isinstance(training, Training):
         raise TrainingError(f"{data.function} must return a Training, not {type(training).__name__}")
-    _check(training, data.function)
-    _check_evaluation(training, data)
+    _check(training, data)
     dtype = PRECISIONS[data.precision].parameters
     if training.layers is not None:
         for layer in training.layers:
@@ -380,7 +379,8 @@ def _checked(model: nn.Module, function: str) -> nn.Module:
     return model
 
 
-def _check(training: Training, function: str) -> None:
+def _check(training: Training, data: TrainingData) -> None:
+    function = data.function
     if (training.layers is None) == (training.model is None):
         raise TrainingError(f"{function}: give either Training.layers or Training.model")
     if training.layers is not None:
@@ -419,6 +419,11 @@ def _check(training: Training, function: str) -> None:
     _check_dataset(training.dataset, f"{function}: Training.dataset", pairs=pairs)
     if training.evaluation is not None:
         _check_dataset(training.evaluation, f"{function}: Training.evaluation", pairs=pairs)
+    elif data.evaluation_every_steps > 0:
+        raise TrainingError(
+            f"{function}: the job evaluates every {data.evaluation_every_steps} steps, but Training.evaluation is "
+            "missing; return a held-out data set, or leave [evaluation] out of the job file"
+        )
 
 
 def _check_layers(layers: Sequence[nn.Module], function: str) -> None:
@@ -459,14 +464,6 @@ def _check_ties(layers: Sequence[nn.Module]) -> None:
                     f"parameters {other} and {index}.{name} share memory but are two nn.Parameters; "
                     "tie them by assigning the same nn.Parameter to both"
                 )
-
-
-def _check_evaluation(training: Training, data: TrainingData) -> None:
-    if data.evaluation_every_steps > 0 and training.evaluation is None:
-        raise TrainingError(
-            f"{data.function}: the job evaluates every {data.evaluation_every_steps} steps, but Training.evaluation "
-            "is missing; return a held-out data set, or leave [evaluation] out of the job file"
-        )
 
 
 def _check_dataset(dataset: Any, name: str, *, pairs: bool) -> None:
