@@ -721,7 +721,9 @@ class Engine:
         the step are equal.
         """
         assert self._gradients is not None and self._communicator is not None
-        layers = {max(self.model.layers_of(name)) for name in self._gradients.names_not_finite(self.monitor)}
+        layers = {
+            max(self.model.parameter_layers[name]) for name in self._gradients.names_not_finite(self.monitor)
+        }
         own = self._values.find_first(self.monitor, layers)
         said: list[float | Tensor] = [0.0] * self._communicator.size
         said[self._communicator.rank] = float(own)

@@ -280,7 +280,9 @@ class Model:
 
     @property
     def parameter_layers(self) -> dict[str, tuple[int, ...]]:
-        """All trainable parameters in model order, each with the layers that use it."""
+        """All trainable parameters in model order, each with the layers that use it, ascending; a tied parameter
+        has more than one.
+        """
         return {t.name: tuple(t.layers) for t in self._trainable}
 
     @property
@@ -309,10 +311,6 @@ class Model:
         wanted = frozenset(layers)
         those = self._parameters if frozen else self._trainable
         return [(t.name, _parameter(t)) for t in those if not wanted.isdisjoint(t.layers)]
-
-    def layers_of(self, name: str) -> tuple[int, ...]:
-        """Return the layers that use the parameter, ascending; a tied parameter has more than one."""
-        return self.parameter_layers[name]
 
     def tensors_of(self, layer: int) -> list[ModelTensor]:
         """Return the parameters (trainable or not) and persistent buffers of one layer, in model order."""

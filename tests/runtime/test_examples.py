@@ -46,7 +46,7 @@ def test_the_gpt_of_the_job_file_has_eight_layers_with_the_ends_tied() -> None:
     data = job("gpt")
     model = Model(load_training(data), data)
     assert model.layer_count == 8
-    assert model.layers_of("0.token.weight") == (0, 7)
+    assert model.parameter_layers["0.token.weight"] == (0, 7)
     Optimization(model)
 
 

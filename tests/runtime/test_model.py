@@ -37,7 +37,7 @@ def rows(count: int = 4, first: int = 0) -> Tensor:
 def test_a_tied_parameter_has_one_name_and_all_its_layers() -> None:
     model = gpt()
     assert model.layer_count == 4
-    assert model.layers_of("0.token.weight") == (0, 3)
+    assert model.parameter_layers["0.token.weight"] == (0, 3)
     names = [name for name, _ in model.named_parameters(range(4))]
     assert len(names) == len(set(names)) == len(model.parameter_layers)
     assert names == list(model.parameter_layers)
@@ -75,7 +75,7 @@ class Holder(nn.Module):
 def test_a_shared_submodule_is_a_tie_too() -> None:
     inner = nn.Linear(6, 6)
     model = model_of(nn.Sequential(inner), Holder(inner))
-    assert model.layers_of("0.0.weight") == (0, 1)
+    assert model.parameter_layers["0.0.weight"] == (0, 1)
     model.drop([0])
     assert not inner.weight.is_meta
     model.drop([1])
