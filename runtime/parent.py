@@ -40,3 +40,16 @@ def run_child(parent: int, run: Callable[[], None]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def exit_sentence(status: int) -> str:
+    """Return how a process ended.
+
+    :param status: exit code, or minus the number of a signal.
+    """
+    if status < 0:
+        try:
+            return f"killed by {signal.Signals(-status).name}"
+        except ValueError:  # Most real-time signals have no name.
+            return f"killed by signal {-status}"
+    return f"exited with code {status}"

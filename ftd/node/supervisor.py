@@ -20,6 +20,7 @@ from ftd.node.ports import HostProcesses, TrainerConnection, TrainerProcess, Tra
 from ftd.tasks import cancel_all, start_task
 from ftd.transport.wire.profiles import problem_of_profile
 from planner.values import ModelProfile
+from runtime.parent import exit_sentence
 from runtime.wire import zygote_protocol
 from runtime.wire.frames import ProtocolError
 from statemachine.agent.events import HealthCheckEnded, TrainerConnected, TrainerFailed, TrainerReported
@@ -157,7 +158,7 @@ class TrainerSupervisor:
             case zygote_protocol.DeviceChecked():
                 self.health.on_completed(notice)
             case zygote_protocol.Exited():
-                if not self.health.on_exited(notice.pid, _exit_sentence(notice.status)) and (
+                if not self.health.on_exited(notice.pid, exit_sentence(notice.status)) and (
                     notice.pid in self._by_pid
                 ):
                     self._run(self._exited(self._by_pid[notice.pid], notice))
@@ -182,7 +183,7 @@ class TrainerSupervisor:
         if not trainer.retired:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(trainer.output_ended.wait(), _OUTPUT_TIMEOUT_S)
-            self.fail(trainer, "exited", _exit_sentence(notice.status))
+            self.fail(trainer, "exited", exit_sentence(notice.status))
         self._by_pid.pop(notice.pid, None)
 
     def on_zygote_end(self, status: int, detail: str) -> None:
@@ -202,7 +203,7 @@ class TrainerSupervisor:
                 self._host.signal_group(trainer.pid, signal.SIGKILL)
             if not trainer.retired:
                 self.fail(
-                    trainer, "exited", f"the zygote that forked it ended ({_exit_sentence(status)}) {detail}"
+                    trainer, "exited", f"the zygote that forked it ended ({exit_sentence(status)}) {detail}"
                 )
 
     # --- the trainers ----------------------------------------------------------------------------
@@ -307,12 +308,3 @@ class TrainerSupervisor:
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         start_task(work, self._tasks)
-
-
-def _exit_sentence(status: int) -> str:
-    if status < 0:
-        try:
-            return f"killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"killed by signal {-status}"
-    return f"exited with code {status}"

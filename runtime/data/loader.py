@@ -5,7 +5,6 @@ number. A reconfiguration announces another plan: microbatches that were read ah
 stay, the others are dropped, and reads in progress are not waited for.
 """
 
-import signal
 import sys
 import threading
 from collections import deque
@@ -19,6 +18,7 @@ from runtime.data.batches import Batch, map_tensors
 from runtime.data.reading import BatchReader, BatchReaders, MicrobatchKey
 from runtime.data.workers import ForkServer
 from runtime.errors import TrainingError
+from runtime.parent import exit_sentence
 
 PREFETCH_PER_WORKER = 2
 """Number of microbatches per worker that are read ahead or being read."""
@@ -246,9 +246,4 @@ class _Pool:
             status = self._server.reap(lost.pid)
             self._workers[number] = self._server.fork()
             lost.close()
-        if status >= 0:
-            return f"exited with code {status}"
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:  # Most real-time signals have no name.
-            return f"was killed by signal {-status}"
+        return exit_sentence(status) if status >= 0 else f"was {exit_sentence(status)}"
