@@ -112,14 +112,12 @@ class TensorFiller:
         prefer_huge((r.memory.ctypes.data, len(r.memory)) for runs in self._allocated.values() for r in runs)
         ends = {shared: [run.end for run in runs] for shared, runs in self._allocated.items()}
 
-        def sound(span: ImageSpan) -> bool:
-            runs: list[_TargetRange] = []
-            if span.shared is not None:
-                first = bisect_right(ends[span.shared], span.start)
-                runs = self._allocated[span.shared][first:]
-            return _verified(span, runs)
+        def runs_of(span: ImageSpan) -> Sequence[_TargetRange]:
+            if span.shared is None:
+                return ()
+            return self._allocated[span.shared][bisect_right(ends[span.shared], span.start) :]
 
-        return _corrupt(sound, spans)
+        return corrupt_parts(spans, runs_of)
 
     def finish(self) -> None:
         """Fill the registered tensors."""
@@ -172,13 +170,11 @@ def _verified(span: ImageSpan, runs: Iterable[_TargetRange]) -> bool:
     return span.part is None or hasher.hexdigest() == span.part.digest
 
 
-def corrupt_parts(spans: Sequence[ImageSpan]) -> tuple[str, ...]:
-    """Return the names of the parts whose bytes are corrupt."""
-    return _corrupt(lambda span: _verified(span, ()), spans)
-
-
-def _corrupt(is_sound: Callable[[ImageSpan], bool], spans: Sequence[ImageSpan]) -> tuple[str, ...]:
-    answers = _run_on_threads(is_sound, spans)
+def corrupt_parts(
+    spans: Sequence[ImageSpan], runs_of: Callable[[ImageSpan], Sequence[_TargetRange]] = lambda span: ()
+) -> tuple[str, ...]:
+    """Return the names of the parts whose bytes are corrupt, and copy all bytes to the runs of their spans."""
+    answers = _run_on_threads(lambda span: _verified(span, runs_of(span)), spans)
     return tuple(s.part.name for s, fine in zip(spans, answers, strict=True) if s.part and not fine)
 
 
