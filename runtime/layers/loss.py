@@ -36,9 +36,7 @@ class Loss:
     :raises TrainingError: the training has no loss function, and the model computes no loss.
     """
 
-    def __init__(
-        self, training: Training, structure: LayerChain | WindowedModule, tolerance: float = 1e-3
-    ) -> None:
+    def __init__(self, training: Training, structure: LayerChain | WindowedModule, tolerance: float) -> None:
         self._tolerance = tolerance
         self._function = training.loss
         self._metrics = training.metrics

@@ -137,9 +137,7 @@ class WindowedModule:
         batch: Batch,
         rows: int,
         call: Callable[[nn.Module, Batch], Any],
-        present: Callable[[Iterable[nn.Module]], AbstractContextManager[None]] = lambda modules: (
-            nullcontext()
-        ),
+        present: Callable[[Iterable[nn.Module]], AbstractContextManager[None]],
     ) -> None:
         self.root = root
         self._call = call
@@ -271,8 +269,8 @@ class WindowedModule:
         batch: Batch,
         rows: int,
         compare: Callable[[Any], Tensor],
-        tolerance: float = 1e-5,
-        with_layer: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
+        tolerance: float,
+        with_layer: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         """Compare the layers, run one by one, with the whole module in evaluation mode.
 
