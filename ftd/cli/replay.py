@@ -341,21 +341,20 @@ def _compare(
     repeat: int | None,
 ) -> "Comparison":
     from ftd.observe.view.progress import delayed_progress
-    from ftd.replay.comparison import MOST_TRACES, compare, compare_generated
+    from ftd.replay.comparison import MOST_TRACES, compare
     from ftd.replay.traces.generate import generate
     from ftd.replay.traces.trace import Trace
 
+    def trace_of(number: int) -> Trace:
+        return source if isinstance(source, Trace) else generate(source, number)
+
     with delayed_progress("replaying, in minutes of the trace") as on_progress:
-        if isinstance(source, Trace):
-            return compare(
-                job, source, parameters, policies=policies, throughput=throughput, on_progress=on_progress
-            )
-        return compare_generated(
+        return compare(
             job,
-            lambda number: generate(source, number),
+            trace_of,
             parameters,
             seed=seed,
-            most_traces=repeat or MOST_TRACES,
+            most_traces=1 if isinstance(source, Trace) else repeat or MOST_TRACES,
             policies=policies,
             throughput=throughput,
             on_progress=on_progress,

@@ -118,30 +118,6 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 def compare(
     job: ReplayJob,
-    trace: Trace,
-    parameters: Parameters,
-    *,
-    policies: Sequence[str] = POLICIES,
-    throughput: ThroughputSource = "common",
-    on_progress: ProgressCallback | None = None,
-) -> Comparison:
-    """Replay policies on one trace.
-
-    :raises ConfigurationError: a policy or a parameter is wrong, or the job cannot be planned.
-    """
-    return compare_generated(
-        job,
-        lambda _: trace,
-        parameters,
-        most_traces=1,
-        policies=policies,
-        throughput=throughput,
-        on_progress=on_progress,
-    )
-
-
-def compare_generated(
-    job: ReplayJob,
     make_trace: Callable[[int], Trace],
     parameters: Parameters,
     *,
@@ -151,10 +127,10 @@ def compare_generated(
     throughput: ThroughputSource = "common",
     on_progress: ProgressCallback | None = None,
 ) -> Comparison:
-    """Replay policies on generated traces until the throughput of each is known precisely enough.
+    """Replay policies on traces until the throughput of each is known precisely enough.
 
     :param make_trace: returns the trace of a seed; the seeds are ``seed``, ``seed`` + 1 and so on.
-    :param most_traces: number of traces after which to stop in any case.
+    :param most_traces: number of traces after which to stop in any case; 1 for a trace that was not generated.
     :raises ConfigurationError: a policy or a parameter is wrong, or the job cannot be planned.
     """
     if most_traces < 1:

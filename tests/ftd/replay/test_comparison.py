@@ -7,7 +7,7 @@ from scipy import stats
 
 from ftd.errors import ConfigurationError
 from ftd.replay import comparison as module
-from ftd.replay.comparison import LEAST_TRACES, compare, compare_generated, estimate
+from ftd.replay.comparison import LEAST_TRACES, compare, estimate
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import read_parameters
 from ftd.replay.policies.registry import make_policy
@@ -22,7 +22,7 @@ MODEL = FailureModel(nodes=6, duration_h=2.0, failures=FailureLaw(mean_h=4.0), r
 
 
 def test_goodput_is_what_counts_as_a_share_of_ideal_on_the_same_trace() -> None:
-    found = compare(JOB, TRACE, PARAMETERS, policies=["varuna"])
+    found = compare(JOB, lambda _: TRACE, PARAMETERS, most_traces=1, policies=["varuna"])
     assert [result.policy for result in found.results] == ["ideal", "varuna"]
     ideal, varuna = found.results
     assert ideal.goodput is not None and ideal.goodput.mean == 1.0
@@ -33,7 +33,7 @@ def test_goodput_is_what_counts_as_a_share_of_ideal_on_the_same_trace() -> None:
 
 
 def test_a_sample_costs_the_time_of_all_present_nodes() -> None:
-    [ideal] = compare(JOB, TRACE, PARAMETERS, policies=["ideal"]).results
+    [ideal] = compare(JOB, lambda _: TRACE, PARAMETERS, most_traces=1, policies=["ideal"]).results
     cost = ideal.cost_per_sample(7.2)
     assert cost is not None
     node_s = 6 * 300.0 + 5 * 300.0 + 6 * 400.0
@@ -42,7 +42,7 @@ def test_a_sample_costs_the_time_of_all_present_nodes() -> None:
 
 def test_without_a_committed_sample_there_is_no_goodput_and_no_cost() -> None:
     trace = make_trace(2, (0.1, "remove", "n0"), end_s=10.0)
-    [ideal] = compare(JOB, trace, PARAMETERS, policies=["ideal"]).results
+    [ideal] = compare(JOB, lambda _: trace, PARAMETERS, most_traces=1, policies=["ideal"]).results
     assert ideal.samples.mean == 0
     assert ideal.goodput is None and ideal.cost_per_sample(1.0) is None
 
@@ -60,9 +60,7 @@ def test_a_policy_whose_assumption_is_violated_is_named_with_the_reason(
         return make_policy(name, job, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "make_policy", reluctant)
-    found = compare_generated(
-        JOB, lambda seed: generate(MODEL, seed), PARAMETERS, policies=["varuna"], most_traces=4
-    )
+    found = compare(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, policies=["varuna"], most_traces=4)
     assert [(each.policy, each.reason) for each in found.excluded] == [("varuna", "it wants two nodes")]
     assert [result.policy for result in found.results] == ["ideal"]
     assert asked.count("varuna") == 3
@@ -80,21 +78,19 @@ def test_the_half_width_is_that_of_students_t() -> None:
 
 @pytest.mark.long
 def test_generated_traces_are_added_until_every_policy_is_known_precisely() -> None:
-    found = compare_generated(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, seed=3)
+    found = compare(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, seed=3)
     count = len(found.traces)
     assert count > LEAST_TRACES and found.is_precise
     assert found.traces[1] == generate(MODEL, 4)
-    fewer = compare_generated(
-        JOB, lambda seed: generate(MODEL, seed), PARAMETERS, seed=3, most_traces=count - 1
-    )
+    fewer = compare(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, seed=3, most_traces=count - 1)
     assert len(fewer.traces) == count - 1 and not fewer.is_precise
-    again = compare_generated(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, seed=3)
+    again = compare(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, seed=3)
     assert again.results == found.results
 
 
 def test_progress_ends_at_its_total_and_never_goes_back() -> None:
     seen: list[tuple[int, int]] = []
-    compare_generated(
+    compare(
         JOB,
         lambda seed: generate(MODEL, seed),
         PARAMETERS,
@@ -110,6 +106,6 @@ def test_progress_ends_at_its_total_and_never_goes_back() -> None:
 
 def test_wrong_requests_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match="there is no policy 'magic'"):
-        compare(JOB, TRACE, PARAMETERS, policies=["magic"])
+        compare(JOB, lambda _: TRACE, PARAMETERS, most_traces=1, policies=["magic"])
     with pytest.raises(ConfigurationError, match="--repeat"):
-        compare_generated(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, most_traces=0)
+        compare(JOB, lambda seed: generate(MODEL, seed), PARAMETERS, most_traces=0)

@@ -27,7 +27,7 @@ NO_NETWORK = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThr
 @pytest.mark.processes
 def test_the_page_shows_the_chart_with_the_nodes_beneath_the_throughput(tmp_path: Path) -> None:
     """``FTD_SCREENSHOTS`` names a directory for pictures to look at."""
-    found = compare(make_job(), TRACE, read_parameters(), policies=POLICIES)
+    found = compare(make_job(), lambda _: TRACE, read_parameters(), most_traces=1, policies=POLICIES)
     report = build_report(found, generated=False, parameters="shipped")
     plot_replay(report, tmp_path / "replay.html")
     folder = Path(os.environ.get("FTD_SCREENSHOTS", tmp_path))

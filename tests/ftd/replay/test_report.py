@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ftd.observe.view.schema import schema_of
 from ftd.replay.advice import Advice
-from ftd.replay.comparison import Comparison, Estimate, ExcludedPolicy, compare, compare_generated
+from ftd.replay.comparison import Comparison, Estimate, ExcludedPolicy, compare
 from ftd.replay.parameters import read_parameters
 from ftd.replay.policy import CATEGORIES
 from ftd.replay.report import MOST_WINDOWS, ReplayReport, build_report, window_edges_s
@@ -25,7 +25,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def compared(**changes: object) -> Comparison:
-    found = compare(JOB, TRACE, read_parameters(), policies=POLICIES)
+    found = compare(JOB, lambda _: TRACE, read_parameters(), most_traces=1, policies=POLICIES)
     fields = {name: getattr(found, name) for name in ("job", "throughput", "traces", "results", "excluded")}
     return Comparison(**(fields | changes))
 
@@ -81,7 +81,7 @@ def test_columns_that_do_not_fit_into_the_terminal_stand_below_the_others() -> N
 
 
 def test_several_traces_have_confidence_intervals() -> None:
-    found = compare_generated(
+    found = compare(
         JOB,
         lambda seed: make_trace(6, (300.0 + seed, "remove", "n5"), end_s=1000.0),
         read_parameters(),
