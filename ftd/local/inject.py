@@ -10,8 +10,8 @@ from ftd.faults.chaos.targets import ClusterLayout
 from ftd.faults.chaos.values import CentralService, Fault, Service
 from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
 from ftd.transport.client import ClusterClient
-from ftd.transport.wire.catalogue import severity_of
-from ftd.transport.wire.public import EventMessage, new_event_id, timestamp
+from ftd.transport.wire.public import event_message
+from statemachine.effects import EmitEvent
 
 
 class LocalInjector(RemoteInjector):
@@ -93,19 +93,11 @@ class LocalInjector(RemoteInjector):
     async def _announce(self, fault: Fault, target: str, nodes: tuple[str, ...] = ()) -> None:
         for node in nodes or (None,):
             details = {"fault": fault.do, "at": time.monotonic(), "target": target, "for_s": fault.for_s}
-            await self._client.publish_event(
-                EventMessage(
-                    event="ChaosInjected",
-                    node=node,
-                    generation=None,
-                    step=None,
-                    reason=str(fault.trigger),
-                    at=timestamp(),
-                    monotonic=time.monotonic(),
-                    cause=f"scenario-{fault.do}",
-                    details=details,
-                    source="local",
-                    id=new_event_id(),
-                    severity=severity_of("ChaosInjected"),
-                )
+            event = EmitEvent(
+                cause=f"scenario-{fault.do}",
+                name="ChaosInjected",
+                reason=str(fault.trigger),
+                node=node,
+                details=details,
             )
+            await self._client.publish_event(event_message(event, monotonic=time.monotonic(), source="local"))

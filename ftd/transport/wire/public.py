@@ -336,11 +336,6 @@ def decode_json(payload: bytes, into: Any) -> Any:
         raise WireError(f"malformed JSON message: {error}") from None
 
 
-def new_event_id() -> str:
-    """Return a unique id of 64 random bits."""
-    return f"e-{secrets.token_hex(8)}"
-
-
 def event_message(
     effect: EmitEvent, *, monotonic: float, suppressed: int = 0, source: str = ""
 ) -> EventMessage:
@@ -361,6 +356,6 @@ def event_message(
         cause=effect.cause,
         details=details,
         source=source,
-        id=new_event_id(),
+        id=f"e-{secrets.token_hex(8)}",
         severity=severity_of(effect.name),
     )
