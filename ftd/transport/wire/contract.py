@@ -219,19 +219,12 @@ def _schemas() -> Json:
     incoming = _names_below([kind.__name__ for kind in _INCOMING], schemas)
     for name, schema in schemas.items():
         if name not in incoming:
-            _open(schema)
+            # Readers take what they know, and what we publish is checked when it is published.
+            schema.pop("additionalProperties", None)
         for field, described in schema.get("properties", {}).items():
             if text := texts.get(f"{name}.{field}"):
                 _describe(described, text)
     return schemas
-
-
-def _open(schema: Json) -> None:
-    """Allow additional fields: readers take what they know, and what we publish is checked when it is
-    published.
-    """
-    if schema.get("additionalProperties") is False:
-        del schema["additionalProperties"]
 
 
 def _describe(schema: Json, text: str) -> None:
