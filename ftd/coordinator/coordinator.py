@@ -309,15 +309,13 @@ class Coordinator:
             self._publish_state_soon()
 
     def _reject(self, topic: str, why: str) -> None:
-        self._events.emit(
-            EmitEvent(
-                cause=self.driver.new_cause(),
-                name="MessageRejected",
-                reason=f"{topic}: {why}",
-                node=self.topics.node_of(topic),
-                details={"topic": topic, "why": why},
-            )
-        )
+        node = self.topics.node_of(topic)
+        self._emit("MessageRejected", f"{topic}: {why}", {"topic": topic, "why": why}, node)
+
+    def _emit(self, name: str, reason: str, details: dict[str, Any], node: str | None = None) -> None:
+        """Publish an event that the machine did not decide on."""
+        cause = self.driver.new_cause()
+        self._events.emit(EmitEvent(cause=cause, name=name, reason=reason, node=node, details=details))
         self.journal.flush()
 
     # --- who leads ---------------------------------------------------------------------------------
@@ -474,12 +472,7 @@ class Coordinator:
     def report_logging_failure(self, sink: str, detail: str) -> None:
         """Report that the job's steps cannot be logged to ``sink``."""
         if self._leading:
-            details = {"sink": sink, "detail": detail}
-            reason = f"{sink}: {detail}"
-            self._events.emit(
-                EmitEvent(cause=self.driver.new_cause(), name="LoggingFailed", reason=reason, details=details)
-            )
-            self.journal.flush()
+            self._emit("LoggingFailed", f"{sink}: {detail}", {"sink": sink, "detail": detail})
 
     def _on_leader_state(self, state: dict[str, Any]) -> None:
         """Take the state that another coordinator publishes: the steps that follow belong to its job."""

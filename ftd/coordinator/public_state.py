@@ -34,13 +34,10 @@ def public_state(
     :param now: time on the machine's clock.
     :param expected_nodes: see ``startup_state``.
     """
-    if state["snapshot"] is not None:
-        state["snapshot"]["at"] = timestamp(ago_s=max(0.0, now - state["snapshot"]["at"]))
-    for node in state["nodes"].values():
-        if (quarantine := node["quarantine"]) is not None:
-            quarantine["at"] = timestamp(ago_s=max(0.0, now - quarantine["at"]))
-        if (health := node["health"]) is not None:
-            health["at"] = timestamp(ago_s=max(0.0, now - health["at"]))
+    of_nodes = (part for node in state["nodes"].values() for part in (node["quarantine"], node["health"]))
+    for part in (state["snapshot"], *of_nodes):
+        if part is not None:
+            part["at"] = timestamp(ago_s=max(0.0, now - part["at"]))
     return {
         **state,
         "startup": startup_state(state["startup"], progress, expected_nodes),
