@@ -128,11 +128,11 @@ class NodeFaultInjector:
                 request.reply, known
             )  # The client asked again: the first answer was lost or late.
             return
+        problem = self._lasting_problem(request)
         if request.dry_run:
-            problem = self._lasting_problem(request)
             self._answer(request, accepted=problem is None, detail=problem or "this fault can be injected")
             return
-        problem = self._problem(request)
+        problem = problem or self._present_problem(request)
         if problem is not None:
             log.warning("chaos_rejected", do=request.do, reason=problem)
             self._actions.publish_event("ChaosRejected", problem, {"fault": request.do})
@@ -140,12 +140,8 @@ class NodeFaultInjector:
             return
         start_task(self._inject(request, at=self._announce(request)), self._tasks)
 
-    def _problem(self, request: ChaosRequest) -> str | None:
-        """Return why this request is rejected, or ``None``."""
-        return self._lasting_problem(request) or self._present_problem(request)
-
     def _lasting_problem(self, request: ChaosRequest) -> str | None:
-        """Return a reason that will still hold in a minute, or ``None``."""
+        """Return a reason to reject the request that will still hold in a minute, or ``None``."""
         if not self._allowed:
             return (
                 f"chaos is off on {self._node}; set chaos = true under [node] in its ftd.toml "
@@ -170,6 +166,7 @@ class NodeFaultInjector:
         return None
 
     def _present_problem(self, request: ChaosRequest) -> str | None:
+        """Return a reason to reject the request that holds now, or ``None``."""
         if (
             request.do in ("kill", "stop", "hang", "raise", "slow", "corrupt")
             and not _whole_node(request)

@@ -5,6 +5,7 @@ Tracing only observes, so neither the coordinator nor the state machines take pa
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import structlog
@@ -65,7 +66,7 @@ class TraceService:
             if not self._send(request.device, frame):
                 problem = f"{self._node} runs no trainer on device {request.device} now"
         if problem is not None:
-            self._send_answer(request, Answer(request=request.request, accepted=False, detail=problem))
+            self._send_answer(request, accepted=False, detail=problem)
             return
         timer = asyncio.get_running_loop().call_later(request.within_s, self._abandon, request.request)
         self._waiting[request.request] = (request, timer)
@@ -87,10 +88,7 @@ class TraceService:
         )
         log.info("traced", device=device, spans=len(traced.spans), dropped=traced.dropped)
         detail = f"{count_noun(len(traced.spans), 'span')} of rank {traced.rank}"
-        self._send_answer(
-            request,
-            Answer(request=request.request, accepted=True, detail=detail, data=msgspec.to_builtins(data)),
-        )
+        self._send_answer(request, accepted=True, detail=detail, data=msgspec.to_builtins(data))
 
     def close(self) -> None:
         """Drop the requests that are not answered yet."""
@@ -104,7 +102,7 @@ class TraceService:
             f"{self._node}/{request.device} did not train {count_noun(request.steps, 'step')} "
             f"within {request.within_s:g} s"
         )
-        self._send_answer(request, Answer(request=number, accepted=False, detail=detail))
+        self._send_answer(request, accepted=False, detail=detail)
 
     def _problem(self, request: TraceRequest) -> str | None:
         """Return why this request is rejected, or ``None``."""
@@ -122,7 +120,10 @@ class TraceService:
             return f"{self._node} is busy with {_MOST_WAITING} traces; ask again later"
         return None
 
-    def _send_answer(self, request: TraceRequest, answer: Answer) -> None:
+    def _send_answer(
+        self, request: TraceRequest, *, accepted: bool, detail: str, data: dict[str, Any] | None = None
+    ) -> None:
+        answer = Answer(request=request.request, accepted=accepted, detail=detail, data=data)
         self._answered[request.request] = answer
         while len(self._answered) > _REMEMBERED:
             del self._answered[next(iter(self._answered))]
