@@ -26,11 +26,6 @@ log = structlog.get_logger("ftd.node")
 LinkTests = Callable[[Sequence[ReplicaPeer]], Awaitable[tuple[LinkHealth, ...]]]
 
 
-async def no_links(peers: Sequence[ReplicaPeer]) -> tuple[LinkHealth, ...]:
-    """Test no link."""
-    return ()
-
-
 @dataclass(slots=True, eq=False)
 class _Check:
     """A health check under way."""

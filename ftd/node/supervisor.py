@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from ftd.node.health import HealthChecker, LinkTests, no_links
+from ftd.node.health import HealthChecker, LinkTests
 from ftd.node.ports import HostProcesses, TrainerConnection, TrainerProcess, TrainerProcesses
 from ftd.tasks import cancel_all, start_task
 from ftd.transport.wire.profiles import problem_of_profile
@@ -63,8 +63,8 @@ class TrainerSupervisor:
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         on_side_report: Callable[[int, protocol.DaemonReport], None],
-        test_limit_s: float = 30.0,
-        test_links: LinkTests = no_links,
+        test_limit_s: float,
+        test_links: LinkTests,
     ) -> None:
         self._host, self._processes = host, processes
         self._feed, self._stamp = feed, stamp

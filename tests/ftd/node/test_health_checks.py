@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -67,6 +68,7 @@ def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> Non
                 stamp=lambda: {"at": time.monotonic(), "cause": "test"},
                 on_side_report=lambda device, frame: None,
                 test_limit_s=limit_s,
+                test_links=AsyncMock(return_value=()),
             )
             await supervisor.start()
             try:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -62,6 +63,8 @@ def supervisor_of(
         feed=feed,
         stamp=lambda: {"at": time.monotonic(), "cause": "test"},
         on_side_report=lambda device, frame: None,
+        test_limit_s=30.0,
+        test_links=AsyncMock(return_value=()),
     )
 
 
@@ -357,7 +360,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
         "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
         "    processes = ZygoteTrainers(directory=directory, environment=lambda device: {})\n"
         "    supervisor = TrainerSupervisor(devices=1, host=LocalProcesses(), processes=processes, feed=feed,\n"
-        "        stamp=lambda: {'at': 0.0, 'cause': 'test'}, on_side_report=print)\n"
+        "        stamp=lambda: {'at': 0.0, 'cause': 'test'}, on_side_report=print, test_limit_s=30, test_links=print)\n"
         "    await supervisor.start()\n"
         "    supervisor.start_trainer(0)\n"
         "    await asyncio.sleep(1000)\n"
