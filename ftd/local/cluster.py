@@ -145,7 +145,7 @@ class LocalCluster:
             self._address = parse_broker(self.options.broker, "--broker")
             return
         port = self._address.port if self._address else free_port()
-        ready = self.directory / "broker.port"
+        ready = self.directory / "broker.ready"
         ready.unlink(missing_ok=True)
         embedded = self.options.broker == "embedded"
         if self.network is not None:

@@ -1,7 +1,7 @@
 """A broker that needs no installation: amqtt in a process of its own, for clusters on one machine.
 
-``python -m ftd.transport.mqtt.embedded --port 0 --ready-file FILE`` listens on loopback, anonymously, and
-writes its port into FILE. amqtt 0.12 has bugs that matter here (measured, see the tests); ``_Broker`` works
+``python -m ftd.transport.mqtt.embedded --port PORT --ready-file FILE`` listens on loopback, anonymously, and
+then creates FILE. amqtt 0.12 has bugs that matter here (measured, see the tests); ``_Broker`` works
 around those that can be fixed from outside:
 
 * the keep-alive is never enforced, so the last will of a frozen client never comes;
@@ -25,26 +25,25 @@ from ftd.errors import UnreachableError
 from ftd.processes import module_command
 
 
-def embedded_command(ready_file: Path, port: int = 0) -> list[str]:
-    """Return the command that runs the embedded broker; with port 0 the system chooses one."""
+def embedded_command(ready_file: Path, port: int) -> list[str]:
+    """Return the command that runs the embedded broker."""
     return module_command("ftd.transport.mqtt.embedded", "--port", str(port), "--ready-file", str(ready_file))
 
 
-def await_ready(ready_file: Path, timeout_s: float) -> int:
-    """Wait for a broker that was started with ``ready_file``, and return its port. It blocks: call it in a
-    thread from a loop.
+def await_ready(ready_file: Path, timeout_s: float) -> None:
+    """Wait for a broker that was started with ``ready_file``. It blocks: call it in a thread from a loop.
 
     :raises UnreachableError: it did not start within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
-            return int(ready_file.read_text())
+        if ready_file.exists():
+            return
         time.sleep(0.005)
     raise UnreachableError(f"the embedded broker did not come up within {timeout_s:g} s")
 
 
-async def serve(port: int, ready_file: Path | None) -> int:
+async def serve(port: int, ready_file: Path) -> int:
     """Run the broker until SIGTERM or SIGINT, and return the exit code."""
     from amqtt.errors import BrokerError
 
@@ -65,19 +64,11 @@ async def serve(port: int, ready_file: Path | None) -> int:
     except BrokerError as error:
         print(f"ftd: the embedded broker cannot listen on 127.0.0.1:{port}: {error}", file=sys.stderr)
         return 2
-    if ready_file is not None:
-        _announce(ready_file, broker.port)
+    ready_file.touch()
     await stop.wait()
     with contextlib.suppress(Exception):
         await asyncio.wait_for(broker.shutdown(), 2.0)
     return 0
-
-
-def _announce(ready_file: Path, port: int) -> None:
-    """Write the port atomically: a process that polls the file must not read half of it."""
-    partial = ready_file.with_name(ready_file.name + ".part")
-    partial.write_text(str(port))
-    partial.replace(ready_file)
 
 
 def _broker_class() -> Any:
@@ -85,10 +76,6 @@ def _broker_class() -> Any:
     from amqtt.broker import Broker
 
     class _Broker(Broker):  # type: ignore[misc, unused-ignore]
-        @property
-        def port(self) -> int:
-            return int(self._servers["default"].instance.sockets[0].getsockname()[1])
-
         async def _initialize_client_session(self, *arguments: Any) -> Any:
             handler, session = await super()._initialize_client_session(*arguments)
             if session.keep_alive:
@@ -138,8 +125,8 @@ def _broker_class() -> Any:
 def main() -> None:
     """Run ``python -m ftd.transport.mqtt.embedded``."""
     parser = argparse.ArgumentParser(prog="python -m ftd.transport.mqtt.embedded", description=__doc__)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--ready-file", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ready-file", type=Path, required=True)
     options = parser.parse_args()
     # amqtt logs every connection and every slow client as a warning; only its failures matter here.
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
