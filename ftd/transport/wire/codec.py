@@ -15,6 +15,7 @@ type's name, and a registry maps it to the class. A Resume's body is packed (``p
 unpickled: a payload can only become one of these values.
 """
 
+import zlib
 from typing import Any, get_args
 
 import msgspec
@@ -22,7 +23,7 @@ from msgspec.structs import fields, replace
 
 from ftd.config.validation import NAME_PATTERN
 from ftd.errors import WireError
-from ftd.transport.wire.compression import compress, decompress
+from ftd.transport.wire.compression import LEVEL, decompress
 from ftd.transport.wire.plans import pack, unpack
 from ftd.transport.wire.profiles import problem_of_profile
 from statemachine.messages.cluster import (
@@ -164,7 +165,9 @@ def encode_to_nodes(message: ToNodes) -> bytes:
         ),
         MAX_COMMAND_BYTES,
     )
-    content, compressed = compress(content, COMPRESS_COMMAND_FROM_BYTES)
+    compressed = len(content) > COMPRESS_COMMAND_FROM_BYTES
+    if compressed:
+        content = zlib.compress(content, LEVEL)
     return _sized(_Compressed(compressed=compressed, content=content), MAX_COMMAND_BYTES)
 
 

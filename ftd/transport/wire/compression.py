@@ -27,13 +27,6 @@ _BEGIN, _END = b"\x78\x01", b"\x03\x00"
 """Header of a zlib stream, and its empty last block."""
 
 
-def compress(content: bytes, from_bytes: int) -> tuple[bytes, bool]:
-    """Return ``content``, compressed if it is larger than ``from_bytes``, and whether it was compressed."""
-    if len(content) <= from_bytes:
-        return content, False
-    return zlib.compress(content, LEVEL), True
-
-
 def decompress(content: bytes, max_bytes: int, what: str) -> bytes:
     """Decompress ``content`` to at most ``max_bytes``.
 
