@@ -91,18 +91,15 @@ def user_runtime_dir() -> Path:
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base) / "ftd" if base else Path(f"/tmp/ftd-{os.getuid()}")
+    problem = ""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.stat().st_uid != os.getuid():
+            problem = "belongs to another user"
     except OSError as error:
+        problem = f"cannot be made: {error.strerror}"
+    if problem:
         raise ConfigurationError(
-            f"{path} cannot be made: {error.strerror}",
-            field="$XDG_RUNTIME_DIR",
-            remedy="set it to a directory of yours",
-        ) from None
-    if path.stat().st_uid != os.getuid():
-        raise ConfigurationError(
-            f"{path} belongs to another user",
-            field="$XDG_RUNTIME_DIR",
-            remedy="set it to a directory of yours",
+            f"{path} {problem}", field="$XDG_RUNTIME_DIR", remedy="set it to a directory of yours"
         )
     return path
