@@ -527,14 +527,7 @@ class FollowerSession:
             _log.warning(
                 "version_differs", peer=seen.name, here=self._version, there=seen.version, remedy=remedy
             )
-        peer = Peer(
-            name=seen.name,
-            incarnation=seen.incarnation,
-            priority=seen.priority,
-            position=seen.position,
-            ineligible=seen.ineligible,
-        )
-        self._feed(PeerSeen(**self._stamp(), peer=peer))
+        self._feed(PeerSeen(**self._stamp(), peer=msgspec.convert(seen, Peer, from_attributes=True)))
 
 
 # --- both of them, driven by the election ------------------------------------------------------------

@@ -4,6 +4,7 @@ The journal is msgpack, since only coordinators read it; the others are JSON, wh
 """
 
 import msgspec
+from msgspec.structs import asdict
 
 from ftd.errors import WireError
 from ftd.transport.wire.codec import MAX_COMMAND_BYTES, check_size, decode_msgpack
@@ -37,27 +38,17 @@ def decompress_state(encoded: bytes) -> bytes:
     return decompress(encoded, MAX_COPY_BYTES, "a durable state") if is_compressed(encoded) else encoded
 
 
-class LeaderMessage(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderMessage(Leader, frozen=True, kw_only=True):
     """The coordinator that leads, on ``coordinator/leader`` and, while it leads, on ``coordinator/heartbeat``."""
 
-    term: int
-    name: str
-    incarnation: int
     version: str = ""
     schema: int = SCHEMA
 
 
-class PeerMessage(msgspec.Struct, frozen=True, kw_only=True):
+class PeerMessage(Peer, frozen=True, kw_only=True):
     """A coordinator that is there, whether it leads or not."""
 
-    name: str
-    incarnation: int
-    priority: int = 0
-    position: tuple[int, int] = (0, 0)
-    """Term and serial number of the newest state in its journal."""
     version: str = ""
-    ineligible: str = ""
-    """Reason why it must not lead; empty: it may."""
     departed: bool = False
     """Whether the coordinator has left: its last will."""
     schema: int = SCHEMA
@@ -90,9 +81,7 @@ _JOURNAL_COPY = msgspec.msgpack.Decoder(JournalCopy)
 
 
 def encode_leader(leader: Leader, version: str) -> bytes:
-    return encode_json(
-        LeaderMessage(term=leader.term, name=leader.name, incarnation=leader.incarnation, version=version)
-    )
+    return encode_json(LeaderMessage(**asdict(leader), version=version))
 
 
 def decode_leader(payload: bytes) -> Leader:
@@ -107,17 +96,7 @@ def decode_leader(payload: bytes) -> Leader:
 
 
 def encode_peer(peer: Peer, version: str, *, departed: bool = False) -> bytes:
-    return encode_json(
-        PeerMessage(
-            name=peer.name,
-            incarnation=peer.incarnation,
-            priority=peer.priority,
-            position=peer.position,
-            version=version,
-            ineligible=peer.ineligible,
-            departed=departed,
-        )
-    )
+    return encode_json(PeerMessage(**asdict(peer), version=version, departed=departed))
 
 
 def encode_unreachable(reason: str, *, incarnation: int, graceful: bool) -> bytes:
