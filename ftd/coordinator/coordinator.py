@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never, cast
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -89,11 +89,6 @@ _Handler = Callable[[bytes, bool], None]
 """A handler: takes a payload and whether it was retained; raises WireError for what is no message of its
 topic.
 """
-ClusterEffect = (
-    EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | PlanAhead | ComputePlan | ComparePlan | CheckDrain | CheckRestore | CommitCheckpoint
-    | ExportCheckpoint | AbandonCheckpoint | FindCheckpoint | AnswerRequest | RemoveNode | RecordSteps
-)  # fmt: skip
 
 
 class Coordinator:
@@ -371,8 +366,6 @@ class Coordinator:
     # --- effects of the machine ---------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
-        # The driver handles timers, and the other effects belong to nodes.
-        effect = cast(ClusterEffect, effect)
         match effect:
             case EmitEvent():
                 self._events.emit(effect)
@@ -408,8 +401,8 @@ class Coordinator:
                 self._requests.answer(
                     effect.request, accepted=effect.accepted, detail=effect.detail, outcome=effect.outcome
                 )
-            case _:
-                assert_never(effect)
+            case _:  # The driver handles timers, and the other effects belong to nodes.
+                raise AssertionError(f"no effect of a coordinator: {effect!r}")
 
     def _carried_out(self) -> None:
         """Write the events of a step to the journal, after its effects."""

@@ -15,7 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never, cast
+from typing import Any
 
 import msgspec
 import structlog
@@ -710,52 +710,38 @@ class Leadership:
     # --- effects of the election -----------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
-        election_effect = cast(
-            EmitEvent
-            | PublishCluster
-            | AcquireLeadership
-            | ReleaseLeadership
-            | ClaimTerm
-            | Lead
-            | Suspend
-            | StepDown
-            | SendLeaderHeartbeat
-            | AnnouncePeer
-            | RejectTakeover,
-            effect,
-        )  # The driver handles timers.
-        match election_effect:
+        match effect:
             case AcquireLeadership():
                 self._acquire()
             case ReleaseLeadership():
                 self._release()
             case ClaimTerm():
-                self._claim(election_effect.leader)
+                self._claim(effect.leader)
             case Lead():
-                self._lead(election_effect)
+                self._lead(effect)
             case Suspend():
                 if self._leading:
                     self._callbacks.on_lost()
             case StepDown():
-                self._step_down(election_effect.leader)
+                self._step_down(effect.leader)
             case SendLeaderHeartbeat():
-                heartbeat = encode_leader(election_effect.leader, self._program.version)
+                heartbeat = encode_leader(effect.leader, self._program.version)
                 self.publish(self._topics.leader_heartbeat, heartbeat, qos=0)
             case EmitEvent():
-                self._callbacks.emit(election_effect)
+                self._callbacks.emit(effect)
             case PublishCluster():
                 self._callbacks.publish_state()
             case AnnouncePeer():
-                self._follower_session.announce(self._with_position(election_effect.peer))
+                self._follower_session.announce(self._with_position(effect.peer))
             case RejectTakeover():
-                event, before = election_effect.event, self.machine.leader
+                event, before = effect.event, self.machine.leader
                 last = (
                     before.incarnation if before is not None else self._me.incarnation
                 )  # As in its last will.
                 state = encode_unreachable(event.reason, incarnation=last, graceful=False)
                 self._follower_session.publish_rejection(event, state)
-            case _:
-                assert_never(election_effect)
+            case _:  # The driver handles timers.
+                raise AssertionError(f"no effect of an election: {effect!r}")
 
     def _with_position(self, me: Peer) -> Peer:
         """Return this coordinator as others must see it: they wait for a peer with a newer journal than

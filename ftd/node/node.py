@@ -6,7 +6,7 @@ All decisions are made in ``statemachine.agent``. ``Node`` carries them out, on 
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, assert_never, cast
+from typing import Any
 
 import msgspec
 import structlog
@@ -45,26 +45,6 @@ log = structlog.get_logger("ftd.node")
 
 DISCONNECT_TIMEOUT_S = 1.0
 """Time that the last messages have to be acknowledged by the broker before the connection closes."""
-
-AgentEffect = (
-    effects.SendSignal
-    | effects.PublishNode
-    | effects.EmitEvent
-    | effects.StartTrainer
-    | effects.KillTrainer
-    | effects.PrepareTrainer
-    | effects.ResumeTrainer
-    | effects.InstructTrainer
-    | effects.SendSnapshotCopy
-    | effects.RetainSnapshotCopies
-    | effects.RemoveSnapshots
-    | effects.PersistLayers
-    | effects.StopPersisting
-    | effects.RunHealthCheck
-    | effects.StopHealthCheck
-    | effects.RenewIncarnation
-    | effects.ExitDaemon
-)
 
 
 class Node:
@@ -236,50 +216,47 @@ class Node:
     # --- effects of the machine ----------------------------------------------------------------------
 
     async def _perform(self, effect: effects.Effect) -> None:
-        wanted = cast(
-            AgentEffect, effect
-        )  # The driver handles timers, and all other effects are the coordinator's.
-        match wanted:
+        match effect:
             case effects.SendSignal():
-                self._present_publisher().send_signal(wanted.signal)
+                self._present_publisher().send_signal(effect.signal)
             case effects.PublishNode():
-                self._present_publisher().publish_state(wanted)
+                self._present_publisher().publish_state(effect)
             case effects.EmitEvent():
-                self._present_publisher().publish_event(wanted)
+                self._present_publisher().publish_event(effect)
             case effects.StartTrainer():
-                self.supervisor.start_trainer(wanted.device)
+                self.supervisor.start_trainer(effect.device)
             case effects.KillTrainer():
-                self.supervisor.kill_trainer(wanted.device, wanted.grace_s)
+                self.supervisor.kill_trainer(effect.device, effect.grace_s)
             case effects.PrepareTrainer():
-                self._prepare(wanted)
+                self._prepare(effect)
             case effects.InstructTrainer():
-                if isinstance(wanted.instruction, Quiesce):
+                if isinstance(effect.instruction, Quiesce):
                     self.snapshots.abandon()
-                self.supervisor.send(wanted.device, wanted.instruction)
+                self.supervisor.send(effect.device, effect.instruction)
             case effects.ResumeTrainer():
-                self._resume(wanted)
+                self._resume(effect)
             case effects.SendSnapshotCopy():
-                self.snapshots.send_copy(wanted)
+                self.snapshots.send_copy(effect)
             case effects.RetainSnapshotCopies():
-                order = wanted.order
+                order = effect.order
                 self.snapshots.retain_copies(order.job_id, order.step, order.restore)
             case effects.RemoveSnapshots():
-                self.snapshots.remove(wanted.job_id)
+                self.snapshots.remove(effect.job_id)
             case effects.PersistLayers():
-                self.snapshots.persister.begin(wanted.order)
+                self.snapshots.persister.begin(effect.order)
             case effects.StopPersisting():
-                self.snapshots.persister.stop(wanted.attempt)
+                self.snapshots.persister.stop(effect.attempt)
             case effects.RunHealthCheck():
-                self.supervisor.health.start(wanted.number, wanted.peers)
+                self.supervisor.health.start(effect.number, effect.peers)
             case effects.StopHealthCheck():
                 self.supervisor.health.stop()
             case effects.RenewIncarnation():
                 await self._present_publisher().close(DISCONNECT_TIMEOUT_S)
                 self._begin_incarnation()
             case effects.ExitDaemon():
-                self.exit(wanted.code)
-            case _:
-                assert_never(wanted)
+                self.exit(effect.code)
+            case _:  # The driver handles timers, and all other effects are the coordinator's.
+                raise AssertionError(f"no effect of a node: {effect!r}")
 
     def _present_publisher(self) -> NodePublisher:
         assert self._publisher is not None, "the machine is fed only after the first incarnation began"
