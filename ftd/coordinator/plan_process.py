@@ -27,12 +27,6 @@ class PlanProcess:
         self._command = command
         self._process: asyncio.subprocess.Process | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Process id while the process runs."""
-        running = self._process is not None and self._process.returncode is None
-        return self._process.pid if self._process is not None and running else None
-
     async def start(self) -> asyncio.subprocess.Process:
         """Start the process in advance, so that it has imported the planner when there is work.
 

@@ -98,7 +98,6 @@ class PlanningService:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planning")
         self._planner: Planner | None = None
         self._planned_job = ""
-        self._process: PlanProcess | None = None
         self._next_process_task: asyncio.Task[PlanProcess] | None = None
         """Task that starts the process for the next build in advance."""
         self._building: asyncio.Task[None] | None = None
@@ -109,11 +108,6 @@ class PlanningService:
         self._work: set[asyncio.Task[None]] = set()
         self.progress: tuple[int, int] | None = None
         """Instantiations made, and of all; ``None`` while none are made, or during the first second."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the process that precomputes, while there is one."""
-        return self._process.pid if self._process is not None else None
 
     @property
     def building(self) -> bool:
@@ -199,7 +193,7 @@ class PlanningService:
     def _stop_building(self) -> None:
         if self._building is not None:
             self._building.cancel()  # This also kills the process.
-        self._building = self._process = None
+        self._building = None
         self._report_progress(None)
 
     def _report_progress(self, progress: tuple[int, int] | None) -> None:
@@ -306,7 +300,7 @@ class PlanningService:
         :raises PeerError: the process failed.
         """
         began_at, result = time.monotonic(), b""
-        process = self._process = await self._next_process()
+        process = await self._next_process()
         async with aclosing(process.run(work)) as answers:
             async for answer in answers:
                 match answer:
