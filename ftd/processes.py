@@ -26,13 +26,10 @@ def die_with_parent() -> Callable[[], None]:
     return partial(parent.die_with_parent, os.getpid())
 
 
-def signal_group(pid: int, signal_number: int) -> bool:
-    """Send a signal to a process group; return False if the group does not exist."""
-    try:
+def signal_group(pid: int, signal_number: int) -> None:
+    """Send a signal to a process group, if it still exists."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal_number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 def is_alive(pid: int) -> bool:

@@ -108,10 +108,6 @@ class NamespaceNetwork:
     def heal(self, host: str) -> None:
         _ip("-n", self._switch, "link", "set", host, "up")
 
-    def pids(self, host: str) -> set[int]:
-        """Return the ids of the processes that run on ``host``."""
-        return {int(pid) for pid in _ip("netns", "pids", self.namespace(host)).split()}
-
     def _plug_in(self, host: str) -> None:
         namespace = self.namespace(host)
         self._make_namespace(namespace)

@@ -139,10 +139,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         """Return an indented JSON document with a newline at its end."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
-    def question(self, subject: Subject) -> Question:
-        """Return the question about a subject."""
-        return next(question for question in self.questions if question.subject == subject)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:

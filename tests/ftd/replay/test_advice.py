@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ftd.errors import ConfigurationError
-from ftd.replay.advice import Advice, _Adviser, advise
+from ftd.replay.advice import Advice, Question, _Adviser, advise
 from ftd.replay.advice_table import render_advice
 from ftd.replay.parameters import read_parameters
 from ftd.replay.traces.trace import Trace
@@ -29,6 +29,12 @@ def losing(*lost: tuple[float, str], nodes: int = 6, back_after_s: float = 3600.
 @cache
 def few_failures() -> Advice:
     return advise(make_job(), [losing((10_000.0, "n5"), (40_000.0, "n4"))], read_parameters())
+
+
+def asked(advice: Advice, subject: str) -> Question:
+    """Return the question about a subject."""
+    [question] = [each for each in advice.questions if each.subject == subject]
+    return question
 
 
 def test_every_question_has_an_answer_and_a_runner_up() -> None:
@@ -52,7 +58,7 @@ def test_every_question_has_an_answer_and_a_runner_up() -> None:
 def test_failures_that_replicas_survive_need_no_more_of_them() -> None:
     """Six nodes hold three replicas, of which two stay if four nodes are left."""
     advice = few_failures()
-    question = advice.question("tolerate")
+    question = asked(advice, "tolerate")
     assert question.chosen.value == "0"
     impossible = [choice for choice in question.choices if choice.goodput is None]
     assert [choice.value for choice in impossible] == ["3"], "four replicas need eight nodes"
@@ -63,7 +69,7 @@ def test_the_loss_of_all_nodes_makes_checkpoints_matter() -> None:
     """All nodes are lost at once. A checkpoint of 160 GB takes 218 s at 735 MB/s, ten times which two are apart."""
     trace = losing((10_000.0, "n5"), *((30_000.0, f"n{index}") for index in range(6)), back_after_s=600.0)
     job = make_job(state_bytes=20_000 * MB)
-    question = advise(job, [trace], read_parameters()).question("checkpoints")
+    question = asked(advise(job, [trace], read_parameters()), "checkpoints")
     often, seldom = question.choices[0], question.choices[-1]
     assert often.remark.startswith("every 36:") and int(seldom.value) == 16 * int(often.value)
     assert often.goodput is not None and seldom.goodput is not None
@@ -77,7 +83,7 @@ def test_checkpoints_that_delay_training_are_as_seldom_as_in_a_running_job(tmp_p
     measured = tmp_path / "measured.toml"
     measured.write_text(f"[ftd]\ncheckpoint_cost_share = {checkpoint_cost_share(1.0, 3.0)}\n")
     advice = advise(job, [trace], read_parameters(measured))
-    question = advice.question("checkpoints")
+    question = asked(advice, "checkpoints")
     assert question.reason.startswith(
         "a checkpoint costs 1.45 s of training and takes 2.18 s to write, and memory"
     )
@@ -87,14 +93,14 @@ def test_checkpoints_that_delay_training_are_as_seldom_as_in_a_running_job(tmp_p
     chosen = choose_checkpoint_interval(
         IntervalCost(step_s=step_s, cost_s=2 / 3 * write_s, horizon_s=DAY_S * advice.loss_days),
         present=1,
-        least=int(advice.question("snapshots").chosen.value),
+        least=int(asked(advice, "snapshots").chosen.value),
         most=10**6,
         write_s=write_s,
         settled=False,
     )
     assert question.chosen.value == str(chosen.every_steps)
     assert chosen.every_steps * step_s > 100 * write_s, "the cost sets the interval and not the storage"
-    free = advise(job, [trace], read_parameters()).question("checkpoints").chosen
+    free = asked(advise(job, [trace], read_parameters()), "checkpoints").chosen
     assert int(free.value) * step_s < 11 * write_s
     # A replay counts the delays too, so that choices are compared with them.
     seldom = question.choices[-1]
@@ -105,7 +111,7 @@ def test_checkpoints_that_delay_training_are_as_seldom_as_in_a_running_job(tmp_p
 def test_spares_replace_the_nodes_that_are_missing() -> None:
     """One of six nodes is away for half of the day: one spare, there for 11 of 12 hours, does not suffice."""
     trace = make_trace(6, (0.5 * DAY_S, "remove", "n5"), end_s=DAY_S)
-    question = advise(make_job(), [trace], read_parameters()).question("spares")
+    question = asked(advise(make_job(), [trace], read_parameters()), "spares")
     shares = {choice.value: choice.remark for choice in question.choices}
     assert "for 50.0% of the time" in shares["0"]
     assert "for 95.8% of the time" in shares["1"] and question.chosen.value == "1"
