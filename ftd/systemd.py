@@ -1,28 +1,25 @@
 """Readiness and watchdog messages for ``Type=notify`` services (sd_notify(3)); without systemd they do nothing."""
 
 import asyncio
+import contextlib
 import os
 import socket
 
 
-def notify(*assignments: str) -> bool:
-    """Send ``READY=1``, ``STATUS=…``, ``STOPPING=1`` or ``WATCHDOG=1``; return False if no service manager
-    listens.
+def notify(*assignments: str) -> None:
+    """Send ``READY=1``, ``STATUS=…``, ``STOPPING=1`` or ``WATCHDOG=1`` if a service manager listens.
 
     It never raises: a service must not fail because its manager does not listen.
     """
     address = os.environ.get("NOTIFY_SOCKET")
     if not address or address[0] not in "/@":
-        return False
+        return
     if address[0] == "@":
         address = "\0" + address[1:]
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.connect(address)
-            sender.send("\n".join(assignments).encode())
-    except OSError:
-        return False
-    return True
+    kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as sender:
+        sender.connect(address)
+        sender.send("\n".join(assignments).encode())
 
 
 def watchdog_period_s() -> float | None:
