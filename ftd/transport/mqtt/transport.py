@@ -12,14 +12,9 @@ class MqttTransport:
 
     def __init__(self, broker: BrokerAddress, cluster: str) -> None:
         self.session = partial(MqttSession, broker)
-        self.leader_client_id = leader_client_id(cluster, broker)
-
-
-def leader_client_id(cluster: str, broker: BrokerAddress) -> str:
-    """Return the leader's client id. A client that connects with it ends the leader's session, so if the
-    broker has a password, the id cannot be guessed without it.
-    """
-    if not broker.password:
-        return f"ftd-{cluster}-coordinator"
-    known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()
-    return f"ftd-{cluster}-coordinator-{known[:16]}"
+        self.leader_client_id = f"ftd-{cluster}-coordinator"
+        # A client that connects with it ends the leader's session, so if the broker has a password, the id
+        # cannot be guessed without it.
+        if broker.password:
+            known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()
+            self.leader_client_id += f"-{known[:16]}"
