@@ -148,10 +148,8 @@ class LocalCluster:
         ready = self.directory / "broker.ready"
         ready.unlink(missing_ok=True)
         embedded = self.options.broker == "embedded"
-        if self.network is not None:
-            command = mosquitto_command(self.directory, port, "0.0.0.0")
-        else:
-            command = embedded_command(ready, port) if embedded else mosquitto_command(self.directory, port)
+        host = HOST if self.network is None else "0.0.0.0"
+        command = embedded_command(ready, port) if embedded else mosquitto_command(self.directory, port, host)
         child = await self.processes.start(BROKER, self._placed(HUB, command))
         await self._reach(port)
         self._address = BrokerAddress(host=HOST, port=port)
