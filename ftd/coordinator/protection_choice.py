@@ -48,22 +48,15 @@ def choose_protection(
     peers = choose_replica_peers(plan, BUDDY, {*plan.nodes, *plan.idle_nodes}).values()
     holding = {*plan.nodes, *peers}
     limit = min((wish.limits[node] for node in holding if wish.limits.get(node)), default=None)
-
     own_limit = min((wish.own_limits[node] for node in plan.nodes if node in wish.own_limits), default=None)
-
-    def fullest(scheme: str) -> int | None:
-        return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1)
-
-    def fullest_own(scheme: str) -> int | None:
-        return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1, copies=False)
-
+    fullest = partial(_fullest_bytes, plan, layers, zero1=wish.zero1)
     choose = partial(
         choose_scheme,
         owners,
         zero1=wish.zero1,
         fullest_bytes=fullest,
         limit_bytes=limit,
-        own_bytes=fullest_own,
+        own_bytes=partial(fullest, copies=False),
         own_limit_bytes=own_limit,
     )
     if wish.scheme is None:
