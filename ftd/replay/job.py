@@ -41,16 +41,12 @@ class PublishedThroughput(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     source: str = ""
     """Origin of the figures, and which of them are fitted."""
 
-    def used(self, nodes: int) -> int:
-        """Return how many of ``nodes`` nodes are used."""
-        return nodes - nodes % self.granularity
-
     def throughput(self, nodes: int) -> float:
         """Return samples per second on ``nodes`` nodes, of which some may be idle; 0 without nodes."""
         fewer = self.nodes - nodes
         if 0 <= fewer < len(self.measured):
             return self.measured[fewer]
-        used = self.used(nodes)
+        used = nodes - nodes % self.granularity
         if not used:
             return 0.0
         nearest, known = self.nodes, self.samples_per_s

@@ -69,10 +69,6 @@ class Running:
     """Throughput as a share, from 0 to 1, of what the present nodes allow without failures."""
     checkpoints: Checkpoints | None = None
 
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.iteration_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaction:
