@@ -1,5 +1,7 @@
 """Check whether a snapshot can be restored from the nodes that are present, by its codes (``storage.codes``)."""
 
+from functools import partial
+
 from statemachine.effects import CheckRestore
 from statemachine.events import RestoreChecked
 from statemachine.messages.values import SnapshotGroup
@@ -8,6 +10,7 @@ from storage.codes import make_code, solve_lost_cells
 
 def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
     """Return whether every group can be decoded from the shards of the owners that are present, or has a copy."""
+    answer = partial(RestoreChecked, at=at, cause=effect.cause, generation=effect.generation)
     present = frozenset(effect.present)
     decoded: list[str] = []
     whole: list[str] = []
@@ -33,28 +36,15 @@ def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
                 f"{layers} cannot be restored without {absent}: {group.protection!r} of "
                 f"{len(group.owners)} owners withstands {withstood}{_about_replica_peer(group)}"
             )
-            return _answer(effect, at, possible=False, reason=reason)
+            return answer(possible=False, reason=reason)
         decoded.append(f"{layers} without {absent}")
     if copied:
-        return _answer(effect, at, possible=True, reason="; ".join(copied), tier="buddy")
+        return answer(possible=True, reason="; ".join(copied), tier="buddy")
     if decoded:
-        return _answer(effect, at, possible=True, reason=f"decoded {'; '.join(decoded)}", tier="decoded")
+        return answer(possible=True, reason=f"decoded {'; '.join(decoded)}", tier="decoded")
     reason = "; ".join(whole) or "every shard is in its owner's memory"
-    return _answer(effect, at, possible=True, reason=reason)
+    return answer(possible=True, reason=reason)
 
 
 def _about_replica_peer(group: SnapshotGroup) -> str:
     return f", and {group.replica_peer}, which had a copy, does not have it now" if group.replica_peer else ""
-
-
-def _answer(
-    effect: CheckRestore, at: float, *, possible: bool, reason: str, tier: str = "memory"
-) -> RestoreChecked:
-    return RestoreChecked(
-        at=at,
-        cause=effect.cause,
-        generation=effect.generation,
-        possible=possible,
-        reason=reason,
-        tier=tier,
-    )
