@@ -342,7 +342,7 @@ class Node:
         return self.supervisor.pids(device)
 
     def zygote_pid(self) -> int | None:
-        return self.supervisor.zygote_pid
+        return self._ports.trainers.zygote_pid
 
     def leave(self, reason: str) -> None:
         self.driver.feed(TerminationRequested(**self.driver.stamp(), reason=reason))

@@ -140,10 +140,6 @@ class TrainerSupervisor:
         """Return the leaders of the process groups of one device's trainer or of all trainers."""
         return [t.pid for t in self._current.values() if t.pid is not None and device in (None, t.device)]
 
-    @property
-    def zygote_pid(self) -> int | None:
-        return self._processes.zygote_pid
-
     # --- the zygote ------------------------------------------------------------------------------
 
     def on_notice(self, notice: zygote_protocol.ZygoteNotice) -> None:

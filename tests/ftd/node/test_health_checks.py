@@ -33,8 +33,10 @@ async def until(happened: Callable[[], bool]) -> None:
 class Checks:
     """A supervisor with two devices, and the results of its health checks."""
 
-    def __init__(self, supervisor: TrainerSupervisor, results: "asyncio.Queue[HealthReport]") -> None:
-        self.supervisor, self.health, self.results = supervisor, supervisor.health, results
+    def __init__(
+        self, processes: ZygoteTrainers, health: HealthChecker, results: "asyncio.Queue[HealthReport]"
+    ) -> None:
+        self.processes, self.health, self.results = processes, health, results
 
     async def result(self) -> HealthReport:
         return await asyncio.wait_for(self.results.get(), LIMIT_S)
@@ -60,10 +62,11 @@ def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> Non
 
         # The path of a unix socket must be short.
         with tempfile.TemporaryDirectory(prefix="ftd-test-") as directory:
+            processes = ZygoteTrainers(directory=Path(directory), environment=lambda device: {})
             supervisor = TrainerSupervisor(
                 devices=2,
                 host=LocalProcesses(),
-                processes=ZygoteTrainers(directory=Path(directory), environment=lambda device: {}),
+                processes=processes,
                 feed=feed,
                 stamp=lambda: {"at": time.monotonic(), "cause": "test"},
                 on_side_report=lambda device, frame: None,
@@ -72,7 +75,7 @@ def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> Non
             )
             await supervisor.start()
             try:
-                await test(Checks(supervisor, results))
+                await test(Checks(processes, supervisor.health, results))
             finally:
                 await supervisor.close()
 
@@ -148,7 +151,7 @@ def test_a_check_that_ends_with_the_zygote_is_repeated() -> None:
         checks.health.start(1, ())
         await checks.pids(0, 1)
         await asyncio.sleep(0.5)
-        pid = checks.supervisor.zygote_pid
+        pid = checks.processes.zygote_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         assert not any(one.failed for one in (await checks.result()).devices)

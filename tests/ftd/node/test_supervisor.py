@@ -309,7 +309,7 @@ def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerConnected)
-        zygote = trainers.supervisor.zygote_pid
+        zygote = trainers.processes.zygote_pid
         assert zygote is not None
         os.kill(zygote, signal.SIGKILL)
         failed = await trainers.take(TrainerFailed)
@@ -318,7 +318,7 @@ def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
         trainers.supervisor.start_trainer(0)
         again = await trainers.take(TrainerConnected)
         assert again.pid != up.pid
-        assert trainers.supervisor.zygote_pid != zygote
+        assert trainers.processes.zygote_pid != zygote
 
     run_with_trainers(body)
 
@@ -357,7 +357,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
         "async def main(directory):\n"
         "    def feed(event):\n"
         "        if isinstance(event, TrainerConnected):\n"
-        "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
+        "            print('pids', event.pid, processes.zygote_pid, flush=True)\n"
         "    processes = ZygoteTrainers(directory=directory, environment=lambda device: {})\n"
         "    supervisor = TrainerSupervisor(devices=1, host=LocalProcesses(), processes=processes, feed=feed,\n"
         "        stamp=lambda: {'at': 0.0, 'cause': 'test'}, on_side_report=print, test_limit_s=30, test_links=print)\n"
