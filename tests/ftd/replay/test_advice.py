@@ -129,7 +129,7 @@ def test_few_numbers_of_spares_are_tried_when_nodes_are_hardly_ever_there(
 
     monkeypatch.setattr(_Adviser, "_available_with", counted)
     trace = make_trace(2, (100.0, "remove", "n0"), (100.0, "remove", "n1"), end_s=100_000.0)
-    question = advise(make_job(fewest=1), [trace], read_parameters()).question("spares")
+    question = asked(advise(make_job(fewest=1), [trace], read_parameters()), "spares")
     assert [choice.value for choice in question.choices] == ["4741", "4740", "2370", "0"]
     assert len(tried) < 50
 
