@@ -34,7 +34,7 @@ from statemachine.messages.values import CheckpointPolicy, Job, LayerFile, Vote
 from storage.checkpoint import CheckpointStore
 from storage.errors import ForeignCheckpointError, StorageError
 from storage.huggingface import export_huggingface
-from storage.manifest import digest_of
+from storage.values import job_mark
 from tests.helpers.kept_checkpoints import LAYERS, holds, layer_state, write
 
 OLDER = Vote(loss=2.5, gradient_norm=1.0)
@@ -170,7 +170,7 @@ def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: P
     job = job_at(store.location.url, huggingface_every_steps=10, huggingface_directory=str(exports))
     find_initial_checkpoint(job)
     write(store, 20)
-    (exports / f".step-000000000010.{digest_of(b'gpt')[:8]}.partial").mkdir()
+    (exports / f".step-000000000010{job_mark('gpt')}.partial").mkdir()
     done = exported(job, 20)
     target = exports / "step-000000000020"
     assert isinstance(done, ExportCompleted) and done.directory == str(target)
