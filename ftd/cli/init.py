@@ -245,7 +245,10 @@ def _model_and_data(
 
 
 def _require_effect(option: str, given: str | None, has_effect: bool, why_not: str) -> None:
-    """:raises ConfigurationError: the option was given and has no effect."""
+    """Check that an option has an effect if it was given.
+
+    :raises ConfigurationError: it has none.
+    """
     if given is not None and not has_effect:
         raise ConfigurationError(why_not, field=option, remedy=f"leave out {option}")
 

@@ -184,7 +184,12 @@ def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
 
 
 def _check_replaceable(target: Path, origin: bytes, job: str) -> None:
-    """:raises ForeignCheckpointError: the export ``target`` with this ``ftd.json`` is another job's."""
+    """Check that an export may be replaced by one of this job.
+
+    :param target: directory of the export.
+    :param origin: content of its ``ftd.json``.
+    :raises ForeignCheckpointError: it is an export of another job.
+    """
     try:
         other = msgspec.json.decode(origin, type=Origin).job
     except (msgspec.DecodeError, UnicodeDecodeError):

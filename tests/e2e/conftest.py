@@ -16,7 +16,7 @@ REFERENCE_STEPS = 200
 USUAL_DEVICES = 2
 NEVER_S = 86400.0
 FAILED = pytest.StashKey[bool]()
-"""Whether the test's function raised."""
+"""The key of a test's result: true if the function of the test raised."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
