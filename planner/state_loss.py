@@ -19,6 +19,8 @@ PRIOR_SHARE = 0.1
 """Share of failures with a common cause before any are known."""
 PRIOR_FAILURES = 10
 """Number of failures that the prior weighs as much as."""
+NEGLIGIBLE = 1e-20
+"""Share of a sum below which a term adds nothing to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,12 @@ def _at_least(least: int, trials: int, probability: float) -> float:
     log_odds = math.log(probability) - math.log1p(-probability)
     log_none = trials * math.log1p(-probability)
     log_ways = math.lgamma(trials + 1)
-    tail = math.fsum(
-        math.exp(log_ways - math.lgamma(k + 1) - math.lgamma(trials - k + 1) + k * log_odds + log_none)
-        for k in range(least, trials + 1)
-    )
+    tail = 0.0
+    for k in range(least, trials + 1):
+        log_rest = math.lgamma(k + 1) + math.lgamma(trials - k + 1)
+        term = math.exp(log_ways - log_rest + k * log_odds + log_none)
+        tail += term
+        # The terms shrink beyond the mean: what is left adds nothing.
+        if k > trials * probability and term <= tail * NEGLIGIBLE:
+            break
     return min(1.0, tail)

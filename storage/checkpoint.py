@@ -10,7 +10,7 @@ describes it in ``problems`` or ``unfinished``.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,7 +233,7 @@ class CheckpointStore:
         """
         self.location.abandon(draft.directory, draft.attempt)
 
-    def prune(self, keep: int, *, newest: int | None = None, exempt: int | None = None) -> tuple[int, ...]:
+    def prune(self, keep: int, *, newest: int | None = None, exempt: Collection[int] = ()) -> tuple[int, ...]:
         """Remove all but the newest ``keep`` complete checkpoints of this job, and return the removed steps.
 
         Corrupt or unfinished checkpoints are removed if they are older than the oldest that stays. An
@@ -242,7 +242,7 @@ class CheckpointStore:
 
         :param newest: remove checkpoints of later steps as well, which belong to a history that was undone;
             ``None`` if nothing was undone.
-        :param exempt: step of a checkpoint that stays for now, because it is being read.
+        :param exempt: steps of checkpoints that stay for now, because they are being read.
         :raises LocationError: something cannot be removed.
         """
         if keep < 1:
@@ -256,7 +256,7 @@ class CheckpointStore:
         for name in self.location.names():
             if found := _STEP.fullmatch(name):
                 step = int(found[1])
-                if step == exempt:
+                if step in exempt:
                     continue
                 unfinished = step not in complete and step <= newest and not self._has_manifest(name)
                 if step in undone or ((unfinished or step < oldest) and not self._is_foreign(name)):
@@ -267,7 +267,7 @@ class CheckpointStore:
                 and not self._has_other_mark(name)
             ):
                 self.location.remove(name)
-        return tuple(sorted({*complete[keep:], *undone} - {exempt}))
+        return tuple(sorted({*complete[keep:], *undone}.difference(exempt)))
 
     # --- reading ---------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class CheckpointLocation(Protocol):
         """Prepare ``draft`` for files; every writer calls it."""
 
     def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
-        """Write a whole file, which is durable when this returns; if it fails, no file is left."""
+        """Write a whole file, which is durable when this returns; if it fails, no part of it is left."""
 
     def open(self, directory: str, name: str) -> AbstractContextManager[BinaryIO]:
         """Open a file to read from anywhere in it."""
@@ -230,6 +230,7 @@ class RemoteLocation:
 
     def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
         path = f"{self._root}/{directory}/{name}"
+        before = self._identity(path)
         with self._translate_errors("written"):
             file = self._files.open(path, "wb")
         try:
@@ -240,13 +241,15 @@ class RemoteLocation:
             with self._translate_errors("written"):
                 file.close()
         except BaseException:
-            # Some stores discard what they received; others complete the file, which is then removed.
+            # Some stores discard what they received, and keep the file that was there; others complete the file,
+            # which is then removed.
             with contextlib.suppress(Exception):
                 file.discard()
             with contextlib.suppress(Exception):
                 file.close()
             with contextlib.suppress(Exception):
-                self._files.rm_file(path)
+                if self._identity(path) != before:
+                    self._files.rm_file(path)
             raise
 
     @contextlib.contextmanager
@@ -284,6 +287,15 @@ class RemoteLocation:
                 self._files.rm_file(f"{path}/{name}")
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
+
+    def _identity(self, path: str) -> str | None:
+        """Return what tells one content of a file from another; ``None`` if there is no such file."""
+        with self._translate_errors("read"):
+            self._files.invalidate_cache()
+            try:
+                return str(self._files.ukey(path))
+            except FileNotFoundError:
+                return None
 
     def _entries(self, path: str) -> list[tuple[str, dict[str, Any]]]:
         with self._translate_errors("read"):

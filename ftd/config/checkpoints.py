@@ -88,7 +88,9 @@ def _check_exports(settings: CheckpointData) -> None:
             field="checkpoint.huggingface_directory",
             remedy="write a directory that every coordinator can reach",
         )
-    if "://" in directory or directory == settings.url:
+    scheme, _, path = settings.url.rpartition("://")
+    shared = scheme in ("", "file", "local") and Path(path) == Path(directory)
+    if "://" in directory or shared:
         raise ConfigurationError(
             f"exports cannot be written to {directory}",
             field="checkpoint.huggingface_directory",

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,14 @@ class CheckpointService:
         self._now = now
         self._changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changing = False
-        self._exporting: int | None = None
-        """Step of the checkpoint that is being exported, which must not be removed."""
+        self._exporting: list[int] = []
+        """Steps of the checkpoints that are being exported, which must not be removed."""
 
     # --- the machine's effects -------------------------------------------------------------------
 
     def commit(self, effect: CommitCheckpoint) -> None:
         """Commit a checkpoint and feed CheckpointCommitted or CheckpointCommitFailed."""
-        self._change(lambda: commit(effect, self._now(), spared=self._exporting))
+        self._change(lambda: commit(effect, self._now(), spared=tuple(self._exporting)))
 
     def abandon(self, effect: AbandonCheckpoint) -> None:
         """Remove the files of an attempt. What cannot be removed now is removed by the next ``prune``."""
@@ -63,13 +63,13 @@ class CheckpointService:
         """Export a checkpoint and feed ExportCompleted or ExportFailed. The checkpoint is not removed before
         that.
         """
-        self._exporting = effect.step
+        self._exporting.append(effect.step)
 
         def work() -> ExportCompleted | ExportFailed:
             try:
                 return export(effect, self._now)
             finally:
-                self._exporting = None
+                self._exporting.remove(effect.step)
 
         _start(self._with_answer(work))
 
@@ -165,11 +165,11 @@ def export(effect: ExportCheckpoint, now: Callable[[], float]) -> ExportComplete
 
 
 def commit(
-    effect: CommitCheckpoint, at: float, spared: int | None = None
+    effect: CommitCheckpoint, at: float, spared: Collection[int] = ()
 ) -> CheckpointCommitted | CheckpointCommitFailed:
     """Write the manifest of what the nodes have written, then remove checkpoints that are too old.
 
-    :param spared: step of a checkpoint that must not be removed yet.
+    :param spared: steps of checkpoints that must not be removed yet.
     """
     job = effect.job
     fields: dict[str, Any] = {"at": at, "cause": effect.cause, "attempt": effect.attempt, "step": effect.step}

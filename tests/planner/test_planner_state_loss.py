@@ -20,6 +20,14 @@ def test_the_rate_is_that_of_the_binomial_distribution(
     )
 
 
+@pytest.mark.parametrize("tolerated", range(0, 16, 5))
+def test_of_a_thousand_million_nodes_few_terms_are_added(tolerated: int) -> None:
+    """All terms would take minutes."""
+    chance = -math.expm1(-1e-10)
+    others = binom.sf(tolerated - 1, 999_999_999, chance)
+    assert loss_rate(1_000_000_000, tolerated, 1e-9, 0.1) == pytest.approx(others, rel=1e-4)
+
+
 def test_the_share_of_common_causes_is_learned() -> None:
     assert common_cause_share(0, 0) == pytest.approx(0.1)
     assert common_cause_share(90, 0) == pytest.approx(0.01)

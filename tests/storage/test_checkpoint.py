@@ -16,6 +16,7 @@ import fsspec
 import msgspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from storage.checkpoint import MANIFEST, CheckpointManifest, CheckpointStore
 from storage.description import ModelDescription, encode_description
@@ -639,6 +640,37 @@ def test_a_failing_object_store_raises_a_location_error(
     with pytest.raises(LocationError, match="cannot be read: 503 slow down"):
         store.open(7)
     monkeypatch.undo()
+    assert store.steps() == (7,)
+
+
+def test_a_manifest_that_is_not_written_again_leaves_the_former_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = CheckpointStore.at(f"memory://{tmp_path}", create=True)
+    write(store, 7)
+
+    class Refusing(MemoryFile):
+        """A file that an object store receives at once, or not at all."""
+
+        def write(self, *_: object) -> int:
+            raise RuntimeError("503 slow down")
+
+        def close(self) -> None:
+            pass
+
+    files = type(fsspec.filesystem("memory"))
+    real = files.open
+
+    def refuse(self: object, path: str, mode: str = "rb", **options: object) -> object:
+        return (
+            Refusing()
+            if path.endswith("manifest.json") and mode == "wb"
+            else real(self, path, mode, **options)
+        )
+
+    monkeypatch.setattr(files, "open", refuse)
+    with pytest.raises(LocationError, match="cannot be written: 503 slow down"):
+        write(store, 7, attempt="b")
     assert store.steps() == (7,)
 
 

@@ -86,7 +86,8 @@ def days(value: float | None) -> str:
     if value is None:
         return "without end"
     if value >= 1000:
-        return f"{value / 365.25:.3g} years"
+        years = value / 365.25
+        return f"{years:,.0f} years" if 1000 <= years < 1e9 else f"{years:.3g} years"
     if value >= 1:
         return f"{value:.2f} days"
     if value * 24 >= 1:

@@ -218,7 +218,10 @@ class SnapshotFetcher:
         await self._client.fetch(fetches)
 
     def _read_here(self, held: ArenaSnapshot, part: SnapshotPart, first: int, target: Bytes) -> None:
-        memory = np.frombuffer(self._arenas.view(held, part), dtype=np.uint8)
+        try:
+            memory = np.frombuffer(self._arenas.view(held, part), dtype=np.uint8)
+        except OSError as error:
+            raise PeerError(f"{part.name} in this host's memory cannot be read: {error}") from error
         target[:] = memory[first : first + len(target)]
         whole = target if len(target) == part.size_bytes else memory
         if not part.is_intact(whole):

@@ -378,6 +378,7 @@ def test_an_interval_of_checkpoints_is_a_number_or_chosen(tmp_path: Path) -> Non
             "huggingface_directory: exports cannot be written to s3://b/x",
         ),
         ({"huggingface_directory": "kept"}, "exports cannot be written to .*kept .*a separate directory"),
+        ({"url": "file:///c", "huggingface_directory": "/c/"}, "exports cannot be written to /c"),
         ({"url": "", "every_steps": 0}, "checkpoint.url: exports are made from checkpoints"),
     ],
 )

@@ -259,13 +259,13 @@ def test_a_failed_export_is_reported_and_leaves_nothing(store: CheckpointStore, 
 
 def test_a_checkpoint_being_exported_is_not_removed(store: CheckpointStore) -> None:
     job = job_at(store.location.url, keep=1)
-    for step in (10, 20):
+    for step in (5, 10, 20):
         write(store, step)
-    event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0, spared=10)
+    event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0, spared=(5, 10))
     assert isinstance(event, CheckpointCommitted) and event.pruned == (20,)
-    assert store.steps() == (30, 10)
+    assert store.steps() == (30, 10, 5)
     event = commit(committing(job, 40, layers_written(store, 40, "a")), at=1.0)
-    assert isinstance(event, CheckpointCommitted) and event.pruned == (10, 30)
+    assert isinstance(event, CheckpointCommitted) and event.pruned == (5, 10, 30)
 
 
 @pytest.mark.processes
