@@ -60,7 +60,7 @@ def read_toml(path: Path) -> dict[str, Any]:
                 f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="is it the right file?"
             )
         found = tomllib.loads(path.read_text(encoding="utf-8"))
-        _require_flat(found, path)
+        _check_values(found, path)
         return found
     except FileNotFoundError:
         raise ConfigurationError(f"{path} does not exist", remedy="check the path") from None
@@ -72,20 +72,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} is not valid TOML: {error}", remedy="correct the file") from None
 
 
-def _require_flat(tables: dict[str, Any], path: Path) -> None:
-    """Check the depth of a file.
+def _check_values(tables: dict[str, Any], path: Path) -> None:
+    """Check the values of a file, at any depth.
 
     :raises ConfigurationError: tables nest deeper than in any file of ours, too deep for the code that
-        follows.
+        follows; or a text ends early for the operating system.
     """
     level: list[Any] = [tables]
     for _ in range(MAX_NESTING):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
+        inner = [one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer)]
+        if any(isinstance(one, str) and "\0" in one for one in inner):
+            raise ConfigurationError(f"{path} has a text with \\u0000", remedy="remove this character")
+        level = [one for one in inner if isinstance(one, dict | list)]
     if level:
         raise ConfigurationError(
             f"{path} has tables within tables, {MAX_NESTING} deep; is it the right file?"

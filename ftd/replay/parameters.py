@@ -20,7 +20,7 @@ MOST_S = 1e12
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
 Interval = Annotated[float, msgspec.Meta(gt=0, le=MOST_S)]
 """Time between two events, in seconds."""
-BytesPerS = Annotated[float, msgspec.Meta(gt=0)]
+BytesPerS = Annotated[float, msgspec.Meta(ge=1)]
 
 Section = TypeVar("Section", bound=msgspec.Struct)
 

@@ -76,6 +76,8 @@ class ReftPolicy(RecoveryPolicy):
                 raise ConfigurationError(
                     f"[reft]: {key} lacks {', '.join(lacking)}, which protection names", field="--parameters"
                 )
+        if len(set(methods)) < len(methods):
+            raise ConfigurationError("[reft]: protection names a method twice", field="--parameters")
         self._survives = len(methods)
         self._share = sum(times.snapshot_share[method] for method in methods)
         self._detect = pauses(("detecting", times.detect_s))

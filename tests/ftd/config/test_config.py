@@ -195,6 +195,13 @@ def test_a_node_needs_the_secret(tmp_path: Path) -> None:
         parse_daemon_config({}, directory=tmp_path).require_secret()
 
 
+def test_a_text_that_ends_early_for_the_operating_system_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "ftd.toml"
+    path.write_text('[node]\nlabels = ["/run/a\\u0000b"]\n')
+    with pytest.raises(ConfigurationError, match=r"ftd\.toml has a text with \\u0000"):
+        load_daemon_config(path)
+
+
 @pytest.mark.parametrize("content", ["a = ", "\x00"])
 def test_a_file_that_is_not_toml_is_rejected(tmp_path: Path, content: str) -> None:
     path = tmp_path / "ftd.toml"

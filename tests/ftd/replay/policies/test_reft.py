@@ -91,6 +91,10 @@ def test_with_too_few_nodes_the_job_waits_and_then_loads_the_persistent_checkpoi
 def test_a_wrong_protection_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="protection"):
         run(end_s=1.0, given=parameters(tmp_path, 'protection = ["RAID"]'))
+    with pytest.raises(ConfigurationError, match="protection names a method twice"):
+        run(end_s=1.0, given=parameters(tmp_path, 'protection = ["ARC", "ARC"]'))
+    with pytest.raises(ConfigurationError, match="store_bytes_per_s: 1e-300 is not allowed"):
+        run(end_s=1.0, given=parameters(tmp_path, "store_bytes_per_s = 1e-300"))
     with pytest.raises(ConfigurationError, match="snapshot_share lacks AOR"):
         text = 'protection = ["ARC", "AOR"]\nsnapshot_share = { ARC = 0.1 }'
         run(end_s=1.0, given=parameters(tmp_path, text))
