@@ -48,6 +48,9 @@ def use_memory_for_temporary_files() -> None:
 
 
 use_memory_for_temporary_files()
+# Every process that imports aiohttp reads the public root certificates, a tenth of a daemon's start, and no test
+# connects to a server that they vouch for.
+os.environ.setdefault("SSL_CERT_FILE", os.devnull)
 
 SERVICES = (
     "tests/gpu/test_emulated_gpu.py",
