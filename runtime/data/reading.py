@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -279,15 +280,25 @@ def _seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+_SPARE_GENERATORS: list[np.random.MT19937] = []
+"""Generators for numpy to draw from while its own is left alone: copying its state takes 0.3 ms, longer than to read a
+small microbatch.
+"""
+
+
 @contextmanager
 def preserve_generators(device: torch.device = CPU) -> Iterator[None]:
     """Return a context after which this process's generators have their earlier states: those of torch on the
-    host and on ``device``, of random and of numpy.
+    host and on ``device``, of random and of numpy. (numpy draws normal values in pairs; the second value of a
+    pair that was begun is dropped.)
     """
-    own = random.getstate(), np.random.get_state()
+    own = random.getstate(), mtrand.get_bit_generator()
+    spare = _SPARE_GENERATORS.pop() if _SPARE_GENERATORS else np.random.MT19937(0)
+    mtrand.set_bit_generator(spare)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
             random.setstate(own[0])
-            np.random.set_state(own[1])
+            mtrand.set_bit_generator(own[1])
+            _SPARE_GENERATORS.append(spare)

@@ -23,6 +23,7 @@ from statemachine.messages.values import batch_of
 
 _Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
+_CHUNK_ROWS = 256
 _SAMPLING = -1
 """Value in place of a step in the key, so that indices share no random stream with a layer."""
 
@@ -50,8 +51,9 @@ class Sampler:
         half_bits = max(1, ((dataset_length - 1).bit_length() + 1) // 2)
         self._shift = np.uint64(half_bits)
         self._half_mask = np.uint64((1 << half_bits) - 1)
-        self._drawn: tuple[int, list[int], list[int]] = (0, [], [])
-        """The step that was asked for last, and the epoch and index of each row of its batch: its microbatches
+        self._chunk = max(1, _CHUNK_ROWS // global_batch)
+        self._drawn: tuple[int, list[int], list[int]] = (-1, [], [])
+        """The chunk of steps that was asked for last, and the epoch and index of each row of their batches: steps
         follow each other, and drawing two rows takes nearly as long as drawing a hundred.
         """
 
@@ -65,17 +67,18 @@ class Sampler:
             raise ValueError(f"steps are counted from 1, not {step}")
         if not 0 <= first_row <= first_row + rows <= self.global_batch:
             raise ValueError(f"rows {first_row} to {first_row + rows} of a batch of {self.global_batch}")
+        chunk, step_in_chunk = divmod(step - 1, self._chunk)
         drawn = self._drawn
-        if drawn[0] != step:
-            drawn = self._drawn = step, *self._draw(step)
+        if drawn[0] != chunk:
+            drawn = self._drawn = chunk, *self._draw(chunk)
         _, epochs, indices = drawn
-        which = slice(first_row, first_row + rows)
-        return list(map(Draw, epochs[which], indices[which]))
+        first = step_in_chunk * self.global_batch + first_row
+        return list(map(Draw, epochs[first : first + rows], indices[first : first + rows]))
 
-    def _draw(self, step: int) -> tuple[list[int], list[int]]:
-        """Return the epoch and the index of each row of the global batch of step ``step``."""
-        position = (step - 1) * self.global_batch
-        end = position + self.global_batch
+    def _draw(self, chunk: int) -> tuple[list[int], list[int]]:
+        """Return the epoch and the index of each row of the batches of a chunk of steps."""
+        position = chunk * self._chunk * self.global_batch
+        end = position + self._chunk * self.global_batch
         epochs: list[int] = []
         indices: list[int] = []
         while position < end:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from runtime.data.batches import leaves_of
 from runtime.data.loader import BatchLoader
-from runtime.data.reading import BatchReader, MicrobatchKey
+from runtime.data.reading import BatchReader, MicrobatchKey, preserve_generators
 from runtime.data.sampling import Sampler, sample_indices
 from runtime.errors import TrainingError
 
@@ -88,6 +88,27 @@ def test_workers_give_the_batches_of_the_trainer_itself() -> None:
     ]
     assert batches[0]["ids"].shape == (ROWS, 2) and batches[0]["nothing"] is None
     assert batches[0]["name"] == [f"sample {i}" for i in indices[:ROWS]]
+
+
+def test_generators_are_preserved_within_each_other() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    def seed() -> None:
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+
+    seed()
+    wanted = [drawn() for _ in range(3)]
+    seed()
+    assert drawn() == wanted[0]
+    with preserve_generators():
+        seed()
+        assert drawn() == wanted[0]
+        with preserve_generators():
+            seed()
+            assert [drawn(), drawn()] == wanted[:2]
+        assert drawn() == wanted[1]
+    assert [drawn(), drawn()] == wanted[1:]
 
 
 def test_random_numbers_follow_from_the_sample_and_the_epoch() -> None:
