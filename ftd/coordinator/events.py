@@ -22,11 +22,12 @@ from ftd.driver import EventRateLimiter
 from ftd.errors import WireError
 from ftd.transport.wire.catalogue import EVENTS_OF_OTHERS
 from ftd.transport.wire.checking import encode_event, problem_of_details
-from ftd.transport.wire.codec import MAX_COUNTER, check_size
+from ftd.transport.wire.codec import check_size
 from ftd.transport.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable.outbox import EventOutbox, is_journaled
 from statemachine.effects import Effect, EmitEvent
+from statemachine.messages.values import MAX_COUNTER
 
 _log = structlog.get_logger("ftd.events")
 

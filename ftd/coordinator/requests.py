@@ -20,7 +20,6 @@ from ftd.coordinator.ports import CheckpointOperations
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
 from ftd.snapshots.protection import make_bounded_code
-from ftd.transport.wire.codec import MAX_COUNTER
 from ftd.transport.wire.public import (
     Answer,
     AnyRequest,
@@ -43,7 +42,7 @@ from statemachine.events import (
     StopRequested,
     SubmitRequested,
 )
-from statemachine.messages.values import CheckpointRecord, Job
+from statemachine.messages.values import MAX_COUNTER, CheckpointRecord, Job
 
 _log = structlog.get_logger("ftd.requests")
 

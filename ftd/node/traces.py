@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from ftd.transport.wire.codec import MAX_COUNTER
 from ftd.transport.wire.public import Answer, TraceData, TraceRequest, decode_json
 from planner.reasons import count_noun
 from runtime.monitoring.tracing import MAX_STEPS
 from statemachine.messages.trace import Trace, Traced
+from statemachine.messages.values import MAX_COUNTER
 
 log = structlog.get_logger()
 

@@ -26,13 +26,16 @@ from statemachine.messages.common import (
 from statemachine.messages.values import (
     BuildProgress,
     CommittedStep,
+    Counter,
     DeviceReport,
+    Duration,
     FailureCause,
     HealthReport,
     HeldPart,
     HeldSnapshot,
     Job,
     LayerFile,
+    Measured,
     NodeActivity,
     NodeFacts,
     ReplicaPeer,
@@ -53,7 +56,7 @@ class Hello(Message, frozen=True, kw_only=True):
     job_id: str | None
     prepared: bool
     """Whether every trainer of this node has built the job ``job_id``."""
-    generation: int
+    generation: Counter
     """Highest generation that the node has obeyed; 0 before the first."""
     training: bool
     """Whether the node's trainers run under ``generation``: they are neither quiesced nor idle."""
@@ -83,34 +86,34 @@ class Acknowledgement(Struct, frozen=True, kw_only=True):
     """Whether the node has sent PeerSuspected and no commit has disproved it."""
     restore_failed: bool = False
     """Whether the node has sent RestoreFailed under the heartbeat's generation."""
-    snap_after: int = 0
+    snap_after: Counter = 0
     """``TakeSnapshot.after_step`` of the newest order obeyed under the heartbeat's generation; 0: none."""
-    snapshot_reported: int = 0
+    snapshot_reported: Counter = 0
     """Step of the snapshot that the node's last SnapshotCompleted or SnapshotFailed was about; 0: none."""
     persist_attempt: str = ""
     """Attempt of the last Persist or CancelPersist received; empty: none."""
     persist_reported: bool = False
     """Whether LayersPersisted or PersistFailed was sent for that attempt."""
-    health_number: int = 0
+    health_number: Counter = 0
     """Number of the last health check that was reported; 0: none."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Sign of life, sent every ``heartbeat_s``, with the newest committed step that the node knows of."""
 
-    generation: int
+    generation: Counter
     committed: CommittedStep | None
-    microbatch_ms: tuple[float, ...] | None = None
+    microbatch_ms: tuple[Measured, ...] | None = None
     """Median computing time of a microbatch under ``generation`` for each device, in milliseconds; 0 or
     ``None``: unknown.
     """
-    lineage: int = 0
+    lineage: Counter = 0
     """Lineage of ``committed``, which is that of the last Resume obeyed."""
-    retained_step: int = 0
+    retained_step: Counter = 0
     """Step of the snapshot of its job that the last ``RetainSnapshot`` named."""
-    corrupt_step: int = 0
+    corrupt_step: Counter = 0
     """Step of the snapshot that has corrupt bytes here which cannot be repaired; 0: none."""
-    repairs: int = 0
+    repairs: Counter = 0
     """Number of times that bytes of a snapshot had changed in this node's memory and were repaired, since the
     incarnation began.
     """
@@ -125,34 +128,34 @@ class Quiesced(Message, frozen=True, kw_only=True):
     and prepared.
     """
 
-    generation: int
+    generation: Counter
     reports: tuple[DeviceReport, ...]
 
 
 class Stepped(Message, frozen=True, kw_only=True):
     """Steps committed since the last such message, oldest first. The node of rank 0 sends it."""
 
-    generation: int
+    generation: Counter
     steps: tuple[CommittedStep, ...]
-    step_s: float
+    step_s: Duration
     """Duration of the newest step, in seconds."""
-    requested_first: int | None = None
+    requested_first: Counter | None = None
     """``first`` of the ``RequestSteps`` that this answers. ``steps`` may then be empty: the node does not know
     them.
     """
-    lineage: int = 0
+    lineage: Counter = 0
     """Lineage of the last Resume obeyed."""
 
 
 class TrainerLost(Message, frozen=True, kw_only=True):
     """Report that a trainer of this node failed. The node is UNHEALTHY until it sends ``Prepared`` again."""
 
-    generation: int
-    device: int
+    generation: Counter
+    device: Counter
     cause: FailureCause
     detail: str
     """Text with the exit status or the exception, and the end of the trainer's stderr."""
-    unnoticed_s: float = 0.0
+    unnoticed_s: Duration = 0.0
     """Seconds from the last sign of life of a trainer that hung until this was noticed; 0 for other failures."""
 
 
@@ -167,20 +170,20 @@ class SnapshotCompleted(Message, frozen=True, kw_only=True):
     has one.
     """
 
-    generation: int
-    step: int
+    generation: Counter
+    step: Counter
     vote: Vote
-    size_bytes: int
-    copy_s: float
+    size_bytes: Counter
+    copy_s: Duration
     """The longest copying time of a device, in seconds."""
-    stall_s: float
+    stall_s: Duration
     """Time that training waited for the copying, in seconds."""
 
 
 class RestoreFailed(Message, frozen=True, kw_only=True):
     """Report that this node cannot carry out ``Resume.restore``."""
 
-    generation: int
+    generation: Counter
     detail: str
     bad: tuple[str, ...] = ()
     """Nodes whose shards are unavailable or corrupt; empty: the cause is on this node."""
@@ -193,9 +196,9 @@ class LayersPersisted(Message, frozen=True, kw_only=True):
 
     job_id: str
     attempt: str
-    step: int
+    step: Counter
     layers: tuple[LayerFile, ...]
-    took_s: float
+    took_s: Duration
 
 
 class PersistFailed(Message, frozen=True, kw_only=True):
@@ -203,7 +206,7 @@ class PersistFailed(Message, frozen=True, kw_only=True):
 
     job_id: str
     attempt: str
-    step: int
+    step: Counter
     detail: str
 
 
@@ -260,14 +263,14 @@ class Resume(Message, frozen=True, kw_only=True):
     which its trainers are reached; ``rendezvous`` is host:port of the server through which they meet.
     """
 
-    generation: int
+    generation: Counter
     job_id: str
-    step: int
+    step: Counter
     vote: Vote | None
     plan: Plan
     hosts: dict[str, str]
     rendezvous: str
-    lineage: int = 0
+    lineage: Counter = 0
     """Generation of the job's last rollback; 0: none. A trainer of another lineage drops its state first."""
     protection: str = "none"
     """Protection scheme of this generation's snapshots."""
@@ -281,7 +284,7 @@ class Resume(Message, frozen=True, kw_only=True):
     """
     skipped_batches: tuple[int, ...] = ()
     """Batches that the sample order leaves out, ascending."""
-    evaluated: int = 0
+    evaluated: Counter = 0
     """The newest step whose evaluation was reported. If the state after ``step`` is due for evaluation and was
     not reported, all ranks evaluate it first; they agree on it because all receive this number.
     """
@@ -292,8 +295,8 @@ class RequestSteps(Message, frozen=True, kw_only=True):
     coordinator missed.
     """
 
-    first: int
-    last: int
+    first: Counter
+    last: Counter
 
 
 class Stop(Message, frozen=True, kw_only=True):
@@ -330,8 +333,8 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
     the last step it goes to all nodes.
     """
 
-    generation: int
-    after_step: int
+    generation: Counter
+    after_step: Counter
     """The newest committed step when this was ordered, so that a node does not obey one order twice."""
 
 
@@ -341,9 +344,9 @@ class RetainSnapshot(Message, frozen=True, kw_only=True):
     """
 
     job_id: str
-    step: int
-    pinned: int = 0  # Step of a snapshot that is being persisted; 0: none.
-    lineage: int = (
+    step: Counter
+    pinned: Counter = 0  # Step of a snapshot that is being persisted; 0: none.
+    lineage: Counter = (
         0  # Lineage of the coordinator. A rollback may have gone to an earlier step than a node retains.
     )
     restore: Restore | None = None  # Its parts, for repairs; ``None``: unchanged.

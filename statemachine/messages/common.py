@@ -8,7 +8,7 @@ coordinator unchanged.
 from msgspec import Struct, field
 
 from planner.values import ModelProfile
-from statemachine.messages.values import Evaluation, QuiesceMode
+from statemachine.messages.values import Counter, Duration, Evaluation, QuiesceMode
 
 
 class Message(Struct, frozen=True, kw_only=True, tag=True):
@@ -20,7 +20,7 @@ class Quiesce(Message, frozen=True, kw_only=True):
     generation supersedes it.
     """
 
-    generation: int
+    generation: Counter
     mode: QuiesceMode
 
 
@@ -35,11 +35,11 @@ class Prepared(Message, frozen=True, kw_only=True):
 class Resumed(Message, frozen=True, kw_only=True):
     """Report that the trainers met the others under ``generation`` and hold their layers at the resume step."""
 
-    generation: int
-    bytes_moved: int
+    generation: Counter
+    bytes_moved: Counter
     """Bytes that these trainers received."""
-    rendezvous_s: float
-    state_s: float
+    rendezvous_s: Duration
+    state_s: Duration
 
 
 class SnapshotStarted(Message, frozen=True, kw_only=True):
@@ -49,8 +49,8 @@ class SnapshotStarted(Message, frozen=True, kw_only=True):
     Every rank sends it; the node sends it once.
     """
 
-    generation: int
-    step: int
+    generation: Counter
+    step: Counter
 
 
 class SnapshotFailed(Message, frozen=True, kw_only=True):
@@ -58,33 +58,33 @@ class SnapshotFailed(Message, frozen=True, kw_only=True):
     snapshots stay, and training continues.
     """
 
-    generation: int
-    step: int
+    generation: Counter
+    step: Counter
     detail: str
 
 
 class PeerSuspected(Message, frozen=True, kw_only=True):
     """A hint that a trainer here saw a connection to a peer break."""
 
-    generation: int
+    generation: Counter
     detail: str
 
 
 class OptimizerReplicaDiverged(Message, frozen=True, kw_only=True):
     """Report that a replica here (AOR) differed from its owner's part after ``step`` and was replaced by it."""
 
-    generation: int
-    step: int
-    layer: int
+    generation: Counter
+    step: Counter
+    layer: Counter
     detail: str
 
 
 class ReplicaDigests(Message, frozen=True, kw_only=True):
     """Digests of the state after ``step`` on one device, of its layers of which other devices have copies."""
 
-    generation: int
-    step: int
-    device: int
+    generation: Counter
+    step: Counter
+    device: Counter
     kind: str
     """Kind of the device. Devices of one kind round equally, so their copies are equal bit for bit."""
     digests: dict[int, int] = field(default_factory=dict)
@@ -94,8 +94,8 @@ class ReplicaDigests(Message, frozen=True, kw_only=True):
 class Finished(Message, frozen=True, kw_only=True):
     """Report that all steps are done."""
 
-    generation: int
-    step: int
+    generation: Counter
+    step: Counter
     digests: dict[int, str] = field(default_factory=dict)
     """Hex digest of the parameters of each layer that is held here."""
     kind: str = ""

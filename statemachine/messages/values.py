@@ -5,13 +5,37 @@ the *generation* of the plan (one per reconfiguration, never reused), and the *s
 seconds on one monotonic clock; durations end in ``_s``.
 """
 
+import sys
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from planner.values import Device, ModelProfile, Policy, StatePart
 from storage.values import LayerFile as LayerFile  # noqa: PLC0414 (It is a word of this vocabulary, too.)
+
+MAX_COUNTER = 2**53
+"""Largest value of any counter: what every reader of JSON, and the journal, can hold."""
+MAX_DEVICES = 4096
+"""Most devices of a node."""
+MAX_METRICS = 32
+"""Most metrics of its own that a training function may report in one step."""
+MAX_METRIC_NAME_CHARACTERS = 64
+"""Most characters in the name of one of them."""
+
+# Limits are checked when a message is decoded.
+Counter = Annotated[int, Meta(ge=0, le=MAX_COUNTER)]
+Duration = Annotated[float, Meta(ge=0, le=1e9)]
+"""A duration, in seconds."""
+Measured = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+"""A measured speed or time, which is finite."""
+Port = Annotated[int, Meta(ge=0, le=65535)]
+ShortText = Annotated[str, Meta(max_length=500)]
+Metrics = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=MAX_METRIC_NAME_CHARACTERS)], float],
+    Meta(max_length=MAX_METRICS),
+]
+"""The training function's own metrics, by name."""
 
 
 class NodeState(StrEnum):
@@ -168,15 +192,15 @@ class DeviceHealth(Struct, frozen=True, kw_only=True):
     """Result of the test of one device."""
 
     device: int
-    kind: str = ""
+    kind: ShortText = ""
     """Model of the device; only devices of one kind are compared. Empty: the test did not get so far."""
-    wrong: str = ""
+    wrong: ShortText = ""
     """Sentence about a product that was not exact; empty: all were exact."""
-    failed: str = ""
+    failed: ShortText = ""
     """Reason why the test did not end: it hung, or its process ended; empty: it ended."""
-    compute_gflops: float = 0.0
+    compute_gflops: Measured = 0.0
     """Speed of a product of float32 matrices, in 10**9 operations a second; 0: not measured."""
-    memory_gb_s: float = 0.0
+    memory_gb_s: Measured = 0.0
     """Bandwidth of a copy in the device's memory, in 10**9 bytes a second; 0: not measured, as on a CPU, whose
     memory everything on the host shares.
     """
@@ -186,19 +210,19 @@ class LinkHealth(Struct, frozen=True, kw_only=True):
     """Result of a short transfer from another node."""
 
     node: str
-    latency_ms: float
+    latency_ms: Measured
     """Time of the shortest request, in milliseconds."""
-    mb_s: float
+    mb_s: Measured
     """Bandwidth of the transfer, in 10**6 bytes a second."""
 
 
 class HealthReport(Struct, frozen=True, kw_only=True):
     """Result of a health check of a node."""
 
-    number: int
+    number: Counter
     """Number of the check among those of the node's incarnation, from 1."""
-    devices: tuple[DeviceHealth, ...]
-    links: tuple[LinkHealth, ...] = ()
+    devices: Annotated[tuple[DeviceHealth, ...], Meta(min_length=1, max_length=MAX_DEVICES)]
+    links: Annotated[tuple[LinkHealth, ...], Meta(max_length=16)] = ()
     """Transfers from the peers that the coordinator named and that answered."""
 
 
@@ -210,12 +234,6 @@ QuiesceMode = Literal["abort", "boundary"]
 """Stop at once and unwind, or stop together after the step in flight (joins, drains)."""
 
 
-MAX_METRICS = 32
-"""Most metrics of its own that a training function may report in one step."""
-MAX_METRIC_NAME_CHARACTERS = 64
-"""Most characters in the name of one of them."""
-
-
 class Evaluation(Struct, frozen=True, kw_only=True):
     """Result of evaluating the state after one committed step on the held-out data set."""
 
@@ -223,9 +241,9 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     """Mean over the held-out samples: the sum of the loss terms over ``weight``; NaN if ``weight`` is 0."""
     weight: float
     """Total weight of the loss: rows, or the tokens that count."""
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     """The training function's own metrics, averaged over the held-out samples."""
-    took_s: float
+    took_s: Duration
 
 
 NotFiniteValue = Literal["output", "loss", "gradient", "parameter_gradient"]
@@ -268,7 +286,7 @@ class Vote(Struct, frozen=True, kw_only=True):
     """float16: factor by which the loss, and so every gradient, was multiplied in this step."""
     learning_rate: float = 0.0
     """Learning rate of this step, of the optimizer's first parameter group; 0 if it is unknown."""
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     """The training function's own metrics, averaged over the global batch like the loss."""
     evaluation: Evaluation | None = None
     """Evaluation of the state before this step, if the group evaluated it. No rank reaches this VOTE without
@@ -488,12 +506,12 @@ side which does not know it would misunderstand.
 class NodeFacts(Struct, frozen=True, kw_only=True):
     """Facts that a node reports about itself when it appears."""
 
-    devices: int
+    devices: Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
     host: str
     """Address at which other nodes reach its trainers and its rendezvous server."""
-    rendezvous_port: int
+    rendezvous_port: Port
     chaos_allowed: bool = False
-    snapshot_port: int = 0
+    snapshot_port: Port = 0
     """Port at which it serves its snapshots; 0: it serves none."""
     snapshot_bytes: int = 0
     """Most bytes that snapshots may take here, all devices together; 0: not reported."""
@@ -558,7 +576,7 @@ class NodeErrors(Struct, frozen=True, kw_only=True):
 
 
 class CommittedStep(Struct, frozen=True, kw_only=True):
-    step: int
+    step: Counter
     vote: Vote
 
 

@@ -19,7 +19,7 @@ import zlib
 from typing import Any, get_args
 
 import msgspec
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
 from ftd.config.validation import NAME_PATTERN
 from ftd.errors import WireError
@@ -29,7 +29,6 @@ from ftd.transport.wire.profiles import problem_of_profile
 from statemachine.messages.cluster import (
     Command,
     FromNode,
-    HealthChecked,
     Hello,
     Resume,
     Signal,
@@ -37,13 +36,7 @@ from statemachine.messages.cluster import (
     ToNodes,
 )
 from statemachine.messages.common import Prepared
-from statemachine.messages.values import (
-    MAX_METRIC_NAME_CHARACTERS,
-    MAX_METRICS,
-    Evaluation,
-    HealthReport,
-    Vote,
-)
+from statemachine.messages.values import Counter
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Largest payload from anybody but the coordinator: signals, requests, events, states."""
@@ -59,24 +52,12 @@ COMPRESS_COMMAND_FROM_BYTES = 1024
 
 MAX_RECEIVERS = 65_536
 
-MAX_DEVICES = 4096
-"""Most devices of a node."""
-MAX_LINKS = 16
-MAX_HEALTH_CHARACTERS = 500
-"""Most links, and most characters of a text, in the result of a health check."""
-
-MAX_COUNTER = 2**53
-"""Largest value of any counter: what every reader of JSON, and the journal, can hold."""
-
-
 VERSION_HINT = "is another version of ftd in use? install the same one on all hosts, the coordinator's first"
-MAX_DURATION_S = 1e9
-"""Largest duration."""
 
 
 class _FromNode(msgspec.Struct, frozen=True, kw_only=True):
     node: str
-    incarnation: int
+    incarnation: Counter
     type: str
     body: msgspec.Raw
 
@@ -86,7 +67,7 @@ class _ToNode(_FromNode, frozen=True, kw_only=True):
 
 
 class _ToNodes(msgspec.Struct, frozen=True, kw_only=True):
-    receivers: dict[str, int]
+    receivers: dict[str, Counter]
     type: str
     body: msgspec.Raw
     cause: str
@@ -245,11 +226,8 @@ def decode_to_nodes(payload: bytes) -> ToNodes:
     inner: _ToNodes = decode_msgpack(_TO_NODES, content, "command", MAX_COMMAND_BYTES)
     if not 1 <= len(inner.receivers) <= MAX_RECEIVERS:
         raise WireError(f"a command to {len(inner.receivers)} nodes; 1 to {MAX_RECEIVERS} are allowed")
-    for name, incarnation in inner.receivers.items():
-        if not NAME_PATTERN.fullmatch(name):
-            raise WireError(f"{name[:64]!r} is not the name of a node")
-        if not 0 <= incarnation <= MAX_COUNTER:
-            raise WireError(f"malformed command: the incarnation of {name!r} is {incarnation}")
+    for name in inner.receivers:
+        _check_node(name, name)
     return ToNodes(receivers=inner.receivers, command=_command(inner.type, inner.body), cause=inner.cause)
 
 
@@ -322,100 +300,19 @@ def _check_node(claimed: str, topic: str | None) -> None:
         raise WireError(f"{claimed[:64]!r} is not the name of a node")
 
 
-_LIMITED: dict[type, tuple[tuple[str, float], ...]] = {
-    kind: tuple(
-        (field.name, MAX_COUNTER if field.type is int else MAX_DURATION_S)
-        for field in fields(kind)
-        if field.type is int or (field.type is float and field.name.endswith("_s"))
-    )
-    for kind in (*get_args(Signal), *get_args(Command))
-}
-"""Counts and durations of each message, and their largest values."""
-
-
 def _check_numbers(message: Any) -> None:
-    """Check what types cannot express: no counter is negative, or too large for some reader."""
-    for name, most in _LIMITED[type(message)]:
-        if not 0 <= (value := getattr(message, name)) <= most:
-            raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
-    committed = getattr(message, "committed", None)
-    for committed_step in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
-        if not 0 <= committed_step.step <= MAX_COUNTER:
-            raise WireError(f"malformed {type(message).__name__}: step is {committed_step.step}")
-        _check_vote(message, committed_step.vote)
-    _check_vote(message, getattr(message, "vote", None))
-    _check_evaluation(message, getattr(message, "evaluation", None))
-    if not all(0 <= value < float("inf") for value in getattr(message, "microbatch_ms", None) or ()):
-        raise WireError(f"malformed {type(message).__name__}: microbatch_ms is {message.microbatch_ms}")
-    for report in getattr(message, "reports", ()):
-        _check_vote(message, report.vote)
-        _check_evaluation(message, report.evaluation)
-        for held in report.parts:
-            if held.layer < 0 or not 0 <= held.start < held.end <= held.of:
-                raise WireError(f"malformed {type(message).__name__}: there is no {held}")
-    profile = message.profile if isinstance(message, Prepared) else None
-    if profile is not None and (problem := problem_of_profile(profile)) is not None:
-        raise WireError(f"malformed Prepared: its profile's {problem}")
-    if isinstance(message, HealthChecked):
-        _check_health(message, message.report)
-    if isinstance(message, Hello):
-        facts = message.facts
-        if message.health is not None:
-            _check_health(message, message.health)
-        if not 1 <= facts.devices <= MAX_DEVICES:
-            raise WireError(f"malformed Hello: {facts.devices} devices; 1 to {MAX_DEVICES} are allowed")
-        if not 0 <= facts.rendezvous_port <= 65535:
-            raise WireError(f"malformed Hello: rendezvous_port is {facts.rendezvous_port}")
-        if not 0 <= facts.snapshot_port <= 65535:
-            raise WireError(f"malformed Hello: snapshot_port is {facts.snapshot_port}")
+    """Check what types cannot express.
 
-
-def _check_health(message: Any, report: HealthReport) -> None:
-    """Check the result of a health check, whose speeds are compared with those of other nodes.
-
-    :raises WireError: a number is negative or not finite, a text is too long, or there are too many results.
+    :raises WireError: a part of the state, a profile or the name of a node is impossible.
     """
     kind = type(message).__name__
-    if not 0 <= report.number <= MAX_COUNTER:
-        raise WireError(f"malformed {kind}: number is {report.number}")
-    if not (1 <= len(report.devices) <= MAX_DEVICES and len(report.links) <= MAX_LINKS):
-        raise WireError(f"malformed {kind}: {len(report.devices)} devices and {len(report.links)} links")
-    for device in report.devices:
-        if not (0 <= device.compute_gflops < float("inf") and 0 <= device.memory_gb_s < float("inf")):
-            raise WireError(f"malformed {kind}: there is no {device}")
-        if max(map(len, (device.kind, device.wrong, device.failed))) > MAX_HEALTH_CHARACTERS:
-            raise WireError(f"malformed {kind}: a text has more than {MAX_HEALTH_CHARACTERS} characters")
-    for link in report.links:
-        if not (0 <= link.latency_ms < float("inf") and 0 <= link.mb_s < float("inf")):
-            raise WireError(f"malformed {kind}: there is no {link}")
+    for report in getattr(message, "reports", ()):
+        for held in report.parts:
+            if held.layer < 0 or not 0 <= held.start < held.end <= held.of:
+                raise WireError(f"malformed {kind}: there is no {held}")
+    profile = message.profile if isinstance(message, Prepared) else None
+    if profile is not None and (problem := problem_of_profile(profile)) is not None:
+        raise WireError(f"malformed {kind}: its profile's {problem}")
+    health = getattr(message, "health", None) or getattr(message, "report", None)
+    for link in () if health is None else health.links:
         _check_node(link.node, link.node)
-
-
-def _check_vote(message: Any, vote: Vote | None) -> None:
-    """Check the metrics of a vote.
-
-    :raises WireError: there are more metrics than a step may have, or the name of one is too long.
-    """
-    if vote is not None:
-        _check_metrics(message, vote.metrics)
-        _check_evaluation(message, vote.evaluation)
-
-
-def _check_evaluation(message: Any, evaluation: Evaluation | None) -> None:
-    if evaluation is None:
-        return
-    _check_metrics(message, evaluation.metrics)
-    if not 0 <= evaluation.took_s <= MAX_DURATION_S:
-        raise WireError(f"malformed {type(message).__name__}: an evaluation took {evaluation.took_s} s")
-
-
-def _check_metrics(message: Any, metrics: dict[str, float]) -> None:
-    kind, most = type(message).__name__, MAX_METRICS
-    if len(metrics) > most:
-        raise WireError(f"malformed {kind}: {len(metrics)} metrics; at most {most} are allowed")
-    for name in metrics:
-        if not 1 <= len(name) <= MAX_METRIC_NAME_CHARACTERS:
-            raise WireError(
-                f"malformed {kind}: a metric's name has {len(name)} characters; "
-                f"1 to {MAX_METRIC_NAME_CHARACTERS} are allowed"
-            )

@@ -1,5 +1,6 @@
 """The wire encoding: every message is decoded as it was, and nothing else is accepted."""
 
+import itertools
 import re
 import zlib
 from typing import Any, get_args
@@ -79,8 +80,10 @@ from statemachine.messages.values import (
     BuildProgress,
     BuildStage,
     CommittedStep,
+    Counter,
     DeviceHealth,
     DeviceReport,
+    Duration,
     Evaluation,
     HealthReport,
     HeldPart,
@@ -88,6 +91,7 @@ from statemachine.messages.values import (
     Job,
     LayerFile,
     LinkHealth,
+    Measured,
     NodeActivity,
     NodeFacts,
     NodeState,
@@ -323,8 +327,8 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     HealthReport: health,
     HealthReport | None: st.none() | health,
     tuple[ReplicaPeer, ...]: st.lists(peers, max_size=3).map(tuple),
-    int: numbers,
-    float: st.floats(0, 1e9),
+    Counter: numbers,
+    Duration: st.floats(0, 1e9),
     Snapshot: snapshots,
     tuple[LayerFile, ...]: st.lists(files, max_size=3).map(tuple),
     tuple[int, ...]: st.lists(numbers, max_size=3).map(tuple),
@@ -348,8 +352,8 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     ModelProfile | None: st.none() | profiles,
     str | None: st.none() | names,
     float | None: st.none() | reals,
-    int | None: st.none() | numbers,
-    tuple[float, ...] | None: st.none() | st.lists(st.floats(0, 1e9), max_size=3).map(tuple),
+    Counter | None: st.none() | numbers,
+    tuple[Measured, ...] | None: st.none() | st.lists(st.floats(0, 1e9), max_size=3).map(tuple),
     tuple[DeviceReport, ...]: st.lists(reports, max_size=3).map(tuple),
     tuple[CommittedStep, ...]: st.lists(steps, max_size=3).map(tuple),
     dict[int, int]: st.dictionaries(numbers, numbers, max_size=3),
@@ -377,6 +381,26 @@ def test_every_signal_is_decoded_as_it_was(kind: Any) -> None:
         assert decode_from_node(encode_from_node(message), message.node) == message
 
     check()
+
+
+@pytest.mark.parametrize("kind", (*get_args(Signal), *get_args(Command)), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=1)
+def test_impossible_numbers_are_wire_errors(kind: Any, data: st.DataObject) -> None:
+    message = data.draw(strategy_of(kind))
+    limited = [field.name for field in msgspec.structs.fields(kind) if field.type in (Counter, Duration)]
+    for name, wrong in itertools.product(limited, (-1, 2**53 + 1)):
+        changed = msgspec.structs.replace(message, **{name: wrong})
+        with pytest.raises(WireError, match=rf"malformed {kind.__name__}: Expected `\w+` [<>]= "):
+            if isinstance(message, get_args(Signal)):
+                decode_from_node(encode_from_node(FromNode(node="n", incarnation=1, signal=changed)))
+            else:
+                decode_to_node(encode_to_node(ToNode(node="n", incarnation=1, command=changed, cause="c")))
+
+
+def test_every_number_of_a_message_has_limits() -> None:
+    kinds = (*get_args(Signal), *get_args(Command))
+    assert not [k for k in kinds for f in msgspec.structs.fields(k) if f.type in (int, float, int | None)]
 
 
 def test_identical_messages_of_nodes_are_decoded_once() -> None:
@@ -464,12 +488,12 @@ def compressed(content: bytes) -> bytes:
         (uncompressed(receivers={str(n): n for n in range(MAX_RECEIVERS + 1)}), "a command to 65537 nodes"),
         (uncompressed(receivers=["n"]), "malformed command"),
         (uncompressed(receivers={"n": "1"}), "malformed command"),
-        (uncompressed(receivers={"n": -1}), "the incarnation of 'n' is -1"),
-        (uncompressed(receivers={"n": 2**60}), "the incarnation of 'n'"),
+        (uncompressed(receivers={"n": -1}), r"Expected `int` >= 0 - at `\$.receivers\[...\]`"),
+        (uncompressed(receivers={"n": 2**60}), "Expected `int` <= 9007199254740992"),
         (uncompressed(receivers={"n/m": 1}), "'n/m' is not the name of a node"),
         (uncompressed(receivers={"": 1}), "not the name of a node"),
         (uncompressed(type="Hello"), "unknown message type 'Hello'"),
-        (uncompressed(body={"generation": -1}), "generation is -1"),
+        (uncompressed(body={"generation": -1}), r"malformed \w+: Expected `int` >= 0 - at `\$.generation`"),
         (uncompressed(body={"mode": "now"}), "malformed Quiesce"),
         (uncompressed(type="Resume", body={}), "malformed Resume"),
     ],
@@ -498,6 +522,9 @@ def with_metrics(metrics: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(heartbeat(body={"committed": {"step": 1, "vote": vote}}))
 
 
+MANY_METRICS = r"Expected `object` of length <= 32 - at `\$.committed.vote[.\w]*.metrics`"
+
+
 def with_evaluation(**changes: Any) -> bytes:
     vote = {
         "loss": 1.0,
@@ -520,17 +547,26 @@ def with_evaluation(**changes: Any) -> bytes:
         (msgspec.msgpack.encode(heartbeat(type="Inquiry")), "unknown message type 'Inquiry'"),
         (msgspec.msgpack.encode(heartbeat(type="__class__")), "unknown message type"),
         (msgspec.msgpack.encode(heartbeat(body={"generation": "1"})), "malformed Heartbeat"),
-        (msgspec.msgpack.encode(heartbeat(body={"generation": -1})), "generation is -1"),
+        (
+            msgspec.msgpack.encode(heartbeat(body={"generation": -1})),
+            r"malformed \w+: Expected `int` >= 0 - at `\$.generation`",
+        ),
         (msgspec.msgpack.encode(heartbeat(body={"committed": {"step": 1}})), "vote"),
         (msgspec.msgpack.encode(heartbeat(body={"generation": 1.5})), "Heartbeat"),
         (msgspec.msgpack.encode(heartbeat(body={"microbatch_ms": [1.0, -1.0]})), "microbatch_ms"),
         (msgspec.msgpack.encode(heartbeat(body={"microbatch_ms": [float("nan")]})), "microbatch_ms"),
         (msgspec.msgpack.encode(heartbeat(node="other")), "'n'"),
-        (with_metrics({f"m{n}": 1.0 for n in range(33)}), "33 metrics; at most 32"),
-        (with_evaluation(metrics={f"m{n}": 1.0 for n in range(33)}), "33 metrics; at most 32"),
-        (with_evaluation(took_s=-1.0), "an evaluation took -1.0 s"),
-        (with_metrics({"m" * 65: 1.0}), "65 characters; 1 to 64"),
-        (with_metrics({"": 1.0}), "0 characters"),
+        (
+            with_metrics({f"m{n}": 1.0 for n in range(33)}),
+            MANY_METRICS,
+        ),
+        (
+            with_evaluation(metrics={f"m{n}": 1.0 for n in range(33)}),
+            MANY_METRICS,
+        ),
+        (with_evaluation(took_s=-1.0), r"Expected `float` >= 0.0 - at `\$.committed.vote.evaluation.took_s`"),
+        (with_metrics({"m" * 65: 1.0}), "Expected `str` of length <= 64"),
+        (with_metrics({"": 1.0}), "Expected `str` of length >= 1"),
         (with_metrics({"accuracy": "high"}), "malformed Heartbeat"),
     ],
 )
