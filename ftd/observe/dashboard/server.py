@@ -47,19 +47,6 @@ class DashboardServer:
         self._compressing = asyncio.Lock()
         self._document: tuple[float, bytes] = (-_FRESH_S, b"")
         self._encoding = asyncio.Lock()
-        self._http_server: BoundedHttpServer | None = None
-
-    @property
-    def port(self) -> int:
-        """Port on which it listens; 0 if it does not."""
-        return self._http_server.port if self._http_server is not None else 0
-
-    async def start(self) -> None:
-        """Start to serve. If the default port is in use, there is no page, because a page must not keep a
-        cluster down.
-
-        :raises ConfigurationError: the configured address cannot be bound.
-        """
         app = web.Application(middlewares=[self._guard], client_max_size=_FORM_BYTES)
         for path, handler in {
             "/": self._page,
@@ -79,6 +66,18 @@ class DashboardServer:
             admission_timeout_s=SILENCE_S,
             keepalive_timeout=15.0,
         )
+
+    @property
+    def port(self) -> int:
+        """Port on which it listens; 0 if it does not."""
+        return self._http_server.port
+
+    async def start(self) -> None:
+        """Start to serve. If the default port is in use, there is no page, because a page must not keep a
+        cluster down.
+
+        :raises ConfigurationError: the configured address cannot be bound.
+        """
         address = self._address
         try:
             await self._http_server.start(address.host, address.port)
@@ -99,9 +98,7 @@ class DashboardServer:
     async def close(self) -> None:
         """Close the server and its connections."""
         self._feed.close()
-        if self._http_server is not None:
-            await self._http_server.close()
-        self._http_server = None
+        await self._http_server.close()
 
     # --- access --------------------------------------------------------------------------------------
 
@@ -112,7 +109,6 @@ class DashboardServer:
             answer: web.StreamResponse = self._reject(request)
         else:
             if handler != self._login:
-                assert self._http_server is not None, "the server has started"
                 self._http_server.admit(request.protocol)
             try:
                 answer = await handler(request)

@@ -46,15 +46,6 @@ class MetricsServer:
         )
         self._unauthorised_log = RateLimitedLog(log, "unauthorised")
         self._rendered: dict[bool, tuple[float, bytes]] = {}
-        self._http_server: BoundedHttpServer | None = None
-
-    async def start(self) -> None:
-        """Start to serve.
-
-        :raises ConfigurationError: the address cannot be bound.
-        """
-        if self._address is None:
-            return
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/metrics", self._metrics, allow_head=False)
         self._http_server = BoundedHttpServer(
@@ -64,6 +55,14 @@ class MetricsServer:
             header_bytes=_HEADER_BYTES,
             admission_timeout_s=LIFETIME_S,
         )
+
+    async def start(self) -> None:
+        """Start to serve.
+
+        :raises ConfigurationError: the address cannot be bound.
+        """
+        if self._address is None:
+            return
         try:
             await self._http_server.start(self._address.host, self._address.port)
         except OSError as error:
@@ -79,9 +78,7 @@ class MetricsServer:
 
     async def close(self) -> None:
         """Close the server and its connections."""
-        if self._http_server is not None:
-            await self._http_server.close()
-        self._http_server = None
+        await self._http_server.close()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
