@@ -123,7 +123,7 @@ def published_bytes(planner: Planner, situation: Situation) -> str:
         nodes=nodes,
         masks=masks,
         needs=whole_layers(masks, len(planner.profile.layers)),
-        previous=situation.previous,
+        earlier=pipelines,
         link=planner.profile.link,
         horizon_s=DEFAULT_HORIZON_S,
     )

@@ -191,14 +191,16 @@ class Planner:
             return unchanged
         horizon_s = DEFAULT_HORIZON_S if situation.horizon_s is None else situation.horizon_s
         instantiator = self.instantiator(len(nodes))
+        previous = situation.previous
+        earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
         weighed, considered = choose_layout(
-            self._layouts(situation.previous, nodes),
+            self._layouts(earlier, nodes),
             instantiator=instantiator,
             assigner=self._assigner,
             nodes=nodes,
             masks=masks,
             needs=needs,
-            previous=situation.previous,
+            earlier=earlier,
             link=self.profile.link,
             horizon_s=horizon_s,
             # Only whole layers stay in devices' memory until the plan's first commit.
@@ -253,15 +255,14 @@ class Planner:
             return None
         return self._as_plan(previous.pipelines, situation, nodes, masks, (), 0.0)
 
-    def _layouts(self, previous: Plan | None, nodes: list[str]) -> list[PipelineLayout]:
+    def _layouts(self, earlier: Sequence[Sequence[str]], nodes: list[str]) -> list[PipelineLayout]:
         instantiator = self.instantiator(len(nodes))
-        if previous is None:
+        if not earlier:
             return [first_layout(instantiator.best(len(nodes)))]
         usable = set(nodes)
-        names = [pipeline.nodes for pipeline in previous.pipelines]
         return candidate_layouts(
-            before=[len(of_pipeline) for of_pipeline in names],
-            left=[sum(node in usable for node in of_pipeline) for of_pipeline in names],
+            before=[len(of_pipeline) for of_pipeline in earlier],
+            left=[sum(node in usable for node in of_pipeline) for of_pipeline in earlier],
             nodes=len(nodes),
             instantiator=instantiator,
             most=self.policy.microbatches,

@@ -24,7 +24,7 @@ from planner.changes.transition import memory_headroom
 from planner.errors import StateLostError
 from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.stages.memory import MemoryModel
-from planner.values import ConsideredPlan, Device, Link, PipelinePlacement, Plan, StagePlacement, Template
+from planner.values import ConsideredPlan, Device, Link, PipelinePlacement, StagePlacement, Template
 
 DEFAULT_HORIZON_S = 3600.0
 """Horizon if nothing is known: an hour, the middle one of the failure rates at which Oobleck was measured
@@ -83,7 +83,7 @@ def choose_layout(
     nodes: Sequence[str],
     masks: Masks,
     needs: StateNeeds,
-    previous: Plan | None,
+    earlier: Sequence[Sequence[str]],
     link: Link,
     horizon_s: float,
     memory: MemoryModel | None = None,
@@ -94,10 +94,10 @@ def choose_layout(
     On many nodes, bytes are not counted for layouts that are slower before they have moved any.
 
     :param nodes: names in natural order.
+    :param earlier: the nodes of each previous pipeline.
     :param memory: model of the memory that old and new layers take together; ``None`` if old ones take none.
     :raises StateLostError: no layout can be assigned so that every layer is held.
     """
-    earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
     proposed = [(layout, instantiator.of(layout.sizes)) for layout in layouts]
     found: list[CandidatePlan] = []
     skipped: list[ConsideredPlan] = []

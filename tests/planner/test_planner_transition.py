@@ -166,7 +166,7 @@ def weigh_among(
         nodes=nodes,
         masks=masks,
         needs=whole_layers(masks, 8),
-        previous=previous,
+        earlier=[pipeline.nodes for pipeline in previous.pipelines],
         link=planner.profile.link,
         horizon_s=1e6,
         memory=planner.costs.memory,

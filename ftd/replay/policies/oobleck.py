@@ -33,7 +33,7 @@ from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import PipelineLayout, first_layout, reinstantiate
 from planner.changes.cover import held_by, whole_layers
 from planner.changes.tradeoff import DEFAULT_HORIZON_S, choose_layout, place_stages
-from planner.values import Device, PipelinePlacement, Plan
+from planner.values import Device, PipelinePlacement
 
 
 class OobleckParameters(TimedCheckpoints, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -222,7 +222,7 @@ class _Placements:
             found = reinstantiate(
                 [len(of_pipeline) for of_pipeline in names],
                 [sum(node in present for node in of_pipeline) for of_pipeline in names],
-                self._planner.instantiator(len(nodes)).templates.sizes,
+                instantiator.templates.sizes,
             )
             if found is not None and len(found.pipelines) >= instantiator.required(len(nodes)):
                 return found
@@ -231,26 +231,19 @@ class _Placements:
     def _place(self, nodes: Sequence[str], layout: PipelineLayout) -> tuple[float, float]:
         names = sorted(nodes, key=natural_key)
         masks = self._assigner.masks(names, self._devices, self._held)
-        by_nodes = self._planner.instantiator(len(names)).templates.by_nodes
-        previous = Plan(
-            pipelines=self._pipelines,
-            transfers=(),
-            method=layout.method,
-            reason="",
-            estimated_iteration_s=0.0,
-        )
+        instantiator = self._planner.instantiator(len(names))
         found, _ = choose_layout(
             [layout],
-            instantiator=self._planner.instantiator(len(names)),
+            instantiator=instantiator,
             assigner=self._assigner,
             nodes=names,
             masks=masks,
             needs=whole_layers(masks, self._layers),
-            previous=previous,
+            earlier=[pipeline.nodes for pipeline in self._pipelines],
             link=self._link,
             horizon_s=DEFAULT_HORIZON_S,
         )
-        self._next = place_stages(found, by_nodes, self._assigner, masks)
+        self._next = place_stages(found, instantiator.templates.by_nodes, self._assigner, masks)
         moving_s = found.considered.transfer_s
         assert moving_s is not None, "a single layout's bytes are counted"
         return found.instantiation.iteration_ms / 1e3, moving_s
