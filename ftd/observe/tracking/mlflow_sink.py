@@ -31,8 +31,6 @@ _IN_EVERY_STEP = ("train/loss", "train/learning_rate", "train/gradient_norm", "t
 class MlflowSink:
     """A run in MLflow."""
 
-    name = "mlflow"
-
     def __init__(self, policy: MlflowPolicy, run: str, parameters: Mapping[str, Any]) -> None:
         """:param run: the job's id.
         :param parameters: the job's parameters, shown with the run.

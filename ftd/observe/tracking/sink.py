@@ -12,9 +12,6 @@ class TrackingSink(Protocol):
     ``reopen``.
     """
 
-    name: str
-    """Name as in the table ``[logging]``."""
-
     def reopen(self, superseded: Sequence[int]) -> Cursor:
         """Open the existing logs, take back superseded rows, and return how far the sink has come.
 

@@ -31,8 +31,6 @@ _OURS = ".ftd"
 class TensorBoardSink:
     """The event file of one job."""
 
-    name = "tensorboard"
-
     def __init__(self, directory: Path) -> None:
         """:param directory: directory of the job's run."""
         self._directory = directory

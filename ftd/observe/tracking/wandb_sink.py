@@ -35,8 +35,6 @@ _HEADER = struct.Struct("<IHB")
 class WandbSink:
     """A run in Weights & Biases."""
 
-    name = "wandb"
-
     def __init__(self, policy: WandbPolicy, directory: Path, run: str, config: Mapping[str, Any]) -> None:
         """:param directory: parent of the directory ``wandb`` that W&B creates.
         :param run: the job's id.
