@@ -71,8 +71,6 @@ class SeedOverrides:
     """Whether jobs evaluate the state after some steps."""
     corruption: bool | None = None
     """Whether jobs compare replicas, and bits of parameters flip."""
-    spikes: bool | None = None
-    """Whether jobs that take snapshots leave out the batches of spikes of the loss."""
     rare_faults: bool | None = None
     """Whether rare faults are injected, and two faults at one instant."""
     triggered_faults: tuple[TriggeredFault, ...] = ()
@@ -156,7 +154,7 @@ class Simulation(SimCluster):
         spikes = bool(self.snapshot.every_steps) and own.random() < 0.3
         self.updates = UpdatePolicy(
             max_skipped=0,
-            on_spike="skip" if (spikes if overrides.spikes is None else overrides.spikes) else "continue",
+            on_spike="skip" if spikes else "continue",
             spike_deviations=own.choice((1.9, 2.2)),
             spike_window=3,
         )
