@@ -69,7 +69,6 @@ def read_lanl(file: TraceFile, options: ImportOptions) -> Trace:
     return file.trace(
         nodes_of_faults(file, nodes, faults),
         description=f"lanl, system {system}",
-        start_s=0.0,
         notes=(
             "All nodes are taken to be there from the first failure to the last record, "
             "though some were installed later or taken out before.",

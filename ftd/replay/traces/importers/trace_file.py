@@ -181,21 +181,19 @@ class TraceFile:
         records: Iterable[Record],
         *,
         description: str,
-        start_s: float | None = None,
         end_s: float | None = None,
         notes: Iterable[str] = (),
     ) -> Trace:
-        """Return the trace of these records, with times that count from the start.
+        """Return the trace of these records, with times that count from the first one.
 
         :param description: the format, for ``Trace.source``.
-        :param start_s: time of the start as the file counts; the time of the first record by default.
         :param end_s: time of the end as the file counts; the time of the last record by default.
         :raises TraceError: names the place in the file.
         """
         records = list(records)
         if not records:
             raise self.error("the file has no records", remedy="is it the right file?")
-        first_s = records[0].event.at_s if start_s is None else start_s
+        first_s = records[0].event.at_s
         last_s = records[-1].event.at_s if end_s is None else end_s
         events = tuple(replace(record.event, at_s=record.event.at_s - first_s) for record in records)
         try:
