@@ -172,6 +172,7 @@ def replay(
     from ftd.replay.report import build_report
     from ftd.replay.sources import load_replay_job
     from ftd.replay.tables import render_replay
+    from ftd.transport.wire.public import encode_document
 
     if (trace is None) == (failures is None):
         raise ConfigurationError(
@@ -243,7 +244,7 @@ def replay(
 
         plot_replay(report, plot)
     if as_json:
-        typer.echo(report.to_bytes().decode().rstrip())
+        typer.echo(encode_document(report).decode().rstrip())
     else:
         print_rich(render_replay(report))
 
@@ -269,6 +270,7 @@ def _advise(
     from ftd.replay.advice_table import render_advice
     from ftd.replay.traces.generate import generate
     from ftd.replay.traces.trace import Trace
+    from ftd.transport.wire.public import encode_document
 
     traces = (
         [source]
@@ -278,7 +280,7 @@ def _advise(
     with delayed_progress("replaying, in minutes of the trace") as on_progress:
         advice = advise(job, traces, parameters, on_progress)
     if as_json:
-        typer.echo(advice.to_bytes().decode().rstrip())
+        typer.echo(encode_document(advice).decode().rstrip())
     else:
         print_rich(render_advice(advice))
 

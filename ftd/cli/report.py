@@ -44,6 +44,7 @@ def report(
     from ftd.observe.view.pages.report_page import render_report_page
     from ftd.observe.view.plots.report_plot import FORMATS, plot_report
     from ftd.observe.view.summary import render_summary
+    from ftd.transport.wire.public import encode_document
 
     for path in plot or ():
         require_format(path, FORMATS, "--plot")
@@ -53,7 +54,7 @@ def report(
     for path in plot or ():
         plot_report(found, path)
     if out is not None:
-        write_file(out, found.to_bytes(), "--json")
+        write_file(out, encode_document(found), "--json")
     if html is None and out is None and not plot:
         print_rich(render_summary(found))
 

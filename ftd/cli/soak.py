@@ -73,6 +73,7 @@ def soak(
     from ftd.local.soak.report import render_lines
     from ftd.local.soak.soak import run_soak
     from ftd.observe.view.files import require_format, write_file
+    from ftd.transport.wire.public import encode_document
 
     silence_logs()
     if plot is not None:
@@ -96,9 +97,9 @@ def soak(
     # Progress goes to stderr if stdout is for JSON.
     soaking = run_soak(options, lambda line: typer.echo(line, err=as_json))
     found = run_until_signal(soaking, lambda line: typer.echo(line, err=True))
-    typer.echo(found.to_bytes().decode().rstrip() if as_json else "\n".join(render_lines(found)))
+    typer.echo(encode_document(found).decode().rstrip() if as_json else "\n".join(render_lines(found)))
     if report is not None:
-        write_file(report, found.to_bytes(), "--report")
+        write_file(report, encode_document(found), "--report")
     if plot is not None:
         plot_soak(found, plot)
     raise typer.Exit(0 if found.passed else 1)

@@ -30,7 +30,7 @@ from ftd.observe.view.report import build_report
 from ftd.observe.view.summary import render_summary
 from ftd.observe.view.text import plural
 from ftd.transport.address import DEFAULT_CLUSTER
-from ftd.transport.wire.public import JobData
+from ftd.transport.wire.public import JobData, encode_document
 from runtime.wire.recipe import RECIPE
 
 PAUSE_S = 5.0
@@ -292,7 +292,7 @@ class LocalRun:
         if self._options.report is None:
             return True
         try:
-            write_file(self._options.report, report.to_bytes(), "--report")
+            write_file(self._options.report, encode_document(report), "--report")
         except ConfigurationError as error:
             self._console.print(str(error), style="red", markup=False, highlight=False)
             return False

@@ -135,10 +135,6 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The advice as tables of a job file."""
     notes: tuple[str, ...]
 
-    def to_bytes(self) -> bytes:
-        """Return an indented JSON document with a newline at its end."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:

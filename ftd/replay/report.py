@@ -109,10 +109,6 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[ReplayedPolicy, ...]
     excluded: tuple[ExcludedPolicy, ...]
 
-    def to_bytes(self) -> bytes:
-        """Return an indented JSON document with a newline at its end."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
-
     @property
     def used_categories(self) -> tuple[Category, ...]:
         """Return the categories in which at least one policy spent time."""

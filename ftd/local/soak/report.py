@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from ftd.local.soak.monitor import ObservedRecovery, Violation
 
 SCHEMA_VERSION = 1
@@ -94,10 +92,6 @@ class SoakReport:
     """The command that injects the same faults again."""
     logs: str | None
     """The directory with the logs of all processes."""
-
-    def to_bytes(self) -> bytes:
-        """Return the report as an indented JSON document with a newline at its end."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
 def count_by_kind(faults: Sequence[FaultRecord]) -> dict[str, int]:

@@ -292,10 +292,6 @@ class Report:
         """Whether the job is still running."""
         return self.outcome == "unfinished" and self.outcome_reason == UNDER_WAY
 
-    def to_bytes(self) -> bytes:
-        """Return an indented JSON document with a newline at its end."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
-
     @classmethod
     def from_json(cls, document: object) -> "Report":
         """Convert and check a report that was read from a file.

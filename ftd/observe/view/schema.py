@@ -9,13 +9,14 @@ import msgspec
 
 from ftd.config.profile_document import ProfileDocument
 from ftd.observe.view.document import Report
+from ftd.transport.wire.public import encode_document
 
 DOCUMENTS = {"profile": ProfileDocument, "report": Report}
 
 
 def schema_of(document: type[msgspec.Struct]) -> bytes:
     """Return the schema as indented JSON with a newline at its end."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(document)), indent=2) + b"\n"
+    return encode_document(msgspec.json.schema(document))
 
 
 def print_schema(module: str, documents: Mapping[str, type[msgspec.Struct]]) -> int:

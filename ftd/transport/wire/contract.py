@@ -70,7 +70,7 @@ def contract() -> Json:
 
 def encode_contract() -> bytes:
     """Return the document as it is shipped."""
-    return msgspec.json.format(msgspec.json.encode(contract()), indent=2) + b"\n"
+    return public.encode_document(contract())
 
 
 # --- channels and operations -----------------------------------------------------------------------

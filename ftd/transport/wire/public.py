@@ -321,6 +321,11 @@ def encode_json(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
+def encode_document(value: Any) -> bytes:
+    """Encode a struct or plain data as an indented JSON document with a newline at its end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
 def decode_json(payload: bytes, into: Any) -> Any:
     """Decode ``payload`` as ``into``: a struct, a union of tagged structs, or ``dict``.
 

@@ -28,6 +28,7 @@ from ftd.local.soak.report import (
 )
 from ftd.local.soak.soak import require_short, rounding_tolerance
 from ftd.observe.view.files import require_format
+from ftd.transport.wire.public import encode_document
 from runtime.wire.recipe import RECIPE
 from tests.helpers.playground import tiny_job
 
@@ -411,7 +412,7 @@ def test_the_report_lists_faults_recoveries_and_the_command_to_repeat() -> None:
 def test_the_written_report_contains_goodput() -> None:
     import msgspec
 
-    read = msgspec.json.decode(found().to_bytes())
+    read = msgspec.json.decode(encode_document(found()))
     assert read["schema"] == 1
     assert msgspec.convert(read["goodput"], SoakGoodput).ratio == found().goodput.ratio
 

@@ -13,6 +13,7 @@ from ftd.replay.advice import Advice, Question, _Adviser, advise
 from ftd.replay.advice_table import render_advice
 from ftd.replay.parameters import read_parameters
 from ftd.replay.traces.trace import Trace
+from ftd.transport.wire.public import encode_document
 from planner.intervals import IntervalCost, checkpoint_cost_share, choose_checkpoint_interval
 from tests.helpers.replay_jobs import MB, make_job, make_trace
 
@@ -141,7 +142,7 @@ def test_without_failures_there_is_no_advice() -> None:
 
 def test_the_advice_is_rendered_and_can_be_read_by_programs() -> None:
     advice = few_failures()
-    again = msgspec.json.decode(advice.to_bytes(), type=Advice)
+    again = msgspec.json.decode(encode_document(advice), type=Advice)
     assert again == advice and again.simulated
     assert advice.common_cause_share == pytest.approx(1 / 12), "one in ten, and two failures that left a copy"
     console = Console(width=200, record=True, file=io.StringIO())

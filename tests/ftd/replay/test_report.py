@@ -15,6 +15,7 @@ from ftd.replay.policy import CATEGORIES
 from ftd.replay.report import MOST_WINDOWS, ReplayReport, build_report, window_edges_s
 from ftd.replay.schema import DOCUMENTS
 from ftd.replay.tables import render_replay, result_rows
+from ftd.transport.wire.public import encode_document
 from tests.helpers.harness import ROOT
 from tests.helpers.replay_jobs import make_job, make_trace
 
@@ -39,7 +40,7 @@ def printed(report: ReplayReport, width: int = 160) -> str:
 
 def test_the_document_accounts_for_every_second_and_every_sample() -> None:
     report = build_report(compared(), generated=False, parameters="shipped", price_per_node_hour=2.0)
-    document = json.loads(report.to_bytes())
+    document = json.loads(encode_document(report))
     assert document["simulated"] is True and document["schema"] == 1
     assert document["trace"]["nodes"] == [[0.0, 6], [300.0, 5], [600.0, 6]]
     assert [policy["policy"] for policy in document["policies"]] == POLICIES

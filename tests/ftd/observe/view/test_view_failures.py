@@ -20,7 +20,7 @@ from ftd.observe.view.pages.report_page import render_report_page
 from ftd.observe.view.report import build_report
 from ftd.observe.view.sentences import describe_recovery
 from ftd.observe.view.summary import render_summary
-from ftd.transport.wire.public import EventMessage
+from ftd.transport.wire.public import EventMessage, encode_document
 
 Json = dict[str, Any]
 Make = Callable[..., Json]
@@ -148,7 +148,7 @@ def test_a_story_is_told_from_the_file_of_a_report(
     event: Make, run_events: list[Json], tmp_path: Path, arguments: list[str]
 ) -> None:
     path = tmp_path / "report.json"
-    path.write_bytes(report_of(failing_run(event, run_events)).to_bytes())
+    path.write_bytes(encode_document(report_of(failing_run(event, run_events))))
     done = CliRunner().invoke(app, ["story", str(path), *arguments], env={"COLUMNS": "400"})
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
@@ -160,7 +160,7 @@ def test_a_recovery_is_described_from_the_file_of_a_report(
     event: Make, run_events: list[Json], tmp_path: Path
 ) -> None:
     path = tmp_path / "report.json"
-    path.write_bytes(report_of(failing_run(event, run_events)).to_bytes())
+    path.write_bytes(encode_document(report_of(failing_run(event, run_events))))
     done = CliRunner().invoke(app, ["story", str(path), "2"])
     assert "in all 253 ms from the fault" in done.output, done.output
     wrong = CliRunner().invoke(app, ["story", str(tmp_path / "none.json"), "2"])
@@ -168,7 +168,7 @@ def test_a_recovery_is_described_from_the_file_of_a_report(
 
 
 def test_the_events_of_a_report_are_without_layouts(run_events: list[Json]) -> None:
-    document = json.loads(report_of(run_events).to_bytes())
+    document = json.loads(encode_document(report_of(run_events)))
     named = {one["event"]: one for one in document["events"]}
     assert "StepCommitted" not in named and "pipelines" not in named["PlanChosen"]["details"]
     assert "pipelines_after" not in named["RecoveryCompleted"]["details"]["recovery"]

@@ -25,6 +25,7 @@ from ftd.observe.view.sentences import describe_recovery
 from ftd.observe.view.story import chapters
 from ftd.observe.view.summary import render_summary
 from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.wire.public import encode_document
 from tests.helpers.commands import ftd_here
 
 Json = dict[str, Any]
@@ -231,7 +232,7 @@ def test_every_requested_image_is_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "r.json").write_bytes(build_job_report("gpt", *history).to_bytes())
+    (tmp_path / "r.json").write_bytes(encode_document(build_job_report("gpt", *history)))
     wanted = [tmp_path / name for name in ("a.png", "b.svg")]
     plots = [word for path in wanted for word in ("--plot", str(path))]
     command = ["report", str(tmp_path / "r.json"), *plots]

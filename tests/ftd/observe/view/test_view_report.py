@@ -19,6 +19,7 @@ from ftd.observe.view.report import build_report
 from ftd.observe.view.schema import schema_of
 from ftd.observe.view.sentences import describe_decision, describe_recovery
 from ftd.observe.view.summary import render_summary
+from ftd.transport.wire.public import encode_document
 
 Json = dict[str, Any]
 Make = Callable[..., Json]
@@ -159,7 +160,7 @@ def test_snapshots_and_checkpoints_are_summarised(run_events: list[Json], event:
     events.append(event("CheckpointCompleted", 1005.0, step=20, details={"size_bytes": 1024}))
     text = page(built([*run_events, *events]))
     assert "1 in /checkpoints/gpt, the newest of step 20 (1.0 KiB); 1 abandoned" in text
-    assert Report.from_json(json.loads(report.to_bytes())) == report
+    assert Report.from_json(json.loads(encode_document(report))) == report
 
 
 def test_a_second_delivery_changes_nothing(run_events: list[Json]) -> None:
@@ -261,7 +262,7 @@ def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
     assert (report.pauses[0].at_s, report.pauses[0].needed) == (2.5, 2)
     assert report.processes["a"].daemon == (10,)
     assert report.processes["a"].trainers == {"0": (11, 12)}
-    assert json.loads(report.to_bytes())["steps"][0]["loss"] is None
+    assert json.loads(encode_document(report))["steps"][0]["loss"] is None
 
 
 def test_nodes_that_are_set_aside_are_reported_with_the_reason_until_they_are_readmitted(event: Make) -> None:
@@ -287,7 +288,7 @@ def test_nothing_counts_after_the_end(run_events: list[Json], event: Make) -> No
 
 def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> None:
     report = built(run_events, state)
-    document = json.loads(report.to_bytes())
+    document = json.loads(encode_document(report))
     assert document["schema"] == SCHEMA_VERSION
     assert Report.from_json(document) == report
 
@@ -304,7 +305,7 @@ def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> N
 def test_an_invalid_document_is_rejected_with_the_field(
     run_events: list[Json], change: Json, complaint: str
 ) -> None:
-    document = json.loads(built(run_events).to_bytes()) | change
+    document = json.loads(encode_document(built(run_events))) | change
     with pytest.raises(ReportError, match=complaint):
         Report.from_json(document)
 
