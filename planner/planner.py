@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from planner.changes.assignment import Assigner, natural_key
+from planner.changes.assignment import Assigner
 from planner.changes.candidates import PipelineLayout, candidate_layouts, first_layout
 from planner.changes.cover import Masks, StateNeeds, whole_layers
 from planner.changes.parts import moved_bytes, part_needs
@@ -21,7 +21,7 @@ from planner.errors import InfeasibleError, SolverError, TooFewNodesError
 from planner.pipelines.batch import check_batch
 from planner.pipelines.instantiation import Instantiator
 from planner.precomputed import Precomputed, check_precomputed
-from planner.reasons import explain_plan
+from planner.reasons import explain_plan, natural_key
 from planner.templates import (
     Templates,
     check_tolerance,

@@ -1,6 +1,8 @@
 """The reason for a plan, in one sentence for the user."""
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from planner.values import ConsideredPlan, Method, ReleasedLayers, Within
 
@@ -138,6 +140,13 @@ def _size(size_bytes: int) -> str:
         if size_bytes >= unit:
             return f"{three_digits(size_bytes / unit)} {name}"
     return f"{size_bytes} bytes"
+
+
+@lru_cache(maxsize=1 << 16)
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a key that sorts node-2 before node-10."""
+    parts = re.findall(r"\d+|\D+", name)
+    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def join_names(nodes: Sequence[str]) -> str:

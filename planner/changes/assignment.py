@@ -10,10 +10,8 @@ bytes(b, Q) ≤ bytes(b, P) + bytes(a, Q). So where an optimum has a in Q and b 
 the two is an optimum, too: every such pair may be assigned first, and only the others are solved for.
 """
 
-import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -32,13 +30,6 @@ NodeSlot = tuple[Range, ...]
 
 Position = tuple[int, int]
 """Numbers of the pipeline and of the slot in it."""
-
-
-@lru_cache(maxsize=1 << 16)
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key that sorts node-2 before node-10."""
-    parts = re.findall(r"\d+|\D+", name)
-    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def template_slots(template: Template) -> tuple[NodeSlot, ...]:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from planner.changes.assignment import Assigner, natural_key
+from planner.changes.assignment import Assigner
 from planner.changes.candidates import PipelineLayout, candidate_layouts, reinstantiate
 from planner.changes.tradeoff import expected_iteration_s
 from planner.errors import StateLostError, TooFewNodesError
 from planner.planner import Planner
+from planner.reasons import natural_key
 from planner.values import Device, Link, ModelProfile, Plan, Policy, Situation
 from tests.helpers.oracles import check_plan, layer, profile_of
 

@@ -4,7 +4,6 @@ bars.
 They take the public cluster state.
 """
 
-import re
 from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -23,7 +22,7 @@ from ftd.observe.view.text import (
     single_device,
     stage_node,
 )
-from planner.reasons import describe_within
+from planner.reasons import describe_within, natural_key
 
 _NAME_WIDTH = 20
 """Least number of columns for a node's name."""
@@ -71,12 +70,6 @@ def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> Renderable
     rest = [node["state"] for name, node in nodes.items() if name not in shown]
     counts = ", ".join(f"{rest.count(s)} {s}" for s in sorted(set(rest)))
     return Group(table, Text(f"… and {counts}", style="dim"))
-
-
-def natural_key(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key by which node-10 follows node-9."""
-    parts = re.findall(r"\d+|\D+", name)
-    return [(False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts]
 
 
 def _roles(pipelines: Sequence[JsonMap]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ftd.observe.view.blocks import add_numbers, natural_key, pipeline_lines, plain_table
+from ftd.observe.view.blocks import add_numbers, pipeline_lines, plain_table
 from ftd.observe.view.document import (
     Report,
     ReportedFailure,
@@ -42,6 +42,7 @@ from ftd.observe.view.text import (
     notice_words,
     plural,
 )
+from planner.reasons import natural_key
 
 _OUTCOME_STYLES = {
     "finished": "bold green",

@@ -29,10 +29,11 @@ from ftd.replay.policies.departures import Departures, last_boundary_s
 from ftd.replay.policies.pace import Pace, published_constants
 from ftd.replay.policies.pauses import pauses, total_s
 from ftd.replay.policy import Change, Pause, Reaction, RecoveryPolicy, Running, Undo
-from planner.changes.assignment import Assigner, natural_key
+from planner.changes.assignment import Assigner
 from planner.changes.candidates import PipelineLayout, first_layout, reinstantiate
 from planner.changes.cover import held_by, whole_layers
 from planner.changes.tradeoff import DEFAULT_HORIZON_S, choose_layout, place_stages
+from planner.reasons import natural_key
 from planner.values import Device, PipelinePlacement
 
 

@@ -4,7 +4,6 @@ from datetime import datetime, timedelta
 from html import escape
 
 from ftd.observe.run_model import phases_ms
-from ftd.observe.view.blocks import natural_key
 from ftd.observe.view.document import Report, ReportedRecovery, SaveSummary
 from ftd.observe.view.pages.page import apply_theme, render_figures, render_page, render_table
 from ftd.observe.view.phases import phase_cells, shown_phases, shown_phases_ms
@@ -28,6 +27,7 @@ from ftd.observe.view.text import (
     learning_rate_words,
     plural,
 )
+from planner.reasons import natural_key
 
 COLOURS = {
     "detect": FAINT,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from ftd.observe.view.blocks import PipelineBars, natural_key, pipeline_lines
+from ftd.observe.view.blocks import PipelineBars, pipeline_lines
 from ftd.observe.view.live.chart import FAILURE_STYLE, LossHistory, column_of, loss_chart, resample
 from ftd.observe.view.text import (
     NodeColours,
@@ -20,6 +20,7 @@ from ftd.observe.view.text import (
     layer_range,
     pipeline_name,
 )
+from planner.reasons import natural_key
 
 
 def drawn(thing: RenderableType, width: int) -> str:
