@@ -63,9 +63,8 @@ class LiveFrame:
         self._run = RunModel(most=MAX_DRAWN)
         self._events: deque[JsonMap] = deque(maxlen=200)
         self._losses = LossHistory()
+        """The losses of the present job."""
         self._colours = NodeColours()
-        self._newest: StepCommittedFact | None = None
-        """The newest step that an event contained."""
         self._several_coordinators = False
         """Whether there is, or was, more than one coordinator."""
         self._away_since = ""
@@ -97,7 +96,7 @@ class LiveFrame:
         self._end = {}
         self._run.on_state(state)
         if before not in (None, self._run.job.id):
-            self._forget_losses()
+            self._losses = LossHistory()
         self._several_coordinators = self._several_coordinators or bool(
             state.get("standbys") or state.get("ineligible")
         )
@@ -115,10 +114,9 @@ class LiveFrame:
             return
         match fact:
             case JobSubmittedFact():
-                self._forget_losses()
+                self._losses = LossHistory()
                 self._end = {}
             case StepCommittedFact(fresh=True, loss=loss):
-                self._newest = fact
                 self._losses.add(fact.step, math.nan if loss is None else loss)
             case RolledBackFact():
                 self._losses.truncate(fact.to_step)
@@ -144,10 +142,6 @@ class LiveFrame:
                 if listed not in ROUTINE_EVENTS or listed == event.get("event"):
                     break
         self._events.append(event)
-
-    def _forget_losses(self) -> None:
-        """Clear the losses of the previous job."""
-        self._losses, self._newest = LossHistory(), None
 
     @property
     def _evaluations(self) -> list[EvaluatedFact]:
@@ -268,7 +262,7 @@ class LiveFrame:
 
     def _current_loss(self) -> float | None:
         """Return the loss of the step that is shown: a state may arrive before the event of its step."""
-        newest = self._newest
+        newest = self._run.newest_step
         return newest.loss if newest is not None and newest.step == self.step else self._state.get("loss")
 
     def _warning(self, quiet_s: float) -> str:
