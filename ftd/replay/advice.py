@@ -38,6 +38,7 @@ from scipy.stats import binom
 from ftd.errors import ConfigurationError
 from ftd.observe.view.reliability import days as in_words
 from ftd.observe.view.text import format_duration
+from ftd.replay.comparison import ProgressCallback
 from ftd.replay.job import JobError, ReplayJob
 from ftd.replay.outcome import Outcome
 from ftd.replay.parameters import Parameters
@@ -75,8 +76,6 @@ LONGER = (1, 4, 16)
 DAY_S = 86_400.0
 
 Subject = Literal["tolerate", "protection", "snapshots", "checkpoints", "spares"]
-ProgressCallback = Callable[[int, int], None]
-"""Progress of advice in minutes of virtual time: done, and in total as far as it is known."""
 
 
 class AdvisedChoice(msgspec.Struct, frozen=True, kw_only=True):

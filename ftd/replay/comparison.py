@@ -28,7 +28,7 @@ PRECISION = 0.05
 """Half-width of a confidence interval, as a share of the mean, at which no more traces are needed."""
 
 ProgressCallback = Callable[[int, int], None]
-"""Progress of a comparison in minutes of virtual time: done, and in total as far as it is known."""
+"""Progress of a comparison, or of advice, in minutes of virtual time: done, and in total as far as it is known."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
