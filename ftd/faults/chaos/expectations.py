@@ -1,6 +1,7 @@
 """The ``expect`` tables of a scenario, read and checked."""
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,13 +46,13 @@ def parse_expectations(table: ExpectTable, where: str) -> tuple[v.Expectation, .
             continue
         _require_at_least_0(value, f"{where}.{name}")
         found.append(kind(value))
-    for name, known, several in (("tier", TIERS, v.RecoveryTier), ("cause", CAUSE_WORDS, v.RecoveryCause)):
+    for name, known in _ALLOWED.items():
         given = getattr(table, name)
         allowed = (given,) if isinstance(given, str) else given
         for one in allowed:
             require_one_of(one, known, f"{where}.{name}")
         if allowed:
-            found.append(several(allowed=allowed))
+            found.append(v.RecoveryFrom(field=name, allowed=allowed))
     for name, kind in (("events", v.EventSeen), ("no_events", v.EventNotSeen)):
         for event in getattr(table, name):
             require_one_of(event, EVENTS, f"{where}.{name}")
@@ -84,9 +85,10 @@ def _require_at_least_0(value: float, field: str) -> None:
         raise ConfigurationError(problem, field=field, remedy="0 or more")
 
 
+_ALLOWED: dict[Literal["tier", "cause"], Collection[str]] = {"tier": TIERS, "cause": CAUSE_WORDS}
 _LIMITS: dict[str, Any] = {
     "resumed_within_s": lambda value: v.ResumedWithin(limit_s=value),
-    "lost_steps_max": lambda value: v.StepsLost(maximum=value),
-    "recomputed_steps_max": lambda value: v.StepsRecomputed(maximum=value),
+    "lost_steps_max": lambda value: v.StepsAtMost(field="rolled_back_steps", maximum=value),
+    "recomputed_steps_max": lambda value: v.StepsAtMost(field="recomputed_steps", maximum=value),
     "recoveries_max": lambda value: v.RecoveryCount(maximum=value),
 }

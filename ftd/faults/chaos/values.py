@@ -177,43 +177,31 @@ class ResumedWithin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsLost:
-    """The maximum number of committed steps that may be undone."""
+class StepsAtMost:
+    """The maximum of a recovery's ``rolled_back_steps``, committed steps that are undone, or of its
+    ``recomputed_steps``, which are computed again although they were not committed.
+    """
 
+    field: Literal["rolled_back_steps", "recomputed_steps"]
     maximum: int
 
     def __str__(self) -> str:
-        return f"at most {plural(self.maximum, 'committed step')} lost"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepsRecomputed:
-    """The maximum number of steps that may be computed again although they were not committed."""
-
-    maximum: int
-
-    def __str__(self) -> str:
+        if self.field == "rolled_back_steps":
+            return f"at most {plural(self.maximum, 'committed step')} lost"
         return f"at most {plural(self.maximum, 'step')} computed again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryTier:
-    """The allowed values of ``recovery.tier``: where the state came from that training resumed with."""
+class RecoveryFrom:
+    """The allowed values of a recovery's ``cause``, or of its ``tier``: where the state came from that training
+    resumed with.
+    """
 
+    field: Literal["cause", "tier"]
     allowed: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"state from {' or '.join(self.allowed)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryCause:
-    """The allowed values of a recovery's ``cause``."""
-
-    allowed: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"a recovery from {' or '.join(self.allowed)}"
+        return f"{'state' if self.field == 'tier' else 'a recovery'} from {' or '.join(self.allowed)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +273,8 @@ class SameLosses:
 
 Expectation = (
     ResumedWithin
-    | StepsLost
-    | StepsRecomputed
-    | RecoveryTier
-    | RecoveryCause
+    | StepsAtMost
+    | RecoveryFrom
     | RecoveryCount
     | EventSeen
     | EventNotSeen

@@ -40,14 +40,14 @@ def assess(expected: v.Expectation, of: InjectedFault | None, record: ScenarioRe
     match expected:
         case v.ResumedWithin():
             return _resumed(expected, faults, record)
-        case v.StepsLost(maximum=most):
-            return _most("rolled_back_steps", most, faults, record)
-        case v.StepsRecomputed(maximum=most):
-            return _most("recomputed_steps", most, faults, record)
-        case v.RecoveryTier(allowed=allowed):
-            return _one_of("tier", allowed, faults, record)
-        case v.RecoveryCause(allowed=allowed):
-            return _one_of("cause", allowed, faults, record)
+        case v.StepsAtMost(field=field, maximum=most):
+            counted = max((getattr(recovery, field) for _, recovery in record.recoveries(faults)), default=0)
+            return ExpectationStatus(met=counted <= most, measured=str(counted))
+        case v.RecoveryFrom(field=field, allowed=allowed):
+            found = list(dict.fromkeys(getattr(one, field) for _, one in record.recoveries(faults)))
+            return ExpectationStatus(
+                met=any(one in allowed for one in found) or None, measured=", ".join(found) or "no recovery"
+            )
         case v.RecoveryCount(maximum=most):
             count = len(record.recoveries(faults))
             return ExpectationStatus(met=count <= most, measured=str(count))
@@ -98,22 +98,6 @@ def _resumed(
     else:  # The recovery's own duration counts from an earlier fault, or not from a fault.
         took_s = completed_at_s - last.at_s
     return ExpectationStatus(met=took_s <= expected.limit_s, measured=f"{took_s:.2f} s")
-
-
-def _most(
-    field: str, most: int, faults: Sequence[InjectedFault], record: ScenarioRecord
-) -> ExpectationStatus:
-    counted = max((getattr(recovery, field) for _, recovery in record.recoveries(faults)), default=0)
-    return ExpectationStatus(met=counted <= most, measured=str(counted))
-
-
-def _one_of(
-    field: str, allowed: tuple[str, ...], faults: Sequence[InjectedFault], record: ScenarioRecord
-) -> ExpectationStatus:
-    found = list(dict.fromkeys(getattr(recovery, field) for _, recovery in record.recoveries(faults)))
-    return ExpectationStatus(
-        met=any(one in allowed for one in found) or None, measured=", ".join(found) or "no recovery"
-    )
 
 
 def _same_losses(relative: float, record: ScenarioRecord) -> ExpectationStatus:

@@ -30,13 +30,11 @@ from ftd.faults.chaos.values import (
     OnEvent,
     PlanRole,
     RandomNodes,
-    RecoveryCause,
     RecoveryCount,
-    RecoveryTier,
+    RecoveryFrom,
     ResumedWithin,
     SameLosses,
-    StepsLost,
-    StepsRecomputed,
+    StepsAtMost,
     Target,
 )
 
@@ -139,11 +137,11 @@ def test_expectations_are_understood() -> None:
     )
     assert fault.expect == (
         ResumedWithin(limit_s=5),
-        StepsLost(maximum=0),
-        StepsRecomputed(maximum=1),
+        StepsAtMost(field="rolled_back_steps", maximum=0),
+        StepsAtMost(field="recomputed_steps", maximum=1),
         RecoveryCount(maximum=2),
-        RecoveryTier(allowed=("live_replica",)),
-        RecoveryCause(allowed=("node_lost", "trainer_lost")),
+        RecoveryFrom(field="tier", allowed=("live_replica",)),
+        RecoveryFrom(field="cause", allowed=("node_lost", "trainer_lost")),
         EventSeen(event="NodeLost"),
         EventNotSeen(event="JobFailed"),
     )
