@@ -257,7 +257,7 @@ def predicted_times(outcome: Outcome, job: ReplayJob) -> dict[str, list[float]]:
         after = [span for span in outcome.spans if span.begin_s >= recovery.at_s - 1e-3]
         if after:
             span = after[0]
-            step_s = (span.end_s - span.begin_s) * job.samples / span.samples
+            step_s = (span.end_s - span.begin_s) * job.policy.global_batch / span.samples
             found.setdefault(kind_of(recovery), []).append(span.begin_s + step_s - recovery.at_s)
     return found
 

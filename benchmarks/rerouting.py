@@ -229,7 +229,7 @@ def bound_choice(job: ReplayJob, trace: Trace, link_bytes_per_s: float | None) -
         planned = (left_s - moving_s) / planned_s
         best = moving_s / rerouted_s + (left_s - moving_s) / min(planned_s, rerouted_s)
         wins += left_s / rerouted_s > planned
-        added += max(0.0, best - planned) * job.samples
+        added += max(0.0, best - planned) * job.policy.global_batch
     return Bound(outcome=outcome, ratios=tuple(ratios), wins=wins, gain=added / outcome.samples)
 
 

@@ -503,7 +503,7 @@ class _Adviser:
         chosen: dict[int, float] = {}
         for part in range(LEVELS):
             index = int(np.searchsorted(ends, (part + 0.5) / LEVELS))
-            nodes = max(counts[min(index, len(counts) - 1)], self._job.fewest_nodes)
+            nodes = max(counts[min(index, len(counts) - 1)], self._job.planner.fewest_nodes)
             chosen[nodes] = chosen.get(nodes, 0.0) + 1 / LEVELS
         return chosen
 

@@ -67,6 +67,8 @@ class ReplayJob:
     policy: Policy
     published: Mapping[str, PublishedThroughput] = field(default_factory=dict)
     """Published constants by the name of the system, for example ``varuna``."""
+    _iterations: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Known results of ``iteration_s`` by the number of nodes."""
 
     @cached_property
     def planner(self) -> Planner:
@@ -79,24 +81,10 @@ class ReplayJob:
         except (InfeasibleError, BatchError) as error:
             raise JobError(f"{self.name} cannot be planned: {error}") from error
 
-    @property
-    def fewest_nodes(self) -> int:
-        """Return the fewest nodes that can train."""
-        return self.planner.fewest_nodes
-
-    @property
-    def samples(self) -> int:
-        """Return the samples of one step."""
-        return self.policy.global_batch
-
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of parameters and optimizer state of the whole model."""
         return sum(layer.state_bytes for layer in self.profile.layers)
-
-    @cached_property
-    def _iterations(self) -> dict[int, float]:
-        return {}
 
     def prepare(self, most_nodes: int) -> None:
         """Compute the templates for up to ``most_nodes`` nodes at once, which is cheaper than one by one.
@@ -112,7 +100,7 @@ class ReplayJob:
         """Return the time of a step on ``nodes`` nodes without failures under the best plan; ``None``: there are
         too few nodes.
         """
-        if nodes < self.fewest_nodes:
+        if nodes < self.planner.fewest_nodes:
             return None
         found = self._iterations.get(nodes)
         if found is None:
@@ -123,4 +111,4 @@ class ReplayJob:
     def samples_per_s(self, nodes: int) -> float:
         """Return the throughput on ``nodes`` nodes without failures under the best plan; 0: too few nodes."""
         iteration_s = self.iteration_s(nodes)
-        return 0.0 if iteration_s is None else self.samples / iteration_s
+        return 0.0 if iteration_s is None else self.policy.global_batch / iteration_s

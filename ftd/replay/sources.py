@@ -113,7 +113,7 @@ def _check(job: ReplayJob, nodes: int, *, tolerance: str) -> None:
     :param tolerance: option or key by which the number of tolerated failures is changed.
     :raises JobError: it cannot.
     """
-    needed = job.fewest_nodes
+    needed = job.planner.fewest_nodes
     if nodes < needed:
         raise JobError(
             f"{job.name} needs at least {needed} nodes, but there are never more than {nodes}",

@@ -132,7 +132,7 @@ class FtdPolicy(RecoveryPolicy):
         best_s = self._job.iteration_s(self._present) or plan.estimated_iteration_s
         return Running(
             iteration_s=plan.estimated_iteration_s,
-            samples=self._job.samples,
+            samples=self._job.policy.global_batch,
             efficiency=min(1.0, best_s / plan.estimated_iteration_s),
             checkpoints=self._stalls(plan.estimated_iteration_s),
         )

@@ -30,4 +30,4 @@ class IdealPolicy(RecoveryPolicy):
         iteration_s = self._job.iteration_s(nodes)
         if iteration_s is None:
             return Reaction(running=None)
-        return Reaction(running=Running(iteration_s=iteration_s, samples=self._job.samples))
+        return Reaction(running=Running(iteration_s=iteration_s, samples=self._job.policy.global_batch))

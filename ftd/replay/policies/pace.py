@@ -40,7 +40,7 @@ class Pace:
     @property
     def samples(self) -> float:
         """Return the samples of an iteration."""
-        return self.job.samples if self.published is None else self.published.global_batch
+        return self.job.policy.global_batch if self.published is None else self.published.global_batch
 
     def most_samples_per_s(self, nodes: int) -> float:
         """Return the throughput that ``nodes`` nodes allow if none is idle; 0: they are too few."""

@@ -155,10 +155,6 @@ class _Layout:
         """Time of an iteration of all pipelines with 1F1B."""
         return _equal_pipelines_ms(self.job, self.template, self.pipelines) / 1e3
 
-    def grown(self) -> "_Layout":
-        """Return the layout with one more pipeline."""
-        return replace(self, pipelines=self.pipelines + 1)
-
 
 def _equal_pipelines_ms(job: ReplayJob, template: Template, pipelines: int) -> float:
     """Return the planner's time of an iteration of so many copies of a template."""
@@ -209,7 +205,7 @@ class RecyclePolicy(RecoveryPolicy):
 
     def start(self, nodes: Sequence[str]) -> Reaction:
         """Return how the job runs on ``nodes``."""
-        if len(nodes) < self._job.fewest_nodes:
+        if len(nodes) < self._job.planner.fewest_nodes:
             return Reaction(running=None)
         return Reaction(running=self._running(self._place(nodes), len(nodes)))
 
@@ -260,7 +256,7 @@ class RecyclePolicy(RecoveryPolicy):
         """
         steps = self._detect() if failed else ()
         undo: Undo = "checkpoint" if failed else "nothing"
-        if len(nodes) < self._job.fewest_nodes:
+        if len(nodes) < self._job.planner.fewest_nodes:
             self._layout = None
             return Reaction(pauses=steps, running=None, undo=undo) if failed else None
         self._place(nodes)
@@ -349,7 +345,7 @@ class RecyclePolicy(RecoveryPolicy):
             new = [(layout.pipelines, offset) for offset in range(size)]
             self._placed |= dict(zip(new, spares, strict=False))
             del spares[:size]
-            self._layout = layout = layout.grown()
+            self._layout = layout = replace(layout, pipelines=layout.pipelines + 1)
         self._copying &= self._placed.keys()
         return self._placed.keys() - before
 

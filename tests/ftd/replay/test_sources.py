@@ -40,7 +40,7 @@ def test_a_card_is_read_by_its_name_and_options_replace_its_policy() -> None:
 
 def test_a_profile_is_replayed_with_a_global_batch(profile: Path) -> None:
     job = load_replay_job(str(profile), 4, global_batch=32)
-    assert (job.name, job.samples, len(job.profile.layers)) == ("small", 32, 6)
+    assert (job.name, job.policy.global_batch, len(job.profile.layers)) == ("small", 32, 6)
     assert job.samples_per_s(4) > job.samples_per_s(1) > 0
 
 

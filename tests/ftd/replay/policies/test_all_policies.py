@@ -48,4 +48,4 @@ def test_the_account_is_complete_and_no_system_does_better_than_ideal(system: st
         assert math.fsum(found.seconds.values()) == pytest.approx(trace.end_s)
         assert min(found.seconds.values()) >= -1e-6
         if throughput == "common":
-            assert found.samples <= ideal.samples + job.samples
+            assert found.samples <= ideal.samples + job.policy.global_batch
