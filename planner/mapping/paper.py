@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from planner.mapping.additive import AdditiveMapping, Range
-from planner.stages.makespan import ROUNDING, Floats
+from planner.stages.makespan import ROUNDING, Floats, paper_objective_ms
 from planner.values import StageTemplate, Template
 
 PARTS = 4
@@ -114,7 +114,7 @@ class _Search:
         """
         if stages is not None:
             stages = self._quickest(stages)
-            objective_ms = self._additive.costs.paper_ms(stages)
+            objective_ms = paper_objective_ms(self._additive.costs.stage_times_ms(stages))
             if objective_ms < self.best_ms:
                 self.best_ms, self.stages = objective_ms, stages
         if stages is None or part[0] < part[1]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
 from planner.stages.layers import explain_no_tensor_split, layer_ms, shard_ms, tensor_ms
-from planner.stages.makespan import Floats, Ints, PipelineClock, paper_objective_ms
+from planner.stages.makespan import Floats, Ints, PipelineClock
 from planner.stages.memory import MemoryModel, in_flight
 from planner.values import (
     LayerProfile,
@@ -259,9 +259,6 @@ class StageCosts:
 
     def clock(self, stages: tuple[StageTemplate, ...]) -> PipelineClock:
         return PipelineClock(*self.pipeline_ms(stages))
-
-    def paper_ms(self, stages: tuple[StageTemplate, ...]) -> float:
-        return paper_objective_ms(self.stage_times_ms(stages))
 
     def sync_ms(self, stages: tuple[StageTemplate, ...], pipelines: int) -> float:
         """Return the time of a ring all-reduce of the gradients among their owners, without any overlap.
