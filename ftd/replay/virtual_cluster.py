@@ -456,11 +456,12 @@ class VirtualCluster:
             case BroadcastCommand(receivers=receivers, command=command):
                 self._receive(receivers, command)
             case BuildTemplates(profiled=profiled):
-                self._later(0.0, partial(self._templates_ready, profiled.job.job_id))
+                job_id = profiled.job.job_id
+                self._later(0.0, lambda: self._feed(TemplatesReady(at=self.now, cause=_CAUSE, job_id=job_id)))
             case ComputePlan() | CheckDrain() as question:
                 self._later(self._parameters.plan_s, partial(self._answer_question, question))
             case CheckRestore() as request:
-                self._later(0.0, partial(self._check_restore, request))
+                self._later(0.0, lambda: self._feed(check_restore(request, self.now)))
             case FindCheckpoint(generation=generation):
                 self._later(0.0, partial(self._find_checkpoint, generation))
             case _:
@@ -469,12 +470,6 @@ class VirtualCluster:
     def _fire(self, name: str) -> None:
         self._timers.pop(name, None)
         self._feed(TimerFired(at=self.now, cause=_CAUSE, name=name))
-
-    def _templates_ready(self, job_id: str) -> None:
-        self._feed(TemplatesReady(at=self.now, cause=_CAUSE, job_id=job_id))
-
-    def _check_restore(self, request: CheckRestore) -> None:
-        self._feed(check_restore(request, self.now))
 
     def _answer_question(self, question: ComputePlan | CheckDrain) -> None:
         self._feed(answer_question(question, self._job.planner, make_plan, lambda: self.now))
