@@ -77,14 +77,9 @@ class SimCheckpointStore:
         stored = self.checkpoints.get(restore.step)
         if stored is None or stored.corrupt or self.unavailable:
             return {}
-        published_version = self.oracle.published.get(restore.step)
-        for layer in layers:
-            version = stored.layers[layer]
-            if published_version not in (None, version) or self.oracle.versions.step[version] != restore.step:
-                self.oracle.violated(
-                    f"version {version} is read as step {restore.step}, whose version is {published_version}"
-                )
-        return {layer: stored.layers[layer] for layer in layers}
+        found = {layer: stored.layers[layer] for layer in layers}
+        self.oracle.check_versions(restore.step, found.values(), "read")
+        return found
 
     # --- the coordinator -------------------------------------------------------------------------
 

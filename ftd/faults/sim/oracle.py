@@ -5,7 +5,7 @@ hold in memory.
 extends it with the checks against nodes and against what coordinators publish.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -176,14 +176,18 @@ class Oracle:
             self.violated(
                 f"the shards of layers {group.first_layer} … of step {restore.step} differ: {shards}"
             )
-        published_version = self.published.get(restore.step)
-        for version in shards[0].values():
-            if self.versions.step[version] != restore.step or published_version not in (None, version):
-                self.violated(
-                    f"version {version} is restored as step {restore.step}, whose version is {published_version}"
-                )
+        self.check_versions(restore.step, shards[0].values(), "restored")
         if len(shards[0]) != group.end_layer - group.first_layer:
             self.violated(f"layers of group {group.first_layer} are missing in {shards[0]}")
+
+    def check_versions(self, step: int, versions: Iterable[int], how: str) -> None:
+        """Check that these versions, which are ``how`` as the state of a step, are those of that very step."""
+        published_version = self.published.get(step)
+        for version in versions:
+            if self.versions.step[version] != step or published_version not in (None, version):
+                self.violated(
+                    f"version {version} is {how} as step {step}, whose version is {published_version}"
+                )
 
     # --- nodes --------------------------------------------------------------------------------------
 
