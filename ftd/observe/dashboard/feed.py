@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 
-from ftd.observe.dashboard.model import Json
+from ftd.observe.dashboard.entries import Json
 from ftd.transport.wire.public import encode_json
 
 _log = structlog.get_logger("ftd.observe.dashboard")

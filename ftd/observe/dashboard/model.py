@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ftd.observe.dashboard.buckets import list_buckets
-from ftd.observe.dashboard.entries import MAX_REASON, NumberedEntries, build_entry, seconds
+from ftd.observe.dashboard.entries import MAX_REASON, Json, NumberedEntries, build_entry, seconds
 from ftd.observe.dashboard.recovery import encode_completed, encode_recovery
 from ftd.observe.dashboard.trend import Trend
 from ftd.observe.run_model import (
@@ -28,8 +28,6 @@ from ftd.observe.run_model import (
 from ftd.observe.view.story import ChapterIndex
 from ftd.observe.view.text import QUIET_EVENTS
 from ftd.transport.wire.public import EventMessage
-
-Json = dict[str, Any]
 
 MAX_EVENTS = 10_000
 FIRST_EVENTS = 300

@@ -1,13 +1,9 @@
 """Recoveries in the page's JSON: the one in progress, and those that are complete."""
 
-from typing import Any
-
-from ftd.observe.dashboard.entries import MAX_NODES, MAX_REASON
+from ftd.observe.dashboard.entries import MAX_NODES, MAX_REASON, Json
 from ftd.observe.run_model import START, DetectionFact, RecoveryCompletedFact, RecoveryTimeline
 from ftd.observe.view.phases import shown_phases_ms
 from ftd.observe.view.text import CAUSE_WORDS
-
-Json = dict[str, Any]
 
 _DROPPED = ("pipelines_before", "pipelines_after")
 
