@@ -3,6 +3,7 @@ and where the time went, as its Figure 11.
 """
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -113,23 +114,12 @@ def _draw_throughput(axes: Axes, report: ReplayReport, policy: ReplayedPolicy, u
     goodput = ""
     if ideal is not None and ideal.committed[-1] > 0:
         goodput = f"\n{policy.committed[-1] / ideal.committed[-1]:.1%} of ideal"
-    axes.annotate(
-        f"{policy.policy}",
-        (1.01, 0.72),
-        xycoords="axes fraction",
-        fontsize=10,
-        color=INK,
-        weight="bold",
-        va="center",
-    )
-    axes.annotate(
-        f"{mean:,.4g} samples/s{goodput}",
-        (1.01, 0.30),
-        xycoords="axes fraction",
-        fontsize=8.5,
-        color=FAINT,
-        va="center",
-    )
+    captions: list[tuple[str, float, Any]] = [
+        (policy.policy, 0.72, {"fontsize": 10, "color": INK, "weight": "bold"}),
+        (f"{mean:,.4g} samples/s{goodput}", 0.30, {"fontsize": 8.5, "color": FAINT}),
+    ]
+    for text, height, style in captions:
+        axes.annotate(text, (1.01, height), xycoords="axes fraction", va="center", **style)
     axes.yaxis.set_major_locator(MaxNLocator(3))
 
 
