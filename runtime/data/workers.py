@@ -10,7 +10,7 @@ workers when the server ends (PR_SET_PDEATHSIG).
 
 A trainer and a worker communicate through one stream socket. The trainer writes :class:`ReadRequest`; the
 worker answers each with :class:`MicrobatchLoaded`, followed by the bytes of all tensors in the order of
-their nodes, or with :class:`ReadFailed`.
+the leaves, or with :class:`ReadFailed`.
 """
 
 import contextlib
@@ -22,11 +22,13 @@ import stat
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as tree
 
-from runtime.data.batches import Batch, leaves_of
+from runtime.data.batches import Batch
 from runtime.data.reading import BatchReaders, MicrobatchKey
 from runtime.errors import TrainingError
 from runtime.parent import run_child
@@ -35,46 +37,24 @@ from runtime.wire.frames import Decoded, Decoder, Frame, ProtocolError, encode
 
 
 class ReadRequest(Frame, frozen=True, kw_only=True):
-    """Read a microbatch: see ``runtime.data.reading.MicrobatchKey``."""
+    """Read a microbatch."""
 
-    step: int
-    batch: int
-    microbatch: int
+    key: MicrobatchKey
 
 
-class TensorNode(Frame, frozen=True, kw_only=True):
+class TensorLeaf(Frame, frozen=True, kw_only=True):
     """A tensor, whose bytes follow the frame."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-class SequenceNode(Frame, frozen=True, kw_only=True):
-    """A list or a tuple."""
-
-    items: "list[Node]"
-    is_tuple: bool
-
-
-class DictNode(Frame, frozen=True, kw_only=True):
-    """A dict with string keys."""
-
-    items: "dict[str, Node]"
-
-
-class ValueNode(Frame, frozen=True, kw_only=True):
-    """A leaf that is not a tensor."""
-
-    value: bool | int | float | str | None
-
-
-Node = TensorNode | SequenceNode | DictNode | ValueNode
-
-
 class MicrobatchLoaded(Frame, frozen=True, kw_only=True):
     """The description of a microbatch that was read."""
 
-    batch: Node
+    structure: str
+    """The dicts, tuples and lists of the batch, as torch writes them as JSON."""
+    leaves: list[TensorLeaf | bool | int | float | str | None]
 
 
 class ReadFailed(Frame, frozen=True, kw_only=True):
@@ -85,30 +65,34 @@ class ReadFailed(Frame, frozen=True, kw_only=True):
 
 def send_batch(stream: socket.socket, batch: Batch) -> None:
     """Write :class:`MicrobatchLoaded` and the bytes of the batch's tensors."""
-    stream.sendall(encode(MicrobatchLoaded(batch=_node_of(batch))))
-    for leaf in leaves_of(batch):
+    leaves, structure = tree.tree_flatten(batch)
+    described = [
+        TensorLeaf(dtype=dtype_name(leaf.dtype), shape=tuple(leaf.shape))
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    stream.sendall(encode(MicrobatchLoaded(structure=tree.treespec_dumps(structure), leaves=described)))
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel():
             stream.sendall(_bytes_of(leaf))
 
 
-def receive_batch(stream: socket.socket, node: Node, *, pinned: bool) -> Batch:
-    """Read the bytes of the tensors of a batch that ``node`` describes, into pinned memory if requested.
+def receive_batch(stream: socket.socket, loaded: MicrobatchLoaded, *, pinned: bool) -> Batch:
+    """Read the bytes of the tensors of a batch, into pinned memory if requested, and return the batch.
 
     :raises EOFError: the other end is closed.
     """
-    match node:
-        case TensorNode(dtype=dtype, shape=shape):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=pinned)
+    leaves: list[Any] = []
+    for leaf in loaded.leaves:
+        if isinstance(leaf, TensorLeaf):
+            tensor = torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), pin_memory=pinned)
             if tensor.numel():
                 _receive_into(stream, _bytes_of(tensor))
-            return tensor
-        case SequenceNode(items=items, is_tuple=is_tuple):
-            parts = [receive_batch(stream, item, pinned=pinned) for item in items]
-            return tuple(parts) if is_tuple else parts
-        case DictNode(items=items):
-            return {key: receive_batch(stream, item, pinned=pinned) for key, item in items.items()}
-        case ValueNode(value=value):
-            return value
+            leaves.append(tensor)
+        else:
+            leaves.append(leaf)
+    return tree.tree_unflatten(leaves, tree.treespec_loads(loaded.structure))
 
 
 def receive_frame(stream: socket.socket, decoder: Decoder[Decoded]) -> Decoded:
@@ -123,18 +107,6 @@ def receive_frame(stream: socket.socket, decoder: Decoder[Decoded]) -> Decoded:
     body = bytearray(int.from_bytes(head, "big"))
     _receive_into(stream, memoryview(body))
     return decoder.feed(body)[0]
-
-
-def _node_of(batch: Batch) -> Node:
-    match batch:
-        case Tensor():
-            return TensorNode(dtype=dtype_name(batch.dtype), shape=tuple(batch.shape))
-        case tuple() | list():
-            return SequenceNode(items=[_node_of(item) for item in batch], is_tuple=isinstance(batch, tuple))
-        case dict():
-            return DictNode(items={key: _node_of(item) for key, item in batch.items()})
-        case _:
-            return ValueNode(value=batch)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -244,13 +216,11 @@ class DataWorker:
         :raises EOFError: the worker has ended, or :meth:`interrupt` was called.
         """
         try:
-            self._stream.sendall(
-                encode(ReadRequest(step=key.step, batch=key.batch, microbatch=key.microbatch))
-            )
+            self._stream.sendall(encode(ReadRequest(key=key)))
             answer = receive_frame(self._stream, self._answers)
             if isinstance(answer, ReadFailed):
                 raise TrainingError(answer.detail)
-            return receive_batch(self._stream, answer.batch, pinned=pinned)
+            return receive_batch(self._stream, answer, pinned=pinned)
         except (OSError, ProtocolError) as error:
             raise EOFError(str(error)) from error
 
@@ -331,7 +301,7 @@ def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
         except EOFError:
             return
         try:
-            batch = readers.read(MicrobatchKey(order.step, order.batch, order.microbatch))
+            batch = readers.read(order.key)
         except TrainingError as error:
             stream.sendall(encode(ReadFailed(detail=str(error))))
         else:
