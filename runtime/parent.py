@@ -24,15 +24,14 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(2)
 
 
-def run_child(parent: int, run: Callable[[], None]) -> NoReturn:
-    """Call ``run`` in a forked process, which ends with process ``parent``, and exit: with code 1 after any error,
-    after which the child must not continue as its parent.
+def run_child(parent: int, run: Callable[[], int | None]) -> NoReturn:
+    """Call ``run`` in a forked process, which ends with process ``parent``, and exit: with the code that it returns
+    (``None``: 0), or with code 1 after any error, after which the child must not continue as its parent.
     """
     code = 1
     try:
         die_with_parent(parent)
-        run()
-        code = 0
+        code = run() or 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

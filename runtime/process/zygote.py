@@ -25,10 +25,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
-from runtime.parent import die_with_parent
+from runtime.parent import die_with_parent, run_child
 from runtime.process.zygote_request import zygote_from_server
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from runtime.wire.zygote_protocol import (
@@ -193,36 +193,24 @@ def fork(run: Callable[[], int], private: tuple[int, ...]) -> int:
     zygote = os.getpid()
     pid = os.fork()
     if pid == 0:
-        become_child(run, zygote, private)
+        run_child(zygote, partial(become_child, run, private))
     with contextlib.suppress(PermissionError, ProcessLookupError):  # It is already gone.
         # The child does the same. Whichever comes first, killpg works from the moment the notice is sent.
         os.setpgid(pid, pid)
     return pid
 
 
-def become_child(run: Callable[[], int], zygote: int, private: tuple[int, ...]) -> NoReturn:
-    """Drop the zygote's state in the forked child, call ``run``, and exit."""
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        die_with_parent(zygote)
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        for descriptor in (null, *private):
-            os.close(descriptor)
-        code = run()
-    except BaseException:  # After any error, the child must not return into the zygote's loop.
-        sys.excepthook(*sys.exc_info())
-    finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except OSError:
-            pass  # The daemon is gone, and with it the reader of this output.
-        os._exit(code)
+def become_child(run: Callable[[], int], private: tuple[int, ...]) -> int:
+    """Drop the zygote's state in the forked child, and call ``run``."""
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for descriptor in (null, *private):
+        os.close(descriptor)
+    return run()
 
 
 def _run_trainer(spawn: Spawn) -> int:

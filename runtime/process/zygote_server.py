@@ -26,11 +26,11 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import partial
 
 import msgspec
 
-from runtime.parent import die_with_parent
+from runtime.parent import die_with_parent, run_child
 from runtime.process import zygote  # Sets the variables that zygotes set before they describe themselves.
 from runtime.process.zygote_request import (
     MAX_CONTEXT_BYTES,
@@ -110,7 +110,7 @@ class Server:
                 other.close()
             for descriptor in private:
                 os.close(descriptor)
-            become_zygote(asked, descriptors, connection, server)
+            run_child(server, partial(become_zygote, asked, descriptors, connection, server))
         self.zygotes[pid] = connection
 
     def _differences(self, asked: Context) -> list[str]:
@@ -126,15 +126,14 @@ def _answer(connection: socket.socket, status: int | None) -> None:
         connection.send(msgspec.msgpack.encode(Answer(status=status)), socket.MSG_NOSIGNAL)
 
 
-def become_zygote(asked: Context, descriptors: list[int], connection: socket.socket, server: int) -> NoReturn:
-    """Turn the forked child into a zygote with the context of the process that asked for it.
+def become_zygote(asked: Context, descriptors: list[int], connection: socket.socket, server: int) -> int:
+    """Turn the forked child into a zygote with the context of the process that asked for it, and return its exit
+    code.
 
     :param descriptors: its standard streams, and its network namespace.
     """
     *streams, network = descriptors
-    code = 1
     try:
-        die_with_parent(server)
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -149,16 +148,12 @@ def become_zygote(asked: Context, descriptors: list[int], connection: socket.soc
         os.chdir(asked.directory)
         sys.path[:] = asked.search_path
         zygote.run(asked.modules, parent=server, lifeline=connection.detach())
-        code = 0
     except SystemExit as error:
-        code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
         if isinstance(error.code, str):
             sys.stderr.write(f"{error.code}\n")
-    except BaseException:  # After any error, the child must not return into the server's loop.
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+            return 1
+        return error.code or 0
+    return 0
 
 
 def main() -> int:
