@@ -10,10 +10,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from runtime.groups.communicator import CommunicationAborted, Communicator
 from runtime.monitoring.progress import ProgressMonitor
+from runtime.snapshots.writer import SnapshotWriter
 from runtime.wire.frames import Decoder, encode
 from statemachine.messages.common import Quiesce
 from statemachine.messages.trace import Trace
@@ -59,10 +59,8 @@ class Mailbox:
         """Generation in which a snapshot was ordered; 0 if none is."""
         self._last_snap: StartSnapshot | None = None
         """The order of the snapshot after the last step."""
-        self.on_keep_snapshot: Callable[[int, int], None] | None = None
-        """Callback on the control thread for the two steps of each order to retain a snapshot."""
-        self.on_repair_write: Callable[[RepairWrite], None] | None = None
-        """Callback on the control thread for each repair write."""
+        self.snapshots: SnapshotWriter | None = None
+        """Writer that gets each order to retain a snapshot, and each repair write, on the control thread."""
 
     # --- control thread --------------------------------------------------------------------------
 
@@ -91,11 +89,11 @@ class Mailbox:
                 case StartSnapshot(generation=generation):
                     self._snap = generation
                 case RetainLocalSnapshot(step=step, pinned=pinned):
-                    if self.on_keep_snapshot is not None:
-                        self.on_keep_snapshot(step, pinned)
+                    if self.snapshots is not None:
+                        self.snapshots.retain(step, pinned)
                 case RepairWrite():
-                    if self.on_repair_write is not None:
-                        self.on_repair_write(instruction)
+                    if self.snapshots is not None:
+                        self.snapshots.write_repair(instruction)
                 case Trace():
                     self._monitor.trace.request(instruction)
                 case Exit():

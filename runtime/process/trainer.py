@@ -165,14 +165,14 @@ class Trainer:
 
     def _set_up_snapshots(self, engine: Engine, prepare: PrepareJob) -> None:
         """Write snapshots into the node's arena for this device, if there is one."""
-        self._mailbox.on_keep_snapshot = self._mailbox.on_repair_write = None
+        self._mailbox.snapshots = None
         if self._engine is not None and self._engine.snapshots is not None:
             self._engine.snapshots.close()
         if self._engine is not None and self._engine.sharding is not None:
             self._engine.sharding.clear()
         if not prepare.arena:
             return
-        engine.snapshots = SnapshotWriter(
+        engine.snapshots = self._mailbox.snapshots = SnapshotWriter(
             job_id=prepare.job_id,
             directory=Path(prepare.arena),
             limit_bytes=prepare.arena_limit_bytes,
@@ -182,10 +182,6 @@ class Trainer:
             monitor=self._monitor,
             report=self._link.send,
             hash_threads=usable_hash_threads(prepare.devices_per_node),
-        )
-        self._mailbox.on_keep_snapshot, self._mailbox.on_repair_write = (
-            engine.snapshots.retain,
-            engine.snapshots.write_repair,
         )
 
     def _profile(self, engine: Engine, prepare: PrepareJob, memory_bytes: int | None) -> ModelProfile:
