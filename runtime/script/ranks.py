@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +61,9 @@ class Ranks:
         """
         lengths = [row[0] for row in self.gather([len(data)])]
         words = -(-max(lengths) // 8)
-        padded = data.ljust(8 * words, b"\0")
-        numbers = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, 8 * words, 8)]
-        rows = self.gather(numbers)
-        whole = [b"".join(n.to_bytes(8, "little", signed=True) for n in row) for row in rows]
-        return [some[:length] for some, length in zip(whole, lengths, strict=True)]
+        numbers = struct.Struct(f"<{words}q")
+        rows = self.gather(numbers.unpack(data.ljust(numbers.size, b"\0")))
+        return [numbers.pack(*row)[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def first_problem(self, problem: str) -> str:
         """Return the problem of the first rank that has one; empty if none has. All ranks call it."""
