@@ -50,7 +50,7 @@ def _stack(values: Sequence[Any], path: str) -> Batch:
         case np.ndarray() | np.generic() | bool() | int() | float():
             return _stack_arrays(values, path)
         case None:
-            _check_alike(values, path, lambda value: "None" if value is None else describe_type(value))
+            _check_alike(values, path, describe_type)
             return None
         case Mapping():
             _check_alike(values, path, _mapping_kind)
@@ -214,13 +214,9 @@ def _checked(value: Any, path: str) -> Batch:
 
 
 def _summary(value: Any) -> str:
-    match value:
-        case Mapping():
-            return f"{describe_type(value)} with {', '.join(map(repr, value)) or 'no keys'}"
-        case tuple() | list():
-            return f"{describe_type(value)} of {len(value)}"
-        case _:
-            return describe_type(value)
+    if isinstance(value, Mapping):
+        return f"{describe_type(value)} with {', '.join(map(repr, value)) or 'no keys'}"
+    return _sequence_kind(value)
 
 
 # --- using batches -----------------------------------------------------------------------------------

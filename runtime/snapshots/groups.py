@@ -60,11 +60,7 @@ class LayerGroup:
 def layer_bytes(model: Model) -> tuple[int, ...]:
     """Return the bytes of each layer's parameters, which are the same on all ranks."""
     return tuple(
-        sum(
-            tensor.value.numel() * tensor.value.element_size()
-            for tensor in model.tensors_of(layer)
-            if tensor.kind == "parameter"
-        )
+        sum(tensor.value.nbytes for tensor in model.tensors_of(layer) if tensor.kind == "parameter")
         for layer in range(model.layer_count)
     )
 
