@@ -55,8 +55,9 @@ from runtime.engine.engine import Engine
 from runtime.engine.staged_state import StagedStateLoader
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.profiling.utilisation import peak_flops
+from runtime.script.tensor_image import Source
 from runtime.side_stream import SideStreams
-from runtime.snapshots.movers import DeviceMover, HostMover, Mover, Source
+from runtime.snapshots.movers import DeviceMover, HostMover, Mover
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.trainer import ShardWritten, SnapshotReport, TrainingData
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from runtime.device import DeviceRuntime
 from runtime.layers.state import LayerStates
+from runtime.script.tensor_image import Bytes
 from runtime.snapshots.groups import LayerGroup
-from runtime.snapshots.movers import Bytes, Mover
+from runtime.snapshots.movers import Mover
 from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units, source_of
 from statemachine.messages.values import Vote
 from storage.codes import Code

@@ -3,26 +3,19 @@ not.
 
 ``HostMover`` uses numpy, which lets other threads run meanwhile. ``DeviceMover`` issues chunked copies on a
 side stream, directly into the arena's memory, which is registered with the driver (page-locked). It
-computes XORs on the device, so that only their result crosses the link. It accesses the device only through
-``Streams``, for which tests substitute late ones.
+computes XORs on the device, so that only their result crosses the link.
 """
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.side_stream import copy_async
+from runtime.script.tensor_image import Bytes, Source
+from runtime.side_stream import SideStreams, copy_async
 from storage.shards import xor_of
-
-Bytes = NDArray[np.uint8]
-Source = Bytes | Tensor
-"""Host memory, or a flat uint8 tensor on a device."""
 
 
 class Mover(Protocol):
@@ -50,21 +43,13 @@ class HostMover:
         pass
 
 
-class Streams(Protocol):
-    """The part of ``runtime.side_stream.SideStreams`` that a mover uses."""
-
-    def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]: ...
-
-    def finish(self, devices: set[torch.device]) -> None: ...
-
-
 class DeviceMover:
     """A mover of device memory.
 
     :param streams: side streams that begin after the computation of the tensors.
     """
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
+    def __init__(self, device: torch.device, streams: SideStreams) -> None:
         self._device = device
         self._streams = streams
         self._own = threading.local()

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceRuntime
-from runtime.script.tensor_image import row_major_bytes
-from runtime.snapshots.movers import Bytes, Mover, Source
-from storage.manifest import BLOCK_BYTES as DIGEST_BYTES
-from storage.manifest import PartDigester
+from runtime.script.tensor_image import Bytes, Source, row_major_bytes
+from runtime.snapshots.movers import Mover
+from storage.manifest import BLOCK_BYTES, PartDigester
 from storage.shards import ALIGNMENT_BYTES, ShardLayout
-
-BLOCK_BYTES = 1024 * 1024
-"""Bytes that are XORed, or hashed and copied, at a time, so that a second read finds them in the cache."""
 
 
 def source_of(tensor: Tensor, runtime: DeviceRuntime | None = None) -> Source:
@@ -155,15 +151,15 @@ def shard_units(
         while done < xor_range.size_bytes:
             size = min(most, xor_range.size_bytes - done)
             first = xor_range.offset + done
-            still = first // DIGEST_BYTES in frozen
+            still = first // BLOCK_BYTES in frozen
             if frozen:
                 # A unit consists only of frozen blocks, or only of others.
-                end = first // DIGEST_BYTES + 1
-                while end * DIGEST_BYTES < first + size and (end in frozen) == still:
+                end = first // BLOCK_BYTES + 1
+                while end * BLOCK_BYTES < first + size and (end in frozen) == still:
                     end += 1
-                size = min(size, end * DIGEST_BYTES - first)
+                size = min(size, end * BLOCK_BYTES - first)
             # Where a unit holds whole blocks, it ends with one, so that they can be hashed at once.
-            last = (first + size) // DIGEST_BYTES * DIGEST_BYTES
+            last = (first + size) // BLOCK_BYTES * BLOCK_BYTES
             if last > first and done + size < xor_range.size_bytes:
                 size = last - first
             starts = tuple(source + done for source in xor_range.sources)
@@ -179,10 +175,10 @@ def _frozen_blocks(layout: ShardLayout, owner: int, bucket: SnapshotBucket) -> f
     changing: set[int] = set()
     for xor_range in layout.xor_ranges(owner):
         end = xor_range.offset + xor_range.size_bytes
-        for number in range(xor_range.offset // DIGEST_BYTES, -(-end // DIGEST_BYTES)):
-            first = max(number * DIGEST_BYTES, xor_range.offset) - xor_range.offset
-            last = min((number + 1) * DIGEST_BYTES, end) - xor_range.offset
+        for number in range(xor_range.offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            first = max(number * BLOCK_BYTES, xor_range.offset) - xor_range.offset
+            last = min((number + 1) * BLOCK_BYTES, end) - xor_range.offset
             if not all(bucket.is_frozen(source + first, source + last) for source in xor_range.sources):
                 changing.add(number)
     # The last block, which may be incomplete, always counts as changing.
-    return frozenset(range(layout.shard_bytes(owner) // DIGEST_BYTES)) - changing
+    return frozenset(range(layout.shard_bytes(owner) // BLOCK_BYTES)) - changing

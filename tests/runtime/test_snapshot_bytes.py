@@ -13,12 +13,13 @@ from runtime.engine.engine import Engine
 from runtime.groups.communicator import SoloCommunicator
 from runtime.monitoring.progress import ProgressMonitor
 from runtime.snapshots.schedule import StepTimes
-from runtime.snapshots.shard_units import Bytes, ShardUnit
+from runtime.snapshots.shard_units import ShardUnit
 from statemachine.messages import trainer as p
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.values import Vote
 from storage.arena import Arena
 from storage.manifest import PartDigester
+from storage.shards import Bytes
 from tests.helpers.harness import pipeline
 from tests.helpers.runtime_support import data_for, gpt_data, script
 from tests.helpers.snapshot_runs import SEVERAL, UNEQUAL, Rank, run

@@ -18,16 +18,15 @@ from hypothesis import strategies as st
 
 from runtime.snapshots.capture import TrainerCapture
 from runtime.snapshots.groups import layer_groups, split_evenly
-from runtime.snapshots.movers import Bytes, DeviceMover, HostMover
+from runtime.snapshots.movers import DeviceMover, HostMover
 from runtime.snapshots.schedule import CopySchedule, StepTimes
-from runtime.snapshots.shard_units import BLOCK_BYTES, ShardUnit, SnapshotBucket, shard_units, source_of
+from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units, source_of
 from runtime.streaming_stores import streaming_environment
 from statemachine.messages.trainer import WorldData
 from statemachine.messages.values import Vote
 from storage.codes import make_code
-from storage.manifest import BLOCK_BYTES as MANIFEST_BLOCK_BYTES
-from storage.manifest import SnapshotPart
-from storage.shards import ShardLayout, make_shard
+from storage.manifest import BLOCK_BYTES, SnapshotPart
+from storage.shards import Bytes, ShardLayout, make_shard
 from tests.helpers.harness import pipeline
 
 UNIT_BYTES = CopySchedule().unit_bytes
@@ -146,7 +145,7 @@ def check_digests(units: list[ShardUnit], expected: Bytes) -> None:
     (part,) = capture.parts()
     assert part == SnapshotPart.from_bytes(part.name, 64, expected) and part.is_intact(expected)
     numbers = part.blocks_covering(0, part.size_bytes)
-    assert bool(part.blocks) == (part.size_bytes > MANIFEST_BLOCK_BYTES) and part.in_blocks
+    assert bool(part.blocks) == (part.size_bytes > BLOCK_BYTES) and part.in_blocks
     assert all(part.is_block_intact(number, expected[slice(*part.block(number))]) for number in numbers)
 
 
