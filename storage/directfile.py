@@ -64,12 +64,12 @@ def write_synced(path: Path, chunks: Iterable[memoryview]) -> None:
             _spare.append(buffers)
 
 
-def sync_directory(path: Path) -> None:
-    """Synchronise the names in a directory with the disk.
+def sync_path(path: Path) -> None:
+    """Synchronise a file, or the names in a directory, with the disk.
 
     :raises OSError: the disk does not have them.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.checkpoint import Checkpoint
-from storage.directfile import sync_directory, write_synced
+from storage.directfile import sync_path, write_synced
 from storage.errors import StorageError
 from storage.safetensors_file import (
     FLOATING,
@@ -177,4 +177,4 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
         draft.rename(directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    sync_directory(directory.parent)
+    sync_path(directory.parent)

@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from storage.directfile import sync_directory, write_synced
+from storage.atomic import atomic_file
+from storage.directfile import sync_path, write_synced
 from storage.errors import LocationError, LocationFullError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -107,16 +108,9 @@ class LocalLocation:
             (self.root / draft).mkdir(exist_ok=True)
 
     def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
-        path = self.root / directory / name
         # No reader may see a file with its final name and half of its bytes.
-        partial = path.with_name(f".{name}.{os.getpid()}")
-        try:
-            with self._translate_errors("written"):
-                write_synced(partial, chunks)
-                partial.replace(path)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+        with self._translate_errors("written"), atomic_file(self.root / directory / name) as partial:
+            write_synced(partial, chunks)
 
     @contextlib.contextmanager
     def open(self, directory: str, name: str) -> Iterator[BinaryIO]:
@@ -138,7 +132,7 @@ class LocalLocation:
     def publish(self, draft: str, final: str) -> None:
         target, old = self.root / final, self.root / f".{final}.replaced"
         with self._translate_errors("written"):
-            sync_directory(self.root / draft)
+            sync_path(self.root / draft)
             for last in (False, True):
                 if target.exists():
                     shutil.rmtree(old, ignore_errors=True)
@@ -151,7 +145,7 @@ class LocalLocation:
                     if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         self._finish(old)
                         raise
-            sync_directory(self.root)
+            sync_path(self.root)
         shutil.rmtree(old, ignore_errors=True)
 
     def abandon(self, draft: str, attempt: str) -> None:

@@ -7,7 +7,6 @@ each part, and for a large part also one for each block. So a reader can verify 
 corruption is located to the block.
 """
 
-import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from storage.atomic import atomic_file
 from storage.decoding import decodable
 from storage.errors import CorruptDataError
 
@@ -237,18 +237,13 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
     :raises OSError: it cannot be written; what was there stays.
     """
     data = encode_record(record)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as file:
+        with atomic_file(path) as draft, draft.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
     except OSError as error:  # For an open file the system does not say which.
         raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
 
 
 def read_record(path: Path, kind: type[T]) -> T:

@@ -6,7 +6,6 @@ the header (JSON, padded with spaces), and the tensors back to back. The tests r
 package.
 """
 
-import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.atomic import atomic_file
 from storage.checkpoint import Checkpoint
 from storage.errors import StorageError
 from storage.layerstate import DTYPE_BYTES, TensorEntry
@@ -122,13 +122,8 @@ def export_safetensors(checkpoint: Checkpoint, path: Path, dtype: str | None = N
     tensors = model_tensors(checkpoint, dtype)
     manifest = checkpoint.manifest
     metadata = {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with atomic_file(path) as draft:
         size_bytes = write_safetensors(draft, tensors, TensorReader(checkpoint), metadata)
-        draft.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
     return ExportSummary(tensors=len(tensors), size_bytes=size_bytes)
 
 

@@ -8,7 +8,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -29,6 +28,7 @@ from ftd.config.validation import convert
 from ftd.errors import ConfigurationError
 from planner.values import LayerProfile, Link, ModelProfile, SplitTime
 from runtime.wire.measurement import MAX_DEVICES, TimingSpread
+from storage.atomic import atomic_file
 
 T = TypeVar("T")
 
@@ -81,14 +81,9 @@ def save_profile(path: Path, document: ProfileDocument) -> None:
     """
     _check_document(document)
     text = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
-    partial = path.with_name(f".{path.name}.part")
     try:
-        try:
-            partial.write_bytes(text)
-            partial.replace(path)
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+        with atomic_file(path) as draft:
+            draft.write_bytes(text)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error}", remedy="name a file in a directory that you may write to"

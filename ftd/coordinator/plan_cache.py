@@ -17,6 +17,7 @@ import structlog
 
 import planner
 from ftd.coordinator.plan_worker import PrecomputeRequest
+from storage.atomic import atomic_file
 
 _log = structlog.get_logger("ftd.planning")
 
@@ -76,14 +77,10 @@ class PlanCache:
     def write(self, key: str, precomputed: bytes) -> None:
         """Store the result atomically, and remove all but the newest files."""
         path = self._path(key)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_bytes(_MAGIC + _digest(key, precomputed) + precomputed)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with atomic_file(path) as draft:
+                draft.write_bytes(_MAGIC + _digest(key, precomputed) + precomputed)
             for old in self._oldest_first()[:-MAX_FILES]:
                 old.unlink(missing_ok=True)
         except OSError as error:

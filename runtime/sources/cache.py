@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.sources.errors import DataError, expand_home
+from storage.directfile import sync_path
 
 Report = Callable[[str], None]
 """Function that receives a line about the progress."""
@@ -81,7 +82,7 @@ def _compute(entry: Path, compute: Callable[[Path], None]) -> None:
     try:
         compute(unfinished)
         for path in (*unfinished.iterdir(), unfinished):
-            _sync(path)
+            sync_path(path)
         unfinished.rename(entry)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -93,14 +94,6 @@ def replace_file(path: Path, text: str) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

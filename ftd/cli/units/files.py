@@ -1,7 +1,5 @@
 """Writes the files of ``ftd install``, and lists what to do next."""
 
-import contextlib
-import os
 import shlex
 import stat
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from typing import Literal
 
 from ftd.cli.units.units import InstallPaths, Role, sysusers_text, tmpfiles_text, unit_name, unit_text
 from ftd.errors import ConfigurationError
+from storage.atomic import atomic_file
 
 Outcome = Literal["written", "unchanged", "kept"]
 
@@ -58,14 +57,9 @@ def _write(file: InstalledFile, path: Path) -> Outcome:
             if path.read_text(encoding="utf-8") == file.text:
                 return "unchanged"
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with atomic_file(path) as draft:
             draft.write_text(file.text, encoding="utf-8")
             draft.chmod(file.mode)
-            draft.replace(path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                draft.unlink()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         remedy = "run the command as root, or add --dry-run to see what would be written"
