@@ -177,12 +177,11 @@ def profile_model(
                     if signature not in flops:
                         flops[signature] = count_flops(partial(given.outputs, as_received(activation)))
                     total_flops += flops[signature]
-                parts, problem = _measure_parts(given, counts, equal)
+                parts, problem = _measure_cases(given, [(count, "none") for count in reversed(counts)], equal)
                 unmeasured += [problem] if problem else []
                 kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
-                recomputed, problem = _measure_recomputation(
-                    given, _RECOMPUTE_MODES[data.activation_checkpointing], equal
-                )
+                modes = _RECOMPUTE_MODES[data.activation_checkpointing]
+                recomputed, problem = _measure_cases(given, [(rows, mode) for mode in modes], equal)
                 if problem and data.activation_checkpointing == "selective":
                     raise TrainingError(f"{problem}; use activation_checkpointing = full, or auto")
                 unselectable += [problem] if problem else []
@@ -296,44 +295,26 @@ def _with_measurements(
     )
 
 
-def _measure_parts(
-    given: _LayerInput, counts: list[int], equal: dict[_Case, _Times]
+def _measure_cases(
+    given: _LayerInput, cases: list[_Case], equal: dict[_Case, _Times]
 ) -> tuple[dict[_Case, _Measurement], str | None]:
-    """Measure the layer on the first rows of the microbatch, for each count; also return what went wrong.
+    """Measure the layer in each case; also return what went wrong.
 
-    Some layers cannot compute on a few rows (batch normalisation on one row), which must not prevent a
-    profile.
+    Some layers cannot compute on a few rows (batch normalisation on one row), which must not prevent a profile. A
+    layer that changes the output of a matrix product in place cannot be recomputed selectively.
     """
-    parts: dict[_Case, _Measurement] = {}
-    for count in reversed(counts):
-        part = given.first_rows(count)
+    measured: dict[_Case, _Measurement] = {}
+    for rows, mode in cases:
+        part = given if rows == given.rows else given.first_rows(rows)
         try:
-            parts[count, "none"] = _Measurement(
-                _time_layer(part, "none", equal), _kept_bytes(part, "none")[0]
-            )
+            measured[rows, mode] = _Measurement(_time_layer(part, mode, equal), _kept_bytes(part, mode)[0])
         except (RuntimeError, ValueError) as error:
-            return parts, f"layer {given.layer} raised {type(error).__name__} on {count} rows: {error}"
-    return parts, None
-
-
-def _measure_recomputation(
-    given: _LayerInput, modes: tuple[Recompute, ...], equal: dict[_Case, _Times]
-) -> tuple[dict[_Case, _Measurement], str | None]:
-    """Measure the layer with each mode of recomputation; also return what went wrong.
-
-    A layer that changes the output of a matrix product in place cannot be recomputed selectively.
-    """
-    recomputed: dict[_Case, _Measurement] = {}
-    for mode in modes:
-        try:
-            recomputed[given.rows, mode] = _Measurement(
-                _time_layer(given, mode, equal), _kept_bytes(given, mode)[0]
-            )
-        except RuntimeError as error:
-            if mode != "selective":
-                raise
-            return recomputed, f"layer {given.layer} cannot be recomputed selectively: {error}"
-    return recomputed, None
+            if rows < given.rows:
+                return measured, f"layer {given.layer} raised {type(error).__name__} on {rows} rows: {error}"
+            if mode == "selective" and isinstance(error, RuntimeError):
+                return measured, f"layer {given.layer} cannot be recomputed selectively: {error}"
+            raise
+    return measured, None
 
 
 def _time_layer(
@@ -393,8 +374,7 @@ def _peak_bytes(given: _LayerInput) -> int:
         copied = tree.tree_map_only(Tensor, torch.clone, given.x)
         return given.outputs(as_received(copied))
 
-    with given.model.override_recompute("none"):
-        return measure_peak_bytes(compute)
+    return measure_peak_bytes(compute)
 
 
 def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, int]:
@@ -453,11 +433,10 @@ def _tensor_split(given: _LayerInput) -> TensorSplit | None:
 
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        model.override_recompute("none"),
+        regions.observe(layer),
     ):
-        with regions.observe(layer):
-            output = model.forward(layer, layer + 1, as_received(given.x), step=1, row=0, batch=given.batch)
-        del output
+        output = model.forward(layer, layer + 1, as_received(given.x), step=1, row=0, batch=given.batch)
+    del output
     split = TensorSplit(
         parameter_bytes=sum(sizes[name] for name in plan.split_parameters if name in sizes),
         column_bytes=sum(sizes[one.weight] for one in linears if one.is_rowwise),
