@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from storage.atomic import atomic_file
 from storage.errors import CorruptDataError
 from storage.manifest import SnapshotPart
 
@@ -60,10 +61,8 @@ def write_staged(directory: Path, layer: int, staged: StagedLayer) -> None:
 
     :raises OSError: there is no room.
     """
-    path = _path(directory, layer)
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(msgspec.msgpack.encode(staged))
-    draft.replace(path)
+    with atomic_file(_path(directory, layer)) as draft:
+        draft.write_bytes(msgspec.msgpack.encode(staged))
 
 
 def read_staged(directory: Path, layer: int) -> StagedLayer:

@@ -89,13 +89,6 @@ def _compute(entry: Path, compute: Callable[[Path], None]) -> None:
         raise
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees only a part of it."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
 @contextmanager
 def _locked(path: Path, report: Report) -> Iterator[None]:
     """Hold the lock; the file stays, because removing it would let two processes lock different files."""

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runtime.sources.cache import replace_file
 from runtime.sources.documents import Document, read_texts
 from runtime.sources.errors import DataError, import_package
+from storage.atomic import atomic_file
 
 END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PADDING, MASK)
@@ -54,8 +54,10 @@ def train_tokenizer(files: Sequence[Path], *, field: str, vocabulary: int, out: 
         "clean_up_tokenization_spaces": False,
     }
     out.mkdir(parents=True, exist_ok=True)
-    replace_file(out / "tokenizer_config.json", json.dumps(config, indent=2))
-    replace_file(out / "tokenizer.json", tokenizer.to_str(pretty=True))
+    with atomic_file(out / "tokenizer_config.json") as draft:
+        draft.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    with atomic_file(out / "tokenizer.json") as draft:
+        draft.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     size: int = tokenizer.get_vocab_size()
     return size
 
