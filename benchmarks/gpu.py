@@ -57,7 +57,7 @@ from runtime.monitoring.progress import ProgressMonitor
 from runtime.profiling.utilisation import peak_flops
 from runtime.script.tensor_image import Source
 from runtime.side_stream import SideStreams
-from runtime.snapshots.movers import DeviceMover, HostMover, Mover
+from runtime.snapshots.movers import DeviceMover, Mover
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.trainer import ShardWritten, SnapshotReport, TrainingData
 
@@ -318,7 +318,7 @@ def xor(bench: Bench, result: Result) -> None:
         mover: Mover = DeviceMover(bench.device, streams)
         given: list[Source] = list(sources)
     else:
-        mover, given = HostMover(), [source.numpy() for source in sources]
+        mover, given = Mover(), [source.numpy() for source in sources]
 
     def work() -> None:
         mover.xor(target, given)

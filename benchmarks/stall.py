@@ -29,7 +29,7 @@ from benchmarks.engines import enter_alone, keep_snapshots
 from benchmarks.linear import training_data, write_script
 from runtime.engine.engine import Engine
 from runtime.monitoring.progress import ProgressMonitor
-from runtime.snapshots.movers import HostMover
+from runtime.snapshots.movers import Mover
 from runtime.snapshots.schedule import CopySchedule
 from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units, source_of
 from runtime.streaming_stores import streaming_environment
@@ -88,7 +88,7 @@ def shards(result: Result, mib: int, directory: Path) -> None:
     """Measure how fast one thread makes one owner's shard in an arena, in bytes read, against plain numpy."""
     tensors = [torch.rand(1024, 1024) for _ in range(mib // 4)]
     for number, (scheme, owners) in enumerate((("none", 1), ("aec", 3), ("aec", 4), ("aec2", 4))):
-        bucket = SnapshotBucket(HostMover())
+        bucket = SnapshotBucket(Mover())
         for tensor in tensors:
             bucket.add(source_of(tensor), 4 * MIB)
         collapse_pages(bucket.host_ranges())

@@ -1,14 +1,13 @@
 """Copies and XORs into the arena: with numpy where tensors are in host memory, on a side stream where they are
 not.
 
-``HostMover`` uses numpy, which lets other threads run meanwhile. ``DeviceMover`` issues chunked copies on a
+``Mover`` uses numpy, which lets other threads run meanwhile. ``DeviceMover`` issues chunked copies on a
 side stream, directly into the arena's memory, which is registered with the driver (page-locked). It
 computes XORs on the device, so that only their result crosses the link.
 """
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,32 +17,22 @@ from runtime.side_stream import SideStreams, copy_async
 from storage.shards import xor_of
 
 
-class Mover(Protocol):
-    """Copies and XORs, from any thread. Their results are complete when ``finish`` returns in the same thread."""
-
-    def copy(self, target: Bytes, source: Source) -> None: ...
-
-    def xor(self, target: Bytes, sources: Sequence[Source]) -> None:
-        """Set ``target`` to the XOR of two or more sources, each of its own length."""
-
-    def finish(self) -> None: ...
-
-
-class HostMover:
-    """A mover of host memory, whose calls return when their results are complete."""
+class Mover:
+    """Copies and XORs, from any thread: of host memory, unless a method is overridden."""
 
     def copy(self, target: Bytes, source: Source) -> None:
         assert not isinstance(source, Tensor)
         target[:] = source
 
     def xor(self, target: Bytes, sources: Sequence[Source]) -> None:
+        """Set ``target`` to the XOR of two or more sources, each of its own length."""
         xor_of(target, [source for source in sources if not isinstance(source, Tensor)])
 
     def finish(self) -> None:
-        pass
+        """Wait until the results of this thread's calls are complete."""
 
 
-class DeviceMover:
+class DeviceMover(Mover):
     """A mover of device memory.
 
     :param streams: side streams that begin after the computation of the tensors.

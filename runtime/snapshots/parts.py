@@ -11,7 +11,7 @@ from runtime.layers.model import Model
 from runtime.precision import dtype_name
 from runtime.snapshots.capture import TrainerCapture, padded_bytes
 from runtime.snapshots.groups import LayerGroup
-from runtime.snapshots.movers import HostMover, Mover
+from runtime.snapshots.movers import Mover
 from runtime.snapshots.shard_units import SnapshotBucket, source_of
 from runtime.zero.cells import Fractions
 from runtime.zero.part_states import PartState
@@ -31,7 +31,7 @@ def add_parts(
     held: list[PartImage] = []
     own_bytes = 0
     for kind, replica in wanted:
-        bucket = SnapshotBucket(HostMover() if replica else mover)
+        bucket = SnapshotBucket(Mover() if replica else mover)
         parts: dict[Fractions, list[PartState]] = {}
         for one in sharding.snapshot_parts(group.layers, replica=replica):
             parts.setdefault(one.fractions, []).append(one)

@@ -25,7 +25,7 @@ from runtime.monitoring.progress import ProgressMonitor
 from runtime.side_stream import SideStreams
 from runtime.snapshots.capture import TrainerCapture
 from runtime.snapshots.groups import LayerGroup
-from runtime.snapshots.movers import DeviceMover, HostMover, Mover
+from runtime.snapshots.movers import DeviceMover, Mover
 from runtime.snapshots.parts import add_parts
 from runtime.snapshots.schedule import CopySchedule, StepTimes
 from runtime.zero.sharding import ShardedState
@@ -94,7 +94,7 @@ class SnapshotWriter:
         self._groups: tuple[LayerGroup, ...] = ()
         self._is_async = model.runtime.is_async
         self._side = SideStreams(lambda _: model.runtime)
-        self._mover: Mover = DeviceMover(model.device, self._side) if self._is_async else HostMover()
+        self._mover: Mover = DeviceMover(model.device, self._side) if self._is_async else Mover()
         self._schedule = CopySchedule(has_own_link=self._is_async)
         self._hashing = (
             ThreadPoolExecutor(hash_threads, "digest") if self._is_async and hash_threads > 1 else None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from runtime.snapshots.capture import TrainerCapture
 from runtime.snapshots.groups import layer_groups, split_evenly
-from runtime.snapshots.movers import DeviceMover, HostMover
+from runtime.snapshots.movers import DeviceMover, Mover
 from runtime.snapshots.schedule import CopySchedule, StepTimes
 from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units, source_of
 from runtime.streaming_stores import streaming_environment
@@ -50,7 +50,7 @@ class HostStreams:
 def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | None = None) -> None:
     random = np.random.default_rng(1)
     bucket, plain = (
-        SnapshotBucket(HostMover() if streams is None else DeviceMover(torch.device("cpu"), streams)),
+        SnapshotBucket(Mover() if streams is None else DeviceMover(torch.device("cpu"), streams)),
         b"",
     )
     for number, size in enumerate(sizes):
@@ -92,7 +92,7 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str, pooled: bool) -> None:
         slot = None
         parts: tuple[SnapshotPart, ...] = ()
         for _ in range(2):
-            bucket = SnapshotBucket(HostMover())
+            bucket = SnapshotBucket(Mover())
             for value, (size, frozen) in zip(values, sizes, strict=True):
                 bucket.add(source_of(torch.from_numpy(value)), size, frozen=frozen)
             layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=bucket.size_bytes)
