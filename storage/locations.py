@@ -223,6 +223,7 @@ class RemoteLocation:
             self._files.makedirs(f"{self._root}/{draft}", exist_ok=True)
 
     def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
+        """Implement ``CheckpointLocation.write``; the file that was there stays if the store discards what it got."""
         path = f"{self._root}/{directory}/{name}"
         before = self._identity(path)
         with self._translate_errors("written"):
