@@ -210,20 +210,14 @@ class Coordinator:
         await cancel_all([leading])
 
     def _new_leadership(self, ports: Ports, me: Peer) -> Leadership:
-        topics = self.topics
         return Leadership(
-            ports.transport,
-            topics,
+            ports,
+            self.topics,
             me,
-            ports.program,
             self._timing,
-            ports.clock,
-            subscriptions=(topics.request, topics.cluster_state),
-            # Messages that many nodes send at the same time, and copies of this coordinator's own messages.
-            unacknowledged=(topics.node_signal(), topics.node_state(), topics.events, topics.command),
+            takeover=self._takeover,
             callbacks=LeadershipCallbacks(
                 begin=self._begin,
-                check=self._takeover.check,
                 state=lambda: self._encode(self._durable()),
                 end=self._end_lead,
                 emit=lambda event: self._events.emit(event),  # noqa: PLW0108  # the stream is made later
@@ -231,16 +225,9 @@ class Coordinator:
                 on_message=self._on_message,
                 on_connected=self._on_connected,
                 on_lost=self._on_lost,
-                on_acknowledged=self._observer.on_acknowledged,
-                position=lambda: self.journal.position,
-                on_peer=self.journal.note_peer,
-                on_broker_alive=self._observer.on_broker_alive,
-                save_journal=self._takeover.save_copy,
                 on_event=lambda payload: self._events.receive_as_follower(payload),  # noqa: PLW0108  # as above
                 on_state=self._on_leader_state,
             ),
-            shared=self.journal.shared,
-            known_peers=self.journal.peers,
         )
 
     # --- received messages -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ callbacks ``on_connected`` and ``on_lost``.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import structlog
 from msgspec.structs import replace
 
 from ftd.coordinator.journal import SAME_CLOCK_S, Journal
-from ftd.coordinator.ports import Program, Transport
+from ftd.coordinator.ports import Ports, Program
 from ftd.driver import Clock, Driver
 from ftd.errors import JournalError, WireError
 from ftd.tasks import cancel_all
@@ -92,45 +92,6 @@ class InitialLead:
     """Events that the last leader decided and may not have published: identifiers and encoded events."""
 
 
-def restore_newest(
-    timing: Timing,
-    journal: Journal,
-    copy: JournalCopy | None,
-    clock: Clock,
-    incarnation: int,
-    hardware: HardwareLimits = DEFAULT_LIMITS,
-) -> InitialLead:
-    """Restore the newer one of this host's journal and the copy at the broker.
-
-    If there has been another coordinator, some generations are skipped: the broker may have lost the newest
-    journal, or have restarted with an older one, and nothing shows that.
-
-    :param clock: this host's clock.
-    :param incarnation: incarnation of the coordinator that is about to lead.
-    :raises JournalError: the journal is corrupt or of another version.
-    """
-    now, saved, where, shift_s = clock.monotonic_s(), journal.load(), str(journal.path), journal.clock_ahead_s
-    if copy is not None and copy.position > journal.position:
-        saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
-        ahead_s = (now - clock.wall_s()) + (copy.wall_s - copy.monotonic_s)
-        shift_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
-    if saved is None:
-        return InitialLead(machine=ClusterMachine(timing, hardware), effects=[])
-    try:
-        state = durable.shift_clock(msgspec.msgpack.decode(decompress_state(saved)), shift_s)
-        if journal.shared:
-            state = durable.skip_unseen_generations(state, incarnation)
-        state = raise_generation(state, journal.floor)
-        machine, effects = ClusterMachine.restore(timing, state, now, "restored", hardware)
-        unacknowledged = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
-        return InitialLead(machine=machine, effects=effects, outbox=unacknowledged)
-    except (ValueError, RecursionError, WireError) as error:  # It is not msgpack, or not a state of ftd.
-        raise JournalError(
-            f"{where}: {error} (use the version of ftd that wrote it; or discard the job: "
-            "ftd coordinator --reset)"
-        ) from None
-
-
 class Takeover:
     """The journals from which this coordinator could begin to lead."""
 
@@ -149,15 +110,15 @@ class Takeover:
         :param reset: begin the first lead with an empty state, whatever the journals hold.
         :raises JournalError: this host's journal cannot be read.
         """
-        self._timing, self._journal, self._clock, self._program = timing, journal, clock, program
+        self._timing, self.journal, self._clock, self._program = timing, journal, clock, program
         self._reset, self._hardware = reset, hardware
         if not reset:
-            restore_newest(timing, journal, None, clock, 0)
+            self.restore_newest(None, 0)
 
     @property
     def ineligible(self) -> str:
         """Reason why this coordinator must not lead, as far as its journal remembers; empty: it may."""
-        known = self._journal.foreign_journal
+        known = self.journal.foreign_journal
         return "" if self._reset or known is None else self._unreadable(*known)
 
     def save_copy(self, copy: JournalCopy) -> str:
@@ -170,23 +131,23 @@ class Takeover:
         :raises JournalError: it cannot be written.
         :raises WireError: it cannot be decompressed.
         """
-        if copy.position <= self._journal.position:
+        if copy.position <= self.journal.position:
             return ""
         if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
-            self._journal.remember_foreign_journal(copy.position, copy.schema, copy.protocol, copy.version)
+            self.journal.remember_foreign_journal(copy.position, copy.schema, copy.protocol, copy.version)
             return "" if self._reset else problem
         decompress_state(copy.state)
-        self._journal.save_copy(copy.state, copy.position, copy.wall_s - copy.monotonic_s)
+        self.journal.save_copy(copy.state, copy.position, copy.wall_s - copy.monotonic_s)
         return ""
 
     def check(self, copy: JournalCopy | None) -> str:
         """Return why this coordinator could not begin from the journal at the broker; empty: it could."""
-        if self._reset or copy is None or copy.position <= self._journal.position:
+        if self._reset or copy is None or copy.position <= self.journal.position:
             return ""
         if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
             return problem
         try:
-            restore_newest(self._timing, self._journal, copy, self._clock, 0)
+            self.restore_newest(copy, 0)
         except JournalError as error:
             return str(error)
         return ""
@@ -202,7 +163,39 @@ class Takeover:
         if copy is not None:
             # Events that it holds are published next. The broker could lose it before this host writes anything.
             self.save_copy(copy)
-        return restore_newest(self._timing, self._journal, copy, self._clock, incarnation, self._hardware)
+        return self.restore_newest(copy, incarnation)
+
+    def restore_newest(self, copy: JournalCopy | None, incarnation: int) -> InitialLead:
+        """Restore the newer one of this host's journal and the copy at the broker.
+
+        If there has been another coordinator, some generations are skipped: the broker may have lost the newest
+        journal, or have restarted with an older one, and nothing shows that.
+
+        :param incarnation: incarnation of the coordinator that is about to lead.
+        :raises JournalError: the journal is corrupt or of another version.
+        """
+        journal, clock = self.journal, self._clock
+        now, where = clock.monotonic_s(), str(journal.path)
+        saved, shift_s = journal.load(), journal.clock_ahead_s
+        if copy is not None and copy.position > journal.position:
+            saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
+            ahead_s = (now - clock.wall_s()) + (copy.wall_s - copy.monotonic_s)
+            shift_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
+        if saved is None:
+            return InitialLead(machine=ClusterMachine(self._timing, self._hardware), effects=[])
+        try:
+            state = durable.shift_clock(msgspec.msgpack.decode(decompress_state(saved)), shift_s)
+            if journal.shared:
+                state = durable.skip_unseen_generations(state, incarnation)
+            state = raise_generation(state, journal.floor)
+            machine, effects = ClusterMachine.restore(self._timing, state, now, "restored", self._hardware)
+            unacknowledged = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
+            return InitialLead(machine=machine, effects=effects, outbox=unacknowledged)
+        except (ValueError, RecursionError, WireError) as error:  # It is not msgpack, or not a state of ftd.
+            raise JournalError(
+                f"{where}: {error} (use the version of ftd that wrote it; or discard the job: "
+                "ftd coordinator --reset)"
+            ) from None
 
     def _unreadable(self, schema: int, protocol: int, writer_version: str) -> str:
         """Return why this program cannot read a journal, with the remedy; empty: it can.
@@ -228,10 +221,6 @@ class LeadershipCallbacks:
 
     begin: Callable[[Leader, JournalCopy | None], None]
     """Function that begins to lead, from what the last leader left at the broker or from this host's journal."""
-    check: Callable[[JournalCopy | None], str]
-    """Function that returns the reason why this coordinator could not begin from what is at the broker, or
-    ``""``.
-    """
     state: Callable[[], bytes]
     """Function that returns the encoded durable state."""
     end: Callable[[Leader], None]
@@ -240,20 +229,9 @@ class LeadershipCallbacks:
     publish_state: Callable[[], None]
     """Function that publishes the cluster's state, because the coordinators in it have changed."""
     on_message: Callable[[str, bytes, bool], None]
-    """Callback of the ``MqttSession`` while this coordinator leads, as the next three."""
+    """Callback of the ``MqttSession`` while this coordinator leads, as the next two."""
     on_connected: Callable[[], None]
     on_lost: Callable[[], None]
-    on_acknowledged: Callable[[float], None]
-    position: Callable[[], tuple[int, int]]
-    """Function that returns the position of the newest state in its journal."""
-    on_peer: Callable[[str], None]
-    """Callback that receives the name of another coordinator, which is present or has left."""
-    on_broker_alive: Callable[[], None]
-    """Callback for any message from the broker, of any leader: at least twice a second with a healthy leader."""
-    save_journal: Callable[[JournalCopy], str]
-    """Function that saves the leader's journal while this coordinator follows, and returns the reason why
-    this coordinator could not begin from it, or ``""``.
-    """
     on_event: Callable[[bytes], None]
     """Callback for an event while this coordinator follows."""
     on_state: Callable[[dict[str, Any]], None]
@@ -269,16 +247,12 @@ class LeaderSession:
 
     def __init__(
         self,
-        transport: Transport,
+        ports: Ports,
         topics: Topics,
         me: Peer,
-        program: Program,
         *,
-        subscriptions: Sequence[str],
-        unacknowledged: Sequence[str],
         on_read: Callable[["LeaderSession"], None],
         on_message: Callable[[str, bytes, bool], None],
-        on_acknowledged: Callable[[float], None],
         on_over: Callable[["LeaderSession"], None],
     ) -> None:
         """Connect.
@@ -302,15 +276,16 @@ class LeaderSession:
         self._last_leader_topics = (topics.leader, topics.journal)
         self._on_read, self._on_message, self._on_over = on_read, on_message, on_over
         last_will = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
-        presence = encode_peer(me, program.version)
-        self.session = transport.session(
-            client_id=transport.leader_client_id,
-            subscriptions=(*subscriptions, topics.leader, topics.journal, self._own),
-            unacknowledged=unacknowledged,
+        presence = encode_peer(me, ports.program.version)
+        self.session = ports.transport.session(
+            client_id=ports.transport.leader_client_id,
+            subscriptions=(topics.request, topics.cluster_state, topics.leader, topics.journal, self._own),
+            # Messages that many nodes send at the same time, and copies of this coordinator's own messages.
+            unacknowledged=(topics.node_signal(), topics.node_state(), topics.events, topics.command),
             will=Will(topic=topics.cluster_state, payload=last_will),
             on_message=self._receive,
             on_connected=lambda: self.session.publish(self._own, presence, retain=True),
-            on_acknowledged=on_acknowledged,
+            on_acknowledged=ports.observer.on_acknowledged,
         )
         self._task = asyncio.ensure_future(self._hold())
 
@@ -363,13 +338,13 @@ class FollowerSession:
 
     def __init__(
         self,
-        transport: Transport,
+        ports: Ports,
         topics: Topics,
         me: Peer,
-        program: Program,
         *,
         driver: Driver,
         leading: Callable[[], bool],
+        takeover: Takeover,
         callbacks: LeadershipCallbacks,
         remove_peer: Callable[[str], None],
     ) -> None:
@@ -380,8 +355,8 @@ class FollowerSession:
         """
         self._topics, self._me = topics, me
         self._feed, self._stamp, self._leading = driver.feed, driver.stamp, leading
-        self._callbacks, self._remove_peer = callbacks, remove_peer
-        self._version = program.version
+        self._takeover, self._callbacks, self._remove_peer = takeover, callbacks, remove_peer
+        self._on_broker_alive, self._version = ports.observer.on_broker_alive, ports.program.version
         self._began = False
         self._retained: list[tuple[str, bytes]] = []
         self._own = topics.coordinator_peer(me.incarnation)
@@ -393,7 +368,7 @@ class FollowerSession:
             topics.leader_heartbeat: self._handle_heartbeat,
         }
         """Handlers by topic; messages on any other topic are about a peer."""
-        self.session = transport.session(
+        self.session = ports.transport.session(
             client_id=f"ftd-{topics.cluster}-coordinator-{me.incarnation}",
             subscriptions=(
                 topics.leader,
@@ -437,7 +412,7 @@ class FollowerSession:
         """
         self._began = False
         self._retained.clear()
-        me = replace(self._me, position=self._callbacks.position())
+        me = replace(self._me, position=self._takeover.journal.position)
         self._feed(PeerSeen(**self._stamp(), peer=me))
         self.session.publish(self._own, encode_peer(me, self._version), retain=True)
 
@@ -446,7 +421,7 @@ class FollowerSession:
         self._feed(FollowerSessionLost(**self._stamp()))
 
     def _receive(self, topic: str, payload: bytes, retained: bool) -> None:
-        self._callbacks.on_broker_alive()
+        self._on_broker_alive()
         if not self._began and topic == self._own and not retained:
             self._began = True
             # The record of who leads comes before the last will of that leader.
@@ -498,7 +473,7 @@ class FollowerSession:
 
     def _handle_journal(self, payload: bytes) -> None:
         if payload and not self._leading():
-            problem = self._callbacks.save_journal(decode_copy(payload))
+            problem = self._takeover.save_copy(decode_copy(payload))
             if problem != self._me.ineligible:
                 self._feed(JournalChecked(**self._stamp(), problem=problem))
 
@@ -514,7 +489,7 @@ class FollowerSession:
             raise WireError(f"it claims to be of {seen.incarnation}")
         self._feed_peer(topic, seen)
         if seen.name != self._me.name:  # Otherwise an earlier process of this coordinator left it.
-            self._callbacks.on_peer(seen.name)
+            self._takeover.journal.note_peer(seen.name)
 
     def _feed_peer(self, topic: str, seen: PeerMessage) -> None:
         if seen.departed:
@@ -543,43 +518,33 @@ class Leadership:
 
     def __init__(
         self,
-        transport: Transport,
+        ports: Ports,
         topics: Topics,
         me: Peer,
-        program: Program,
         timing: Timing,
-        clock: Clock,
         *,
-        subscriptions: Sequence[str],
-        unacknowledged: Sequence[str],
+        takeover: Takeover,
         callbacks: LeadershipCallbacks,
-        shared: bool,
-        known_peers: Collection[str],
     ) -> None:
-        """Prepare both sessions. ``subscriptions`` and ``unacknowledged`` are those of an ``MqttSession`` while
-        this coordinator leads.
-
-        :param shared: whether there has ever been another coordinator.
-        :param known_peers: names of other coordinators that were ever met.
-        """
-        self.machine = ElectionMachine(me, timing, shared=shared, known_peers=known_peers)
+        """Prepare both sessions."""
+        journal = takeover.journal
+        self.machine = ElectionMachine(me, timing, shared=journal.shared, known_peers=journal.peers)
         self.serial = 0
         """Number of states written under the present term."""
-        self._transport, self._topics, self._me, self._program = transport, topics, me, program
-        self._subscriptions, self._unacknowledged = tuple(subscriptions), tuple(unacknowledged)
-        self._callbacks = callbacks
-        self._driver = Driver(self.machine, self._perform, clock=clock, suffix=f"{cause_suffix(me)}-e")
+        self._ports, self._topics, self._me, self._program = ports, topics, me, ports.program
+        self._takeover, self._callbacks = takeover, callbacks
+        self._driver = Driver(self.machine, self._perform, clock=ports.clock, suffix=f"{cause_suffix(me)}-e")
         self._leader_session: LeaderSession | None = None
         self._leading = False
         self._pending: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
         self._leaving: set[asyncio.Task[Any]] = set()
         self._follower_session = FollowerSession(
-            transport,
+            ports,
             topics,
             me,
-            program,
             driver=self._driver,
             leading=lambda: self._leading,
+            takeover=takeover,
             callbacks=callbacks,
             remove_peer=lambda topic: self.publish(topic, b"", retain=True),
         )
@@ -747,27 +712,23 @@ class Leadership:
         """Return this coordinator as others must see it: they wait for a peer with a newer journal than
         theirs.
         """
-        return replace(me, position=self._callbacks.position())
+        return replace(me, position=self._takeover.journal.position)
 
     def _acquire(self) -> None:
         self._release()
         self._leader_session = LeaderSession(
-            self._transport,
+            self._ports,
             self._topics,
             self._with_position(self.machine.me),
-            self._program,
-            subscriptions=self._subscriptions,
-            unacknowledged=self._unacknowledged,
             on_read=self._on_session_read,
             on_message=self._callbacks.on_message,
-            on_acknowledged=self._callbacks.on_acknowledged,
             on_over=self._lost,
         )
 
     def _on_session_read(self, session: LeaderSession) -> None:
         copy = session.last_journal
-        newest = max(self._callbacks.position(), copy.position if copy is not None else (0, 0))
-        problem = self._callbacks.check(copy)
+        newest = max(self._takeover.journal.position, copy.position if copy is not None else (0, 0))
+        problem = self._takeover.check(copy)
         self._driver.feed(
             LeaderSessionOpened(
                 **self._driver.stamp(),

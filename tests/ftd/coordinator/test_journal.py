@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ftd.coordinator.journal as module
 from ftd.coordinator.journal import MAX_PAGE, Journal
-from ftd.coordinator.leadership import Takeover, restore_newest
+from ftd.coordinator.leadership import InitialLead, Takeover
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
@@ -58,6 +58,10 @@ def event(name: str, step: int | None = None, **details: object) -> EventMessage
         cause="c",
         details=details,
     )
+
+
+def restored(journal: Journal, copy: JournalCopy | None, incarnation: int) -> InitialLead:
+    return Takeover(Timing(), journal, CLOCK, PROGRAM, reset=True).restore_newest(copy, incarnation)
 
 
 def test_a_new_journal_is_empty(tmp_path: Path) -> None:
@@ -175,7 +179,7 @@ def test_a_rebooted_host_skips_generations_that_it_may_have_used(
     def begun() -> int:
         journal = Journal(tmp_path / "state")
         try:
-            return restore_newest(timing, journal, None, CLOCK, 0).machine.generation
+            return restored(journal, None, 0).machine.generation
         finally:
             journal.close()
 
@@ -372,7 +376,7 @@ def test_a_coordinator_restores_states_of_any_size_and_names_a_corrupt_one(tmp_p
         assert is_compressed(state) == (nodes > 1)
         journal.save(state, forced=False, position=(1, nodes))
         unseen = durable.UNSEEN if journal.shared else 0
-        assert restore_newest(timing, journal, None, CLOCK, 0).machine.generation == nodes + unseen
+        assert restored(journal, None, 0).machine.generation == nodes + unseen
         copy = JournalCopy(
             term=2, serial=nodes, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
             state=state, protocol=PROTOCOL,
@@ -382,13 +386,13 @@ def test_a_coordinator_restores_states_of_any_size_and_names_a_corrupt_one(tmp_p
             == ""
         )
         assert journal.position == (2, nodes)
-        assert restore_newest(timing, journal, None, CLOCK, 0).machine.generation == nodes + durable.UNSEEN
-        assert restore_newest(timing, journal, copy, CLOCK, 0).machine.generation == nodes + durable.UNSEEN
-        other = restore_newest(timing, journal, copy, CLOCK, 1).machine.generation
+        assert restored(journal, None, 0).machine.generation == nodes + durable.UNSEEN
+        assert restored(journal, copy, 0).machine.generation == nodes + durable.UNSEEN
+        other = restored(journal, copy, 1).machine.generation
         assert other == nodes + 2 * durable.UNSEEN, "another coordinator leaves out other generations"
     journal.save(state[:-9], forced=False)
     with pytest.raises(JournalError, match=r"truncated.*--reset"):
-        restore_newest(timing, journal, None, CLOCK, 0)
+        restored(journal, None, 0)
     with pytest.raises(WireError):
         Takeover(timing, journal, CLOCK, PROGRAM, reset=True).save_copy(
             msgspec.structs.replace(copy, term=3, state=state[:-9])
@@ -409,7 +413,7 @@ def test_times_of_the_journal_are_shifted_to_this_hosts_current_clock(
         return msgspec.msgpack.encode(durable.write(Cluster(timing=timing, exposure=exposure)))
 
     def waited_s(copy: JournalCopy | None) -> float:
-        since = restore_newest(timing, journal, copy, CLOCK, 0).machine.durable_state()["exposure"]["since"]
+        since = restored(journal, copy, 0).machine.durable_state()["exposure"]["since"]
         return now - float(since)
 
     journal = Journal(tmp_path)
@@ -455,13 +459,13 @@ def test_unacknowledged_events_come_with_the_newest_state(tmp_path: Path) -> Non
         )  # fmt: skip
 
     journal.save(state(("e-1", "{}")), forced=False, position=(2, 5))
-    assert restore_newest(timing, journal, None, CLOCK, 0).outbox == (("e-1", "{}"),)
-    assert restore_newest(timing, journal, left(1, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-1", "{}"),)
-    assert restore_newest(timing, journal, left(3, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-2", "{}"),)
+    assert restored(journal, None, 0).outbox == (("e-1", "{}"),)
+    assert restored(journal, left(1, state(("e-2", "{}"))), 0).outbox == (("e-1", "{}"),)
+    assert restored(journal, left(3, state(("e-2", "{}"))), 0).outbox == (("e-2", "{}"),)
     old = durable.write(Cluster(timing=timing)) | {"another": {"name": "RolledBack"}}
-    assert restore_newest(timing, journal, left(3, msgspec.msgpack.encode(old)), CLOCK, 0).outbox == ()
+    assert restored(journal, left(3, msgspec.msgpack.encode(old)), 0).outbox == ()
     with pytest.raises(JournalError, match="the journal at the broker"):
-        restore_newest(timing, journal, left(3, state(("e-2",))), CLOCK, 0)  # type: ignore[arg-type]
+        restored(journal, left(3, state(("e-2",))), 0)  # type: ignore[arg-type]
     journal.close()
 
 
@@ -495,7 +499,7 @@ def test_a_coordinator_with_peers_skips_generations(tmp_path: Path) -> None:
             term=position[0], serial=position[1], wall_s=0.0, monotonic_s=0.0, version="",
             schema=durable.SCHEMA, state=state(generation), protocol=PROTOCOL,
         )  # fmt: skip
-        return restore_newest(timing, journal, copy, CLOCK, 0).machine.generation
+        return restored(journal, copy, 0).machine.generation
 
     journal.save(state(7), forced=False, position=(1, 5))
     assert begins_at((1, 3), 5) == 7  # It led alone, so nobody else can have started any.

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 
 import ftd
 from ftd.coordinator.leadership import Leadership, LeadershipCallbacks
-from ftd.coordinator.ports import Program
+from ftd.coordinator.ports import Observer, Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError
 from ftd.transport.address import BrokerAddress
@@ -47,21 +48,26 @@ class Coordinator:
         self.standbys_published: list[list[str]] = []
         """The standbys in each state of the cluster that was published because they changed."""
         self.copies: list[JournalCopy] = []
-        self.position = (0, 0)
         self.full = False
         """Whether the coordinator's disk takes no journal."""
+        ports: Any = SimpleNamespace(
+            transport=MqttTransport(broker, TOPICS.cluster),
+            program=Program(version=ftd.__version__, schema=durable.SCHEMA),
+            clock=SystemClock(),
+            observer=Observer(),
+        )
+        self.journal = SimpleNamespace(
+            position=(0, 0), note_peer=lambda name: None, shared=False, peers=frozenset[str]()
+        )
+        takeover: Any = SimpleNamespace(journal=self.journal, check=lambda copy: "", save_copy=self._keep)
         self.leadership = Leadership(
-            MqttTransport(broker, TOPICS.cluster),
+            ports,
             TOPICS,
             Peer(name=name, incarnation=incarnation),
-            Program(version=ftd.__version__, schema=durable.SCHEMA),
             TIMING,
-            SystemClock(),
-            subscriptions=(TOPICS.cluster_state,),
-            unacknowledged=(TOPICS.node_signal(),),
+            takeover=takeover,
             callbacks=LeadershipCallbacks(
                 begin=lambda leader, copy: self.begun.append((leader, copy)),
-                check=lambda copy: "",
                 state=lambda: self.state,
                 end=self.ended.append,
                 emit=self._emit,
@@ -69,16 +75,9 @@ class Coordinator:
                 on_message=lambda topic, payload, retained: None,
                 on_connected=self._connected,
                 on_lost=lambda: None,
-                on_acknowledged=lambda seconds: None,
-                position=lambda: self.position,
-                on_peer=lambda name: None,
-                on_broker_alive=lambda: None,
-                save_journal=self._keep,
                 on_event=lambda payload: None,
                 on_state=lambda state: None,
             ),
-            shared=False,
-            known_peers=(),
         )
         self.task: asyncio.Task[None] | None = None
 
@@ -355,7 +354,7 @@ def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBr
         task = asyncio.ensure_future(watching.run())
         await watching.wait_connected(PATIENCE_S)
         anna = Coordinator("anna", 1, mosquitto.address)
-        anna.position = (3, 7)
+        anna.journal.position = (3, 7)
         anna.start()
         await until(lambda: anna.connections == 1, "anna leads")
         await until(lambda: len(seen) >= 2, "both sessions have shown anna")
