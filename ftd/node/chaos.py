@@ -8,21 +8,21 @@ broker acknowledges that event first, so even SIGKILL of this process is on reco
 import asyncio
 import hashlib
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 import structlog
 
-from ftd.driver import Clock
+from ftd.config.daemon import DaemonConfig
 from ftd.faults.chaos.values import DEFAULT_FOR_S
 from ftd.node.full_disk import DiskFiller
 from ftd.node.message_faults import LinkFaults, MessageFaultInjector
-from ftd.node.ports import HostProcesses
+from ftd.node.ports import Ports
+from ftd.node.supervisor import TrainerSupervisor
+from ftd.snapshots.service import SnapshotService
 from ftd.tasks import start_task
 from ftd.transport.wire.public import Answer, ChaosRequest, decode_json
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
-from statemachine.messages.values import PlantedFault
 
 log = structlog.get_logger()
 
@@ -42,18 +42,8 @@ MAX_LATE_S = 60.0
 class FaultActions(Protocol):
     """Actions of fault injection on this node, implemented by the daemon."""
 
-    def trainer_pids(self, device: int | None) -> list[int]: ...
-
-    def zygote_pid(self) -> int | None: ...
-
-    def send(self, device: int, frame: Sleep | Slow | RaiseError | FlipBit) -> bool:
-        """Send a frame to the trainer of this device and return whether there is one."""
-
     def leave(self, reason: str) -> None:
         """Leave gracefully, as after SIGTERM."""
-
-    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
-        """Make these devices wrong, slow or hung in the health checks of the next ``for_s`` seconds."""
 
     def disconnect(self, for_s: float) -> None:
         """Cut the connection to the broker without a disconnect message, and reconnect after ``for_s``."""
@@ -67,49 +57,24 @@ class FaultActions(Protocol):
         """Return when the broker has acknowledged everything published, or after ``timeout_s``."""
 
 
-class SnapshotFaultTarget(Protocol):
-    """The snapshots and directories of this node that faults may hit."""
-
-    def has_snapshot_data(self, device: int | None) -> bool:
-        """Return whether this node holds bytes of a snapshot that ``flip_bit`` could change."""
-
-    def flip_bit(self, device: int | None) -> None:
-        """Flip one bit of the snapshot that is complete everywhere, in the memory of one device or of any."""
-
-    @property
-    def memory_directory(self) -> Path:
-        """Directory of the arenas."""
-
-    @property
-    def checkpoint_directory(self) -> Path | None:
-        """Directory of the job's persistent checkpoints, or ``None`` where they are not in a local directory."""
-
-
 class NodeFaultInjector:
-    """The server of the requests on the topic ``chaos/<node>``, which it checks, executes and answers.
-
-    :param devices: number of trainers of this node.
-    """
+    """The server of the requests on the topic ``chaos/<node>``, which it checks, executes and answers."""
 
     def __init__(
         self,
+        config: DaemonConfig,
+        ports: Ports,
         *,
-        node: str,
-        devices: int,
-        allowed: bool,
         actions: FaultActions,
-        memory: SnapshotFaultTarget,
-        processes: HostProcesses,
-        clock: Clock,
+        supervisor: TrainerSupervisor,
+        memory: SnapshotService,
     ) -> None:
-        self._node = node
-        self._devices = devices
-        self._allowed = allowed
-        self._actions, self._memory = actions, memory
-        self._processes, self._clock = processes, clock
+        self._node, self._devices, self._allowed = config.node, config.devices, config.chaos
+        self._actions, self._supervisor, self._memory = actions, supervisor, memory
+        self._processes, self._trainers, self._clock = ports.processes, ports.trainers, ports.clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
-        self.message_faults = MessageFaultInjector(node)
+        self.message_faults = MessageFaultInjector(config.node)
         """Faults on the messages between this node and the coordinator."""
         self._filler = DiskFiller()
         self._slowed: dict[int, int] = {}
@@ -218,14 +183,14 @@ class NodeFaultInjector:
                 for pid in self._pids(request):
                     self._processes.signal_group(pid, signal.SIGKILL)
                 if _whole_node(request):
-                    if (zygote := self._actions.zygote_pid()) is not None:
+                    if (zygote := self._trainers.zygote_pid) is not None:
                         self._processes.signal_group(zygote, signal.SIGKILL)
                     self._processes.signal(self._processes.own_pid, signal.SIGKILL)
             case "stop":
                 self._stop(request)
             case "hang":
                 for device in self._target_devices(request):
-                    self._actions.send(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
+                    self._supervisor.send(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
             case "slow":
                 self._slow(request)
             case "term":
@@ -234,16 +199,16 @@ class NodeFaultInjector:
                 self._memory.flip_bit(request.device)
             case "corrupt":
                 for device in self._target_devices(request):
-                    self._actions.send(device, FlipBit())
+                    self._supervisor.send(device, FlipBit())
             case "bad_device":
                 devices = self._target_devices(request)
-                self._actions.plant_bad_device(request.how or "wrong", devices, for_s)
+                self._supervisor.health.plant(request.how or "wrong", devices, for_s)
             case "disconnect":
                 self._actions.disconnect(for_s)
             case "raise":
                 words = f"ftd chaos raise {request.request} ({request.reply}) {_mark(request.request)}"
                 for device in self._target_devices(request):
-                    self._actions.send(device, RaiseError(detail=words))
+                    self._supervisor.send(device, RaiseError(detail=words))
             case "lossy":
                 self.message_faults.begin(_link_faults(request), seed=request.seed, for_s=for_s)
             case "fill_memory" | "fill_disk":
@@ -256,7 +221,7 @@ class NodeFaultInjector:
         """Stop the processes by SIGSTOP. If the request has a duration, they continue after it."""
         pids = self._pids(request)
         if _whole_node(request):
-            pids += [pid for pid in (self._actions.zygote_pid(), self._processes.own_pid) if pid is not None]
+            pids += [pid for pid in (self._trainers.zygote_pid, self._processes.own_pid) if pid is not None]
         if request.for_s is not None:
             self._processes.continue_later(pids, request.for_s)
         for pid in pids:  # This process stops last.
@@ -266,14 +231,14 @@ class NodeFaultInjector:
         """Slow the trainers down. A trainer that is started again meanwhile runs at full speed."""
         for device in self._target_devices(request):
             number = self._slowed[device] = self._slowed.get(device, 0) + 1
-            self._actions.send(device, Slow(factor=request.factor or DEFAULT_FACTOR))
+            self._supervisor.send(device, Slow(factor=request.factor or DEFAULT_FACTOR))
             if request.for_s is not None:
                 loop = asyncio.get_running_loop()
                 loop.call_later(request.for_s, self._end_slow, device, number)
 
     def _end_slow(self, device: int, number: int) -> None:
         if self._slowed.get(device) == number:
-            self._actions.send(device, Slow(factor=1.0))
+            self._supervisor.send(device, Slow(factor=1.0))
 
     def _fillable(self, request: ChaosRequest) -> Path | None:
         """Return the directory that a ``fill_memory`` or ``fill_disk`` request fills."""
@@ -289,7 +254,7 @@ class NodeFaultInjector:
         return tuple(range(self._devices)) if request.device is None else (request.device,)
 
     def _pids(self, request: ChaosRequest) -> list[int]:
-        return self._actions.trainer_pids(None if _whole_node(request) else request.device)
+        return self._supervisor.pids(None if _whole_node(request) else request.device)
 
     def _answer(self, request: ChaosRequest, *, accepted: bool, detail: str) -> None:
         answer = Answer(request=request.request, accepted=accepted, detail=detail)

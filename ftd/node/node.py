@@ -5,7 +5,7 @@ All decisions are made in ``statemachine.agent``. ``Node`` carries them out, on 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -39,7 +39,6 @@ from statemachine.messages import trainer as protocol
 from statemachine.messages.cluster import ToNode
 from statemachine.messages.common import Quiesce, Resumed
 from statemachine.messages.trace import Traced
-from statemachine.messages.values import PlantedFault
 
 log = structlog.get_logger("ftd.node")
 
@@ -72,15 +71,6 @@ class Node:
         """The present incarnation of the node."""
         self.machine = AgentMachine(config.node, config.timing)
         self.driver = Driver(self.machine, self._perform, watch, clock=ports.clock, suffix=cause_suffix)
-        self.snapshots = SnapshotService(
-            config,
-            ports.snapshots,
-            clock=ports.clock,
-            feed=self.driver.feed,
-            stamp=self.driver.stamp,
-            publish_event=self.publish_event,
-            trainers=self,
-        )
         self.supervisor = TrainerSupervisor(
             devices=config.devices,
             host=ports.processes,
@@ -91,17 +81,20 @@ class Node:
             test_limit_s=config.hardware.health.limit_s,
             test_links=ports.snapshots.check_links,
         )
-        self.chaos = NodeFaultInjector(
-            node=config.node,
-            devices=config.devices,
-            allowed=config.chaos,
-            actions=self,
-            memory=self.snapshots,
-            processes=ports.processes,
+        self.snapshots = SnapshotService(
+            config,
+            ports.snapshots,
             clock=ports.clock,
+            feed=self.driver.feed,
+            stamp=self.driver.stamp,
+            publish_event=self.publish_event,
+            trainers=self.supervisor,
+        )
+        self.chaos = NodeFaultInjector(
+            config, ports, actions=self, supervisor=self.supervisor, memory=self.snapshots
         )
         self._traces = TraceService(
-            node=config.node, devices=config.devices, send=self.send, answer=self.send_answer
+            node=config.node, devices=config.devices, send=self.supervisor.send, answer=self.send_answer
         )
         self._handlers: dict[str, Callable[[bytes, bool], None]] = {
             topics.node_command(self._node): self._on_command_to_this_node,
@@ -338,17 +331,8 @@ class Node:
 
     # --- actions of fault injection --------------------------------------------------------------------
 
-    def trainer_pids(self, device: int | None) -> list[int]:
-        return self.supervisor.pids(device)
-
-    def zygote_pid(self) -> int | None:
-        return self._ports.trainers.zygote_pid
-
     def leave(self, reason: str) -> None:
         self.driver.feed(TerminationRequested(**self.driver.stamp(), reason=reason))
-
-    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
-        self.supervisor.health.plant(how, devices, for_s)
 
     def disconnect(self, for_s: float) -> None:
         self._present_publisher().session.interrupt(for_s)
@@ -361,9 +345,6 @@ class Node:
             cause=self.driver.new_cause(), name=event, reason=reason, node=self._node, details=details
         )
         self._present_publisher().publish_event(effect, over_mqtt=over_mqtt)
-
-    def send(self, device: int, frame: protocol.Instruction) -> bool:
-        return self.supervisor.send(device, frame)
 
     def send_answer(self, client: str, answer: Answer) -> None:
         self._present_publisher().send_answer(client, answer)

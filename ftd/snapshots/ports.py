@@ -21,7 +21,7 @@ from storage.rate_limit import RateLimiter
 class TrainerControl(Protocol):
     """The trainers, which write the arenas of this node's own snapshots."""
 
-    def trainer_pids(self, device: int | None) -> list[int]:
+    def pids(self, device: int | None) -> list[int]:
         """Return the running processes of one device or of all."""
 
     def send(self, device: int, frame: Instruction) -> bool:

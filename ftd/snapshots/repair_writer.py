@@ -51,7 +51,7 @@ class RepairWriter:
                 raise RepairError(f"{part.name} was not repaired within {REPAIR_WRITE_TIMEOUT_S:g} s")
             if held.owner:
                 await self._copies.rewrite(held, part, first, data)
-            elif not self._trainers.trainer_pids(held.device):
+            elif not self._trainers.pids(held.device):
                 self._arenas.write(held, part, first, data)
             elif now - asked_at >= _REPEAT_S:
                 asked_at = now

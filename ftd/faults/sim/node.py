@@ -172,7 +172,7 @@ class SimNode(SimHost):
     def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
         """Let the daemon plant a fault in its tests of these devices."""
         if self.process is not None:
-            self.loop.enter(self.process.plant_bad_device, how, devices, for_s)
+            self.loop.enter(self.process.supervisor.health.plant, how, devices, for_s)
 
     def request_fault(self, **fields: Any) -> None:
         """Ask the daemon over the broker to inject a fault into itself."""

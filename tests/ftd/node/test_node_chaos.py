@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,15 +31,13 @@ class RecordedActions:
     directory = Path("/nowhere")
 
     def __init__(self, pids: dict[int, int]) -> None:
-        self.pids = pids
+        self.by_device = pids
+        self.health = SimpleNamespace(plant=self.plant)
         self.log: list[Any] = []
         self.answers: list[Answer] = []
 
-    def trainer_pids(self, device: int | None) -> list[int]:
-        return [pid for index, pid in self.pids.items() if device in (None, index)]
-
-    def zygote_pid(self) -> int | None:
-        return None
+    def pids(self, device: int | None) -> list[int]:
+        return [pid for index, pid in self.by_device.items() if device in (None, index)]
 
     def send(self, device: int, frame: Sleep | Slow | RaiseError | FlipBit) -> bool:
         match frame:
@@ -50,7 +49,7 @@ class RecordedActions:
                 self.log.append(("raise", device, frame.detail))
             case FlipBit():
                 self.log.append(("corrupt", device))
-        return device in self.pids
+        return device in self.by_device
 
     def has_snapshot_data(self, device: int | None) -> bool:
         return device in (None, 0)
@@ -69,7 +68,7 @@ class RecordedActions:
     def leave(self, reason: str) -> None:
         self.log.append(("leave", reason))
 
-    def plant_bad_device(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
+    def plant(self, how: PlantedFault, devices: Sequence[int], for_s: float) -> None:
         self.log.append((how, tuple(devices), for_s))
 
     def disconnect(self, for_s: float) -> None:
@@ -98,17 +97,12 @@ def play(
     devices: int = 2,
 ) -> None:
     async def main() -> None:
-        await body(
-            NodeFaultInjector(
-                node="node-1",
-                devices=devices,
-                allowed=allowed,
-                actions=actions,
-                memory=actions,
-                processes=LocalProcesses(),
-                clock=SystemClock(),
-            )
+        of_node: dict[str, Any] = {"actions": actions, "supervisor": actions, "memory": actions}
+        config: Any = SimpleNamespace(node="node-1", devices=devices, chaos=allowed)
+        ports: Any = SimpleNamespace(
+            processes=LocalProcesses(), trainers=SimpleNamespace(zygote_pid=None), clock=SystemClock()
         )
+        await body(NodeFaultInjector(config, ports, **of_node))
 
     asyncio.run(main())
 

@@ -75,7 +75,7 @@ class Daemon:
             trainers=self,
         )
 
-    def trainer_pids(self, device: int | None) -> list[int]:
+    def pids(self, device: int | None) -> list[int]:
         return []
 
     def send(self, device: int, frame: Instruction) -> bool:

@@ -34,14 +34,14 @@ SHARD = "group-0/shard"
 
 
 class Host:
-    """A node with its scrubber. ``pids`` are its trainers, which write what they are sent."""
+    """A node with its scrubber. ``trainer_pids`` are its trainers, which write what they are sent."""
 
     def __init__(self, node: Node, sources: dict[str, str], group: SnapshotGroup) -> None:
         self.node = node
         self.published: list[tuple[str, dict[str, Any]]] = []
         self.repaired: list[int] = []
         self.unrepairable: list[int] = []
-        self.pids: list[int] = []
+        self.trainer_pids: list[int] = []
         self.sent: list[RepairWrite] = []
         self.snapshot = Restore(job_id=JOB, step=STEP, generation=1, groups=(group,), sources=sources)
         self.writer = RepairWriter(node.arenas, node.copies, self)
@@ -61,8 +61,8 @@ class Host:
             on_unrepairable=self.unrepairable.append,
         )
 
-    def trainer_pids(self, device: int | None) -> list[int]:
-        return self.pids
+    def pids(self, device: int | None) -> list[int]:
+        return self.trainer_pids
 
     def send(self, device: int, frame: Instruction) -> bool:
         assert isinstance(frame, RepairWrite)
@@ -167,7 +167,7 @@ def test_only_the_corrupt_block_is_fetched_and_the_trainer_writes_it() -> None:
         [held] = host.node.arenas.find(JOB, STEP)
         part = held.manifest.part(SHARD)
         damage(host, held, part, BLOCK_BYTES + 5, 2)
-        host.pids = [1]
+        host.trainer_pids = [1]
         host.scrubber.start(host.snapshot)
         await host.until(lambda: host.named("ShardRepaired"))
         assert host.stored() == before
