@@ -170,15 +170,12 @@ class Node:
         self.driver.feed(AgentStarted(**self.driver.stamp(), incarnation=self.incarnation, facts=facts))
         self._publisher = NodePublisher(
             self._config,
+            self._ports,
             self.incarnation,
-            open_session=self._ports.open_session,
             message_faults=self.chaos.message_faults,
-            clock=self.driver.now,
             on_message=self._on_message,
             on_connected=lambda: self.driver.feed(BrokerConnected(**self.driver.stamp())),
             on_lost=lambda: self.driver.feed(BrokerDisconnected(**self.driver.stamp())),
-            on_acknowledged=self._ports.observer.on_acknowledged,
-            on_event=self._ports.observer.on_event,
         )
 
     # --- events for the machine --------------------------------------------------------------------

@@ -9,8 +9,8 @@ import structlog
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import EventRateLimiter
 from ftd.node.message_faults import MessageFaultInjector
+from ftd.node.ports import Ports
 from ftd.transport.mqtt.session import Will
-from ftd.transport.ports import OpenSession
 from ftd.transport.wire.checking import encode_event
 from ftd.transport.wire.codec import encode_from_node
 from ftd.transport.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
@@ -39,27 +39,22 @@ class NodePublisher:
     def __init__(
         self,
         config: DaemonConfig,
+        ports: Ports,
         incarnation: int,
         *,
-        open_session: OpenSession,
         message_faults: MessageFaultInjector,
-        clock: Callable[[], float],
         on_message: Callable[[str, bytes, bool], None],
         on_connected: Callable[[], None],
         on_lost: Callable[[], None],
-        on_acknowledged: Callable[[float], None],
-        on_event: Callable[[EmitEvent], None],
     ) -> None:
-        """:param on_event: receives every event, also those that are held back."""
         self.incarnation = incarnation
         self._config = config
         self._node = config.node
         self._topics = Topics(cluster=config.cluster)
         self._commands = (self._topics.node_command(self._node), self._topics.command)
-        self._clock = clock
+        self._clock, self._watch = ports.clock, ports.observer.on_event
         self._disturbance = message_faults
         self._on_message, self._on_connected = on_message, on_connected
-        self._watch = on_event
         self._gate = EventRateLimiter()
         self._state: NodeStateMessage | None = None
         self._state_published = False
@@ -68,7 +63,7 @@ class NodePublisher:
         self._rejected = False
         self._topic = self._topics.node_state(self._node)
         will = self._state_message(NodeState.OFFLINE, 0, 0, "the connection to the broker broke")
-        self.session = open_session(
+        self.session = ports.open_session(
             client_id=f"ftd-{config.cluster}-{self._node}-{incarnation}",
             subscriptions=(
                 self._topics.node_command(self._node),
@@ -83,7 +78,7 @@ class NodePublisher:
             on_message=self._on_any_message,
             on_connected=self._note_connected,
             on_lost=on_lost,
-            on_acknowledged=on_acknowledged,
+            on_acknowledged=ports.observer.on_acknowledged,
         )
         self._task = asyncio.get_running_loop().create_task(self.session.run())
 
@@ -125,7 +120,7 @@ class NodePublisher:
         :param over_mqtt: if false, the event is only counted and logged.
         """
         self._watch(effect)
-        now = self._clock()
+        now = self._clock.monotonic_s()
         suppressed = self._gate.admit(effect, now)
         if suppressed is None:
             return

@@ -5,12 +5,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ftd.config.daemon import load_daemon_config
+from ftd.driver import SystemClock
 from ftd.node import publisher
 from ftd.node.message_faults import MessageFaultInjector
+from ftd.node.ports import NodeObserver
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.public import NodeStateMessage, decode_json
 from ftd.transport.wire.topics import Topics
@@ -34,18 +38,19 @@ class Scene:
         config.write_text(f'[broker]\nurl = "mqtt://127.0.0.1:{broker.port}"\n[node]\nname = "n"\n')
         self.heard: asyncio.Queue[NodeStateMessage] = asyncio.Queue()
         self.ups = 0
-        loop = asyncio.get_running_loop()
+        ports: Any = SimpleNamespace(
+            clock=SystemClock(),
+            open_session=partial(MqttSession, load_daemon_config(config).broker),
+            observer=NodeObserver(),
+        )
         self.publisher = publisher.NodePublisher(
             load_daemon_config(config),
+            ports,
             7,
-            open_session=partial(MqttSession, load_daemon_config(config).broker),
             message_faults=MessageFaultInjector("n"),
-            clock=loop.time,
             on_message=lambda *_: None,
             on_connected=self._up,
             on_lost=lambda: None,
-            on_acknowledged=lambda _: None,
-            on_event=lambda _: None,
         )
         self.listener = MqttSession(
             load_daemon_config(config).broker,
