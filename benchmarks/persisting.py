@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from benchmarks.checkpoints import LAYERS, LEAST, MIB, ROUNDS, Chunk, layer_header, timed, write_plainly
 from benchmarks.common import Limit, Result, command_line, main
-from ftd.driver import SystemClock
 from ftd.snapshots.persist import CheckpointWriter, Persister
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.protocol import bearer_token
@@ -123,12 +124,13 @@ class Persisting:
 
     async def _write(self, rate_bytes_s: float | None) -> None:
         done: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        driver: Any = SimpleNamespace(
+            feed=done.set_result, stamp=lambda: {"at": 0.0, "cause": ""}, now=time.monotonic
+        )
         persister = Persister(
             writing=CheckpointWriter(node="n0", arenas=self._arenas, token=TOKEN),
-            clock=SystemClock(),
             rate_bytes_s=rate_bytes_s,
-            feed=done.set_result,
-            stamp=lambda: {"at": 0.0, "cause": ""},
+            driver=driver,
             report_corruption=lambda job, step: lambda *details: print(*details, file=sys.stderr),
         )
         persister.set_description(JOB, b"")

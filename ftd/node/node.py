@@ -84,9 +84,7 @@ class Node:
         self.snapshots = SnapshotService(
             config,
             ports.snapshots,
-            clock=ports.clock,
-            feed=self.driver.feed,
-            stamp=self.driver.stamp,
+            driver=self.driver,
             publish_event=self.publish_event,
             trainers=self.supervisor,
         )

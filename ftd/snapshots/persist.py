@@ -13,11 +13,11 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from ftd.driver import Clock
+from ftd.driver import Driver
 from ftd.snapshots.ports import CheckpointWriting
 from ftd.snapshots.restoring.holders import ReportCorruption
 from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer
@@ -26,7 +26,6 @@ from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.tasks import run_all
 from statemachine.agent.events import PersistEnded
-from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
 from statemachine.messages.values import LayerFile, Restore
 from storage.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore
@@ -56,9 +55,7 @@ class Persister:
         *,
         writing: CheckpointWriting,
         rate_bytes_s: float | None,
-        clock: Clock,
-        feed: Callable[[Event], None],
-        stamp: Callable[[], dict[str, Any]],
+        driver: Driver,
         report_corruption: Callable[[str, int], ReportCorruption],
         description_timeout_s: float = 60.0,
     ) -> None:
@@ -67,8 +64,8 @@ class Persister:
         :param description_timeout_s: longest time for which layer 0 waits for the description of its model.
             A daemon that has restarted holds snapshots before its trainer has built the model.
         """
-        self._writing, self._rate_bytes_s, self._clock = writing, rate_bytes_s, clock
-        self._feed, self._stamp, self._report_corruption = feed, stamp, report_corruption
+        self._writing, self._rate_bytes_s = writing, rate_bytes_s
+        self._driver, self._report_corruption = driver, report_corruption
         self._order: Persist | None = None
         self._flow = RateLimiter()
         self._description: tuple[str, bytes] = ("", b"")
@@ -120,7 +117,7 @@ class Persister:
 
     async def _work(self, order: Persist, flow: RateLimiter) -> None:
         description = await self._description_for(order)
-        began = self._clock.monotonic_s()
+        began = self._driver.now()
         try:
             layers = await self._writing.write(
                 order,
@@ -135,7 +132,7 @@ class Persister:
         ) as error:  # Whatever it is, the coordinator waits for an answer, and training goes on.
             self._fail(order, f"{type(error).__name__}: {error}")
         else:
-            took_s = round(self._clock.monotonic_s() - began, 3)
+            took_s = round(self._driver.now() - began, 3)
             size_bytes = sum(layer.size_bytes for layer in layers)
             log.info(
                 "persisted", attempt=order.attempt, layers=len(layers), size_bytes=size_bytes, took_s=took_s
@@ -147,7 +144,7 @@ class Persister:
                 layers=tuple(layers),
                 took_s=took_s,
             )
-            self._feed(PersistEnded(**self._stamp(), answer=written))
+            self._driver.feed(PersistEnded(**self._driver.stamp(), answer=written))
 
     async def _description_for(self, order: Persist) -> bytes:
         """Return the description of the order's model, or nothing if it is not needed or does not arrive."""
@@ -173,7 +170,7 @@ class Persister:
         failed = PersistFailed(
             job_id=order.job_id, attempt=order.attempt, step=order.record.step, detail=detail
         )
-        self._feed(PersistEnded(**self._stamp(), answer=failed))
+        self._driver.feed(PersistEnded(**self._driver.stamp(), answer=failed))
 
 
 class CheckpointWriter:

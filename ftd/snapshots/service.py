@@ -6,14 +6,13 @@ provides the arenas of the job, lets other nodes read them, stages layers for a 
 """
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from ftd.config.daemon import DaemonConfig
-from ftd.driver import Clock
+from ftd.driver import Driver
 from ftd.errors import PeerError
 from ftd.snapshots.persist import Persister
 from ftd.snapshots.ports import SnapshotStorage, TrainerControl
@@ -31,7 +30,6 @@ from statemachine.agent.events import (
     SnapshotsFound,
 )
 from statemachine.effects import SendSnapshotCopy
-from statemachine.events import Event
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.values import Job, Restore
 from storage.codes import has_buddy
@@ -47,22 +45,17 @@ class SnapshotService:
         config: DaemonConfig,
         storage: SnapshotStorage,
         *,
-        clock: Clock,
-        feed: Callable[[Event], None],
-        stamp: Callable[[], dict[str, Any]],
+        driver: Driver,
         publish_event: PublishEvent,
         trainers: TrainerControl,
     ) -> None:
-        """:param stamp: returns the fields ``at`` and ``cause`` of an event."""
-        self.storage, self._node, self._clock = storage, config.node, clock
-        self._feed, self._stamp, self._publish_event = feed, stamp, publish_event
+        self.storage, self._node = storage, config.node
+        self._driver, self._publish_event = driver, publish_event
         storage.connect(trainers, self._feed_copies)
         self.persister = Persister(
             writing=storage.checkpoints,
             rate_bytes_s=config.checkpoint_rate_bytes_s,
-            clock=clock,
-            feed=feed,
-            stamp=stamp,
+            driver=driver,
             report_corruption=self._corruption_reporter,
         )
         self._scrubber = Scrubber(
@@ -71,15 +64,13 @@ class SnapshotService:
             rate_bytes_s=config.scrub_rate_bytes_s,
             period_s=config.timing.scrub_s,
             publish_event=publish_event,
-            on_repaired=lambda step: feed(SnapshotRepaired(**stamp(), step=step)),
-            on_unrepairable=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
+            on_repaired=lambda step: driver.feed(SnapshotRepaired(**driver.stamp(), step=step)),
+            on_unrepairable=lambda step: driver.feed(SnapshotCorrupted(**driver.stamp(), step=step)),
         )
         self.stager = TrainerStaging(
             node=config.node,
             operations=storage.staging,
-            clock=clock,
-            feed=feed,
-            stamp=stamp,
+            driver=driver,
             report_corruption=self._corruption_reporter,
             # A shard that was decoded is repaired at once: it may be needed at the next failure.
             on_staged=lambda restore: self._scrubber.start(restore, at_once=True),
@@ -117,14 +108,14 @@ class SnapshotService:
 
     async def scan(self) -> None:
         """Feed ``SnapshotsFound``: what earlier daemons of this name left, read and verified."""
-        began = self._clock.monotonic_s()
+        began = self._driver.now()
         held, problems = await self.storage.scan()
         for problem in problems:
             self._report_corruption(self._node, problem)
         if held:
-            took_s = round(self._clock.monotonic_s() - began, 3)
+            took_s = round(self._driver.now() - began, 3)
             log.info("snapshots_found", snapshots=held, took_s=took_s)
-            self._feed(SnapshotsFound(**self._stamp(), snapshots=held))
+            self._driver.feed(SnapshotsFound(**self._driver.stamp(), snapshots=held))
 
     # --- a job's arenas --------------------------------------------------------------------------
 
@@ -185,7 +176,7 @@ class SnapshotService:
         self._sending = asyncio.ensure_future(self._send_copy(order))
 
     async def _send_copy(self, order: SendSnapshotCopy) -> None:
-        began = self._clock.monotonic_s()
+        began = self._driver.now()
         key: dict[str, Any] = {"generation": order.generation, "step": order.step}
         to = order.replica_peer.node
         try:
@@ -193,13 +184,15 @@ class SnapshotService:
         except (PeerError, OSError, ValueError) as error:
             detail = f"no copy at its replica peer {to}: {error}"
             log.warning("send_copy_failed", reason=detail, **key)
-            self._feed(SnapshotCopyFailed(**self._stamp(), failure=SnapshotFailed(**key, detail=detail)))
+            self._driver.feed(
+                SnapshotCopyFailed(**self._driver.stamp(), failure=SnapshotFailed(**key, detail=detail))
+            )
         else:
-            log.info("copy_sent", to=to, size_bytes=size, took_s=self._clock.monotonic_s() - began, **key)
-            self._feed(SnapshotCopyCommitted(**self._stamp(), **key, size_bytes=size))
+            log.info("copy_sent", to=to, size_bytes=size, took_s=self._driver.now() - began, **key)
+            self._driver.feed(SnapshotCopyCommitted(**self._driver.stamp(), **key, size_bytes=size))
 
     def _feed_copies(self) -> None:
-        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=self.storage.held_copies()))
+        self._driver.feed(SnapshotCopiesChanged(**self._driver.stamp(), snapshots=self.storage.held_copies()))
 
     def _corruption_reporter(self, job_id: str, step: int) -> ReportCorruption:
         return lambda node, part, detail: self._report_corruption(

@@ -12,11 +12,10 @@ import ssl
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from ftd.driver import Clock
+from ftd.driver import Driver
 from ftd.snapshots.persist import read_checkpoint
 from ftd.snapshots.ports import StagingOperations
 from ftd.snapshots.restoring.holders import ReportCorruption
@@ -26,7 +25,6 @@ from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from planner.values import Device, Plan
 from statemachine.agent.events import StagingFailed
-from statemachine.events import Event
 from statemachine.messages.cluster import RestoreFailed, Resume
 from statemachine.messages.trainer import StagingCorrupted
 from statemachine.messages.values import Restore
@@ -95,19 +93,12 @@ class TrainerStaging:
         *,
         node: str,
         operations: StagingOperations,
-        clock: Clock,
-        feed: Callable[[Event], None],
-        stamp: Callable[[], dict[str, Any]],
+        driver: Driver,
         report_corruption: Callable[[str, int], ReportCorruption],
         on_staged: Callable[[Restore], None],
     ) -> None:
-        self._node, self._operations, self._clock = node, operations, clock
-        self._feed, self._stamp, self._report_corruption, self._on_staged = (
-            feed,
-            stamp,
-            report_corruption,
-            on_staged,
-        )
+        self._node, self._operations, self._driver = node, operations, driver
+        self._report_corruption, self._on_staged = report_corruption, on_staged
         self._resume: Resume | None = None
         self._directory = Path()
         self._trainers: dict[int, _Trainer] = {}
@@ -201,7 +192,7 @@ class TrainerStaging:
         if before is not None:
             await before
         assert self._resume is not None, "the task is cancelled before the resume is dropped"
-        began, generation = self._clock.monotonic_s(), self._resume.generation
+        began, generation = self._driver.now(), self._resume.generation
         try:
             if not retry:
                 self._job = restore.job_id
@@ -232,7 +223,7 @@ class TrainerStaging:
                 layers=len(layers),
                 retry=retry,
                 **done,
-                took_s=round(self._clock.monotonic_s() - began, 3),
+                took_s=round(self._driver.now() - began, 3),
             )
 
     def _on_layer_staged(self, layer: int) -> None:
@@ -251,7 +242,7 @@ class TrainerStaging:
         log.warning("staging_failed", generation=generation, reason=detail, bad=bad)
         self._trainers.clear()
         failure = RestoreFailed(generation=generation, detail=detail, bad=bad, corrupt=corrupt)
-        self._feed(StagingFailed(**self._stamp(), failure=failure))
+        self._driver.feed(StagingFailed(**self._driver.stamp(), failure=failure))
 
 
 def layers_of(plan: Plan, node: str, device: int | None = None) -> tuple[int, ...]:

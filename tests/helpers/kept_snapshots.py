@@ -2,12 +2,13 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from ftd.snapshots.shards.copies import CopyStore
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
 from ftd.snapshots.shards.sources import SnapshotSource
+from statemachine.events import Event
 from statemachine.messages.values import HeldSnapshot, SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code
@@ -31,6 +33,11 @@ from storage.staged import read_staged
 TOKEN = bearer_token("sesame")
 JOB = "job-1"
 Bytes = NDArray[np.uint8]
+
+
+def recording_driver(take: Callable[[Event], None]) -> Any:
+    """Return the part of a ``Driver`` that snapshots use. It hands on what it is fed."""
+    return SimpleNamespace(feed=take, stamp=lambda: {"at": 1.0, "cause": "c"}, now=time.monotonic)
 
 
 @contextmanager

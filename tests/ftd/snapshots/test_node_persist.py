@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ftd.driver import SystemClock
 from ftd.snapshots.persist import CheckpointWriter, Persister, read_checkpoint
 from ftd.snapshots.restoring.restore import LayerRestoreError
 from ftd.snapshots.restoring.staging import StagingDirectory
@@ -33,6 +32,7 @@ from tests.helpers.kept_snapshots import (
     flip,
     make_layer,
     payload_of,
+    recording_driver,
     shared_directory,
     write_group,
 )
@@ -84,11 +84,9 @@ class Hosts:
     ) -> Persister:
         return Persister(
             writing=CheckpointWriter(node=node, arenas=NodeArenas(self.root / node, devices=1), token=TOKEN),
-            clock=SystemClock(),
             rate_bytes_s=rate_bytes_s,
             description_timeout_s=description_timeout_s,
-            feed=self.events.append,
-            stamp=lambda: {"at": 1.0, "cause": "c"},
+            driver=recording_driver(self.events.append),
             report_corruption=lambda job, step: lambda *report: self.reports.append(report),
         )
 

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from ftd.config.daemon import DaemonConfig, parse_daemon_config
-from ftd.driver import SystemClock
 from ftd.snapshots.restoring.staging import LocatedLayer, StagingDirectory
 from ftd.snapshots.service import SnapshotService
 from ftd.snapshots.shards.client import ShardClient
@@ -47,6 +46,7 @@ from tests.helpers.kept_snapshots import (
     held_keys,
     make_layer,
     payload_of,
+    recording_driver,
     shared_directory,
     write_group,
 )
@@ -68,9 +68,7 @@ class Daemon:
         self.snapshots = SnapshotService(
             self.config,
             LocalSnapshotStorage(self.config, "sesame", host="127.0.0.1"),
-            clock=SystemClock(),
-            feed=self.events.append,
-            stamp=lambda: {"at": 1.0, "cause": "c"},
+            driver=recording_driver(self.events.append),
             publish_event=lambda name, _reason, details: self.published.append((name, details)),
             trainers=self,
         )
