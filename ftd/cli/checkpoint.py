@@ -2,9 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,22 +21,10 @@ UrlArgument = Annotated[
 ]
 
 
-class Format(StrEnum):
-    """Output formats of ``export``."""
-
-    HUGGINGFACE = "huggingface"
-    TORCH = "torch"
-    SAFETENSORS = "safetensors"
-
-
-class Dtype(StrEnum):
-    """Types that ``export`` can convert to."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
+Format = Literal["huggingface", "torch", "safetensors"]
+"""Output formats of ``export``."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Types that ``export`` can convert to."""
 StepOption = Annotated[int | None, typer.Option(min=0, help="Use the checkpoint of this step.")]
 
 group = typer.Typer(
@@ -165,7 +152,6 @@ def export(
 
     _check_options(kind, dtype=dtype, max_shard_size=max_shard_size, files_from=files_from, merge=merge)
     _check_output(output, kind)
-    converted = dtype.value if dtype is not None else None
     shard_bytes = parse_size(
         DEFAULT_SHARD_SIZE if max_shard_size is None else max_shard_size, "--max-shard-size"
     )
@@ -173,15 +159,15 @@ def export(
         checkpoint = _store(url).open(step)
         try:
             match kind:
-                case Format.SAFETENSORS:
-                    done = export_safetensors(checkpoint, output, converted)
-                case Format.TORCH:
+                case "safetensors":
+                    done = export_safetensors(checkpoint, output, dtype)
+                case "torch":
                     done = export_torch(checkpoint, output)
-                case Format.HUGGINGFACE:
+                case "huggingface":
                     done = export_to_huggingface(
                         checkpoint,
                         output,
-                        dtype=converted,
+                        dtype=dtype,
                         max_shard_bytes=shard_bytes,
                         files_from=files_from,
                         merge=merge,
@@ -193,7 +179,7 @@ def export(
     document = {
         "schema": SCHEMA_VERSION,
         "step": checkpoint.manifest.step,
-        "format": kind.value,
+        "format": kind,
         "output": str(output),
         "tensors": done.tensors,
         "size_bytes": done.size_bytes,
@@ -267,11 +253,11 @@ def _check_options(
         ("--files-from", files_from is not None),
         ("--merge", merge),
     ):
-        if given and kind is not Format.HUGGINGFACE:
+        if given and kind != "huggingface":
             raise ConfigurationError(
-                f"it does not apply to --format {kind.value}", field=option, remedy=f"leave out {option}"
+                f"it does not apply to --format {kind}", field=option, remedy=f"leave out {option}"
             )
-    if dtype is not None and kind is Format.TORCH:
+    if dtype is not None and kind == "torch":
         raise ConfigurationError(
             "--format torch keeps the exact numbers of the checkpoint, to continue training from them",
             field="--dtype",
@@ -292,9 +278,9 @@ def _check_output(path: Path, kind: Format) -> None:
     """
     from ftd.observe.view.files import require_directory
 
-    if kind is Format.SAFETENSORS and path.is_dir():
+    if kind == "safetensors" and path.is_dir():
         raise ConfigurationError(f"{path} is a directory", field="OUTPUT", remedy="name a file in it")
-    if kind is not Format.SAFETENSORS and path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if kind != "safetensors" and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(
             f"{path} already exists", field="OUTPUT", remedy="name a new or an empty directory"
         )
@@ -304,7 +290,7 @@ def _check_output(path: Path, kind: Format) -> None:
             field="OUTPUT",
             remedy="name a new directory",
         )
-    if kind is not Format.SAFETENSORS and (path.is_symlink() or path.is_mount()):
+    if kind != "safetensors" and (path.is_symlink() or path.is_mount()):
         raise ConfigurationError(
             f"{path} is a link or a mount point, which cannot be replaced",
             field="OUTPUT",
