@@ -19,8 +19,6 @@ DEFAULT_SHARD_SIZE = "5GB"
 UrlArgument = Annotated[
     str, typer.Argument(help="Directory of the checkpoints or a URL such as s3://bucket/gpt.", metavar="URL")
 ]
-
-
 Format = Literal["huggingface", "torch", "safetensors"]
 """Output formats of ``export``."""
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftd.cli.options import run_until_signal, silence_logs, text_console
+from ftd.cli.options import run_until_signal, text_console
 
 PLAIN_COLUMNS = 110
 """Width of output to a file or a pipe, which has no terminal width."""
@@ -53,7 +53,6 @@ def local(
     """
     from ftd.local.run import LocalOptions, run_local
 
-    silence_logs()
     console = text_console()
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS

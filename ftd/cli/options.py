@@ -213,6 +213,7 @@ def run_until_signal(work: Coroutine[Any, Any, T], report: Callable[[str], None]
             report("stopped: all processes have ended, and temporary files are removed")
             raise typer.Exit(128 + caught[0]) from None
 
+    silence_logs()
     return uvloop.run(run())
 
 

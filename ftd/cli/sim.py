@@ -216,7 +216,3 @@ def _many(seeds: range, *, triggered: bool, as_json: bool) -> bool:
             f"{f'{len(broken)} broke an invariant' if broken else 'every invariant held'}"
         )
     return bool(broken)
-
-
-if __name__ == "__main__":
-    typer.run(sim)

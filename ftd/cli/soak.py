@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftd.cli.options import JsonOption, run_until_signal, silence_logs
+from ftd.cli.options import JsonOption, run_until_signal
 
 
 def soak(
@@ -75,7 +75,6 @@ def soak(
     from ftd.observe.view.files import require_format, write_file
     from ftd.transport.wire.public import encode_document
 
-    silence_logs()
     if plot is not None:
         require_format(plot, FORMATS, "--plot")
     require_writable(report)
