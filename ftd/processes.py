@@ -34,12 +34,17 @@ def signal_group(pid: int, signal_number: int) -> None:
 
 def is_alive(pid: int) -> bool:
     """Return whether the process exists and is not a zombie."""
+    return start_time(pid) is not None
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot, or None if it has ended (proc(5), ``stat``)."""
     try:
         # A name that was cut in the middle of a character is not valid UTF-8.
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return False
-    return state not in ("Z", "X")
+        return None
+    return None if state in "ZX" else int(fields[18])
 
 
 def read_tail(path: Path, size_bytes: int = 8192) -> str:

@@ -21,6 +21,7 @@ import msgspec
 from ftd.config.daemon import load_daemon_config
 from ftd.config.validation import require_name
 from ftd.errors import ConfigurationError
+from ftd.processes import start_time
 from ftd.transport.address import (
     DEFAULT_CLUSTER,
     BrokerAddress,
@@ -96,7 +97,7 @@ def register_cluster(name: str | None, job: Path) -> Iterator[LocalClusterRecord
             name = DEFAULT_CLUSTER if number == 1 else f"{DEFAULT_CLUSTER}-{number}"
             number += 1
         content = LocalClusterRecord(
-            cluster=name, job=str(job), pid=os.getpid(), started=_start_time(os.getpid()) or 0
+            cluster=name, job=str(job), pid=os.getpid(), started=start_time(os.getpid()) or 0
         )
         _write(content)
     try:
@@ -121,21 +122,11 @@ def _running(*, remove: bool = False) -> list[LocalClusterRecord]:
             cluster = msgspec.json.decode(path.read_bytes(), type=LocalClusterRecord)
         except (OSError, msgspec.DecodeError):
             cluster = None
-        if cluster is not None and _start_time(cluster.pid) == cluster.started:
+        if cluster is not None and start_time(cluster.pid) == cluster.started:
             found.append(cluster)
         elif remove:
             path.unlink(missing_ok=True)
     return sorted(found, key=lambda cluster: cluster.cluster)
-
-
-def _start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot, or None if it has ended (proc(5), ``stat``)."""
-    try:
-        # A name that was cut in the middle of a character is not valid UTF-8.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else int(fields[18])
 
 
 def _file(name: str) -> Path:

@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 
 from ftd import processes
-from ftd.config.clusters import _start_time
-from ftd.processes import descendant_pids, is_alive, prepare_compile_cache, trainer_environment
+from ftd.processes import (
+    descendant_pids,
+    is_alive,
+    prepare_compile_cache,
+    start_time,
+    trainer_environment,
+)
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.codec import decode_from_node, encode_to_nodes
 from ftd.transport.wire.topics import Topics
@@ -150,7 +155,7 @@ def test_a_process_whose_name_was_cut_in_a_character_is_seen() -> None:
     name.write_bytes(b"\xd0")
     try:
         assert is_alive(os.getpid())
-        assert _start_time(os.getpid()) is not None
+        assert start_time(os.getpid()) is not None
     finally:
         name.write_bytes(before)
 
