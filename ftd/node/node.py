@@ -72,14 +72,11 @@ class Node:
         self.machine = AgentMachine(config.node, config.timing)
         self.driver = Driver(self.machine, self._perform, watch, clock=ports.clock, suffix=cause_suffix)
         self.supervisor = TrainerSupervisor(
-            devices=config.devices,
-            host=ports.processes,
-            processes=ports.trainers,
+            config,
+            ports,
             feed=self._on_trainer,
             stamp=self.driver.stamp,
             on_side_report=self._on_side_report,
-            test_limit_s=config.hardware.health.limit_s,
-            test_links=ports.snapshots.check_links,
         )
         self.snapshots = SnapshotService(
             config,

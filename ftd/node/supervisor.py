@@ -15,8 +15,9 @@ from typing import Any
 
 import structlog
 
-from ftd.node.health import HealthChecker, LinkTests
-from ftd.node.ports import HostProcesses, TrainerConnection, TrainerProcess, TrainerProcesses
+from ftd.config.daemon import DaemonConfig
+from ftd.node.health import HealthChecker
+from ftd.node.ports import Ports, TrainerConnection, TrainerProcess
 from ftd.tasks import cancel_all, start_task
 from ftd.transport.wire.profiles import problem_of_profile
 from planner.values import ModelProfile
@@ -45,43 +46,36 @@ _CAUSES: dict[str, FailureCause] = {"prepare": "unprepared", "restore": "foreign
 class TrainerSupervisor:
     """The supervisor of this node's trainers: it starts them, sends them frames and ends them.
 
-    :param host: the processes of this host.
-    :param processes: the zygote and the trainers.
     :param feed: receives every event, in the order in which things happened.
     :param stamp: returns the fields ``at`` and ``cause`` of an event that nobody asked for.
     :param on_side_report: receives the reports that are not for the machine.
-    :param test_limit_s: time after which the test of a device is ended.
-    :param test_links: tests the links to peers.
     """
 
     def __init__(
         self,
+        config: DaemonConfig,
+        ports: Ports,
         *,
-        devices: int,
-        host: HostProcesses,
-        processes: TrainerProcesses,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         on_side_report: Callable[[int, protocol.DaemonReport], None],
-        test_limit_s: float,
-        test_links: LinkTests,
     ) -> None:
-        self._host, self._processes = host, processes
+        self._host, self._processes = ports.processes, ports.trainers
         self._feed, self._stamp = feed, stamp
         self._on_side_report = on_side_report
         self._current: dict[int, TrainerProcess] = {}
-        self._unforked: dict[int, list[TrainerProcess]] = {device: [] for device in range(devices)}
+        self._unforked: dict[int, list[TrainerProcess]] = {device: [] for device in range(config.devices)}
         self._by_pid: dict[int, TrainerProcess] = {}
         self._fork_notices: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._closing = False
         self.health = HealthChecker(
-            devices=devices,
-            host=host,
-            test_device=processes.test_device,
-            limit_s=test_limit_s,
-            test_links=test_links,
+            devices=config.devices,
+            host=ports.processes,
+            test_device=ports.trainers.test_device,
+            limit_s=config.hardware.health.limit_s,
+            test_links=ports.snapshots.check_links,
             on_checked=lambda report: feed(HealthCheckEnded(**stamp(), report=report)),
         )
         """Health checks, whose processes the same zygote forks."""

@@ -7,6 +7,8 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -18,6 +20,7 @@ from ftd.processes import is_alive
 from runtime.wire.zygote_protocol import DeviceCheckBegan, DeviceChecked
 from statemachine.agent.events import HealthCheckEnded
 from statemachine.events import Event
+from statemachine.hardware import HardwareLimits, HealthLimits
 from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, PlantedFault, ReplicaPeer
 
 pytestmark = pytest.mark.processes
@@ -63,15 +66,16 @@ def run(test: Callable[[Checks], Awaitable[None]], limit_s: float = 30.0) -> Non
         # The path of a unix socket must be short.
         with tempfile.TemporaryDirectory(prefix="ftd-test-") as directory:
             processes = ZygoteTrainers(directory=Path(directory), environment=lambda device: {})
+            limits = HardwareLimits(health=HealthLimits(limit_s=limit_s))
+            config: Any = SimpleNamespace(devices=2, hardware=limits)
+            memory = SimpleNamespace(check_links=AsyncMock(return_value=()))
+            ports: Any = SimpleNamespace(processes=LocalProcesses(), trainers=processes, snapshots=memory)
             supervisor = TrainerSupervisor(
-                devices=2,
-                host=LocalProcesses(),
-                processes=processes,
+                config,
+                ports,
                 feed=feed,
                 stamp=lambda: {"at": time.monotonic(), "cause": "test"},
                 on_side_report=lambda device, frame: None,
-                test_limit_s=limit_s,
-                test_links=AsyncMock(return_value=()),
             )
             await supervisor.start()
             try:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 from unittest.mock import AsyncMock
 
@@ -30,6 +31,7 @@ from statemachine.agent.events import (
     TrainerReported,
 )
 from statemachine.events import Event
+from statemachine.hardware import DEFAULT_LIMITS
 from statemachine.messages import trainer as protocol
 from statemachine.messages.common import (
     Finished,
@@ -56,15 +58,15 @@ def short_directory() -> Iterator[Path]:
 def supervisor_of(
     processes: ZygoteTrainers, devices: int, feed: Callable[[Event], None]
 ) -> TrainerSupervisor:
+    config: Any = SimpleNamespace(devices=devices, hardware=DEFAULT_LIMITS)
+    memory = SimpleNamespace(check_links=AsyncMock(return_value=()))
+    ports: Any = SimpleNamespace(processes=LocalProcesses(), trainers=processes, snapshots=memory)
     return TrainerSupervisor(
-        devices=devices,
-        host=LocalProcesses(),
-        processes=processes,
+        config,
+        ports,
         feed=feed,
         stamp=lambda: {"at": time.monotonic(), "cause": "test"},
         on_side_report=lambda device, frame: None,
-        test_limit_s=30.0,
-        test_links=AsyncMock(return_value=()),
     )
 
 
@@ -351,16 +353,20 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
     program = tmp_path / "daemon.py"
     program.write_text(
         "import asyncio, pathlib, sys\n"
+        "from types import SimpleNamespace\n"
         "from ftd.node.supervisor import TrainerSupervisor\n"
         "from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers\n"
         "from statemachine.agent.events import TrainerConnected\n"
+        "from statemachine.hardware import DEFAULT_LIMITS\n"
         "async def main(directory):\n"
         "    def feed(event):\n"
         "        if isinstance(event, TrainerConnected):\n"
         "            print('pids', event.pid, processes.zygote_pid, flush=True)\n"
         "    processes = ZygoteTrainers(directory=directory, environment=lambda device: {})\n"
-        "    supervisor = TrainerSupervisor(devices=1, host=LocalProcesses(), processes=processes, feed=feed,\n"
-        "        stamp=lambda: {'at': 0.0, 'cause': 'test'}, on_side_report=print, test_limit_s=30, test_links=print)\n"
+        "    ports = SimpleNamespace(processes=LocalProcesses(), trainers=processes,\n"
+        "        snapshots=SimpleNamespace(check_links=print))\n"
+        "    supervisor = TrainerSupervisor(SimpleNamespace(devices=1, hardware=DEFAULT_LIMITS), ports,\n"
+        "        feed=feed, stamp=lambda: {'at': 0.0, 'cause': 'test'}, on_side_report=print)\n"
         "    await supervisor.start()\n"
         "    supervisor.start_trainer(0)\n"
         "    await asyncio.sleep(1000)\n"
