@@ -6,12 +6,13 @@ that does not end is killed, and counts as failed. One check runs at a time; the
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
-from ftd.node.ports import HostProcesses
+from ftd.config.daemon import DaemonConfig
+from ftd.node.ports import Ports
 from runtime.wire import zygote_protocol
 from statemachine.messages.values import (
     DeviceHealth,
@@ -22,8 +23,6 @@ from statemachine.messages.values import (
 )
 
 log = structlog.get_logger("ftd.node")
-
-LinkTests = Callable[[Sequence[ReplicaPeer]], Awaitable[tuple[LinkHealth, ...]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,29 +40,14 @@ class _Check:
 class HealthChecker:
     """The health checks of this node, one at a time.
 
-    :param devices: number of devices.
-    :param host: the processes of this host.
-    :param test_device: starts the test of a device as a part of the check with this number, with a planted fault.
-    :param limit_s: time after which a test that has not ended is killed.
-    :param test_links: tests the links to peers; it must be bounded in time.
     :param on_checked: receives the result.
     """
 
     def __init__(
-        self,
-        *,
-        devices: int,
-        host: HostProcesses,
-        test_device: Callable[[int, int, PlantedFault], None],
-        limit_s: float,
-        test_links: LinkTests,
-        on_checked: Callable[[HealthReport], None],
+        self, config: DaemonConfig, ports: Ports, *, on_checked: Callable[[HealthReport], None]
     ) -> None:
-        self._devices = devices
-        self._host = host
-        self._test_device = test_device
-        self._limit_s = limit_s
-        self._test_links = test_links
+        self._devices, self._limit_s = config.devices, config.hardware.health.limit_s
+        self._host, self._trainers, self._snapshots = ports.processes, ports.trainers, ports.snapshots
         self._on_checked = on_checked
         self._check: _Check | None = None
         self._ended: set[int] = set()
@@ -82,7 +66,7 @@ class HealthChecker:
         self.stop()
         check = self._check = _Check(number)
         if peers:
-            check.links = asyncio.ensure_future(self._test_links(peers))
+            check.links = asyncio.ensure_future(self._snapshots.check_links(peers))
             check.links.add_done_callback(lambda _: self._finish(check))
         for device in range(self._devices):
             self._test(number, device)
@@ -102,7 +86,8 @@ class HealthChecker:
 
     def _test(self, number: int, device: int) -> None:
         fault, until = self._planted.get(device, ("", 0.0))
-        self._test_device(number, device, fault if asyncio.get_running_loop().time() < until else "")
+        planted = fault if asyncio.get_running_loop().time() < until else ""
+        self._trainers.test_device(number, device, planted)
 
     # --- notices of the zygote -----------------------------------------------------------------------
 

@@ -71,11 +71,8 @@ class TrainerSupervisor:
         self._ending: set[asyncio.Task[None]] = set()
         self._closing = False
         self.health = HealthChecker(
-            devices=config.devices,
-            host=ports.processes,
-            test_device=ports.trainers.test_device,
-            limit_s=config.hardware.health.limit_s,
-            test_links=ports.snapshots.check_links,
+            config,
+            ports,
             on_checked=lambda report: feed(HealthCheckEnded(**stamp(), report=report)),
         )
         """Health checks, whose processes the same zygote forks."""

@@ -173,10 +173,13 @@ def test_links_are_tested_in_parallel_and_the_result_waits_for_them() -> None:
             await arrived.wait()
             return tuple(LinkHealth(node=peer.node, latency_ms=1.0, mb_s=2.0) for peer in peers)
 
-        checker = HealthChecker(
-            devices=1, host=LocalProcesses(), test_device=lambda *test: tests.append(test), limit_s=1.0,
-            test_links=links, on_checked=results.append,
-        )  # fmt: skip
+        config: Any = SimpleNamespace(devices=1, hardware=HardwareLimits(health=HealthLimits(limit_s=1.0)))
+        ports: Any = SimpleNamespace(
+            processes=LocalProcesses(),
+            trainers=SimpleNamespace(test_device=lambda *test: tests.append(test)),
+            snapshots=SimpleNamespace(check_links=links),
+        )
+        checker = HealthChecker(config, ports, on_checked=results.append)
         checker.start(5, [ReplicaPeer(node="b", address="b:1")])
         checker.on_began(DeviceCheckBegan(number=5, device=0, pid=1 << 30))
         checker.on_completed(DeviceChecked(number=4, result=DeviceHealth(device=0)))
