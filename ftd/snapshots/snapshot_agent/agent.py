@@ -70,7 +70,6 @@ class SnapshotAgent:
 
     def __init__(
         self,
-        root: Path,
         arenas: NodeArenas,
         client: PeerAgentClient,
         *,
@@ -78,7 +77,7 @@ class SnapshotAgent:
         peers: tuple[str, ...],
         rate_bytes_s: float | None,
     ) -> None:
-        self.root, self.address = root, address
+        self.root, self.address = arenas.root, address
         self._arenas, self._client, self._peers = arenas, client, peers
         self._rate_bytes_s = rate_bytes_s
         self.phases: dict[ProtectionPhase, Callable[[ProtectRequest], Awaitable[None]]] = {

@@ -49,10 +49,10 @@ class SnapshotAgentDaemon:
         """:raises ConfigurationError: the configuration has no shared secret."""
         self._config = config
         self._token = bearer_token(config.require_secret())
-        self._root = config.snapshot_dir.with_name(f"{config.snapshot_dir.name}.scripts")
+        root = config.snapshot_dir.with_name(f"{config.snapshot_dir.name}.scripts")
         self._socket = config.snapshot_dir.parent / SOCKET
         self._arenas = NodeArenas(
-            self._root, devices=1, limit_bytes=config.snapshot_limit_bytes, names=(ARENA_NAMES,)
+            root, devices=1, limit_bytes=config.snapshot_limit_bytes, names=(ARENA_NAMES,)
         )
 
     async def run(self) -> int:
@@ -66,7 +66,7 @@ class SnapshotAgentDaemon:
         self._arenas.open()
         if not self._arenas.acquire():
             raise ConfigurationError(
-                f"another daemon of this name uses {self._root}",
+                f"another daemon of this name uses {self._arenas.root}",
                 field="node.name",
                 remedy="give each daemon of a host a name and a snapshot_dir of its own",
             )
@@ -86,18 +86,17 @@ class SnapshotAgentDaemon:
             self._info = SnapshotAgentInfo(
                 node=self._config.node,
                 address=f"{self._config.host}:{server.port}",
-                directory=str(self._root),
+                directory=str(self._arenas.root),
                 peers=self._config.snapshot_peers,
             )
             self._agent = SnapshotAgent(
-                self._root,
                 self._arenas,
                 client,
                 address=self._info.address,
                 peers=self._config.snapshot_peers,
                 rate_bytes_s=self._config.snapshot_rate_bytes_s,
             )
-            self._fetcher = SnapshotFetcher(self._root, self._arenas, client, address=self._info.address)
+            self._fetcher = SnapshotFetcher(self._arenas, client, address=self._info.address)
             stack.push_async_callback(self._agent.close)
             await self._listen_to_scripts(stack)
             self._agent.resume()

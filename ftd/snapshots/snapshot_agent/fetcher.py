@@ -42,8 +42,8 @@ class SnapshotFetcher:
     step is protected.
     """
 
-    def __init__(self, root: Path, arenas: NodeArenas, client: PeerAgentClient, *, address: str) -> None:
-        self._root, self._arenas, self._client, self._address = root, arenas, client, address
+    def __init__(self, arenas: NodeArenas, client: PeerAgentClient, *, address: str) -> None:
+        self._arenas, self._client, self._address = arenas, client, address
         self._busy: dict[Path, asyncio.Lock] = {}
 
     async def fetch(self, wanted: FetchRequest) -> FetchResult:
@@ -51,7 +51,7 @@ class SnapshotFetcher:
 
         :raises PeerError: something is missing; the message says what.
         """
-        job = self._root / wanted.job
+        job = self._arenas.root / wanted.job
         directory = job / f"fetched-{wanted.generation}-{wanted.step}"
         try:
             job.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -55,9 +55,9 @@ class AgentHost(AbstractAsyncContextManager["AgentHost"]):
         self.client = await PeerAgentClient(TOKEN).__aenter__()
         self.address = f"127.0.0.1:{self.server.port}"
         self.agent = SnapshotAgent(
-            self.root, self.arenas, self.client, address=self.address, peers=(), rate_bytes_s=None
+            self.arenas, self.client, address=self.address, peers=(), rate_bytes_s=None
         )
-        self.fetcher = SnapshotFetcher(self.root, self.arenas, self.client, address=self.address)
+        self.fetcher = SnapshotFetcher(self.arenas, self.client, address=self.address)
         return self
 
     async def __aexit__(

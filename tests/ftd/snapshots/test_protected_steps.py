@@ -38,7 +38,7 @@ async def protect(root: Path, steps: tuple[int, ...]) -> None:
     rank.mkdir(parents=True)
     arenas = NodeArenas(root, devices=1, names=(ARENA_NAMES,))
     async with PeerAgentClient("token") as client, asyncio.timeout(5):
-        agent = SnapshotAgent(root, arenas, client, address=ADDRESS, peers=(), rate_bytes_s=None)
+        agent = SnapshotAgent(arenas, client, address=ADDRESS, peers=(), rate_bytes_s=None)
         agent.begin(RUN)
         try:
             for step in steps:
