@@ -67,7 +67,7 @@ class NodeDaemon:
                     environment=self._trainer_environment,
                     preload=config.preload,
                 ),
-                snapshots=LocalSnapshotStorage(config, self._secret, host=config.listening_host),
+                snapshots=LocalSnapshotStorage(config),
                 facts=self._facts,
                 observer=NodeObserver(
                     on_event=self._metrics.count_own_event,
@@ -77,7 +77,7 @@ class NodeDaemon:
             ),
             watch=self._metrics.observe,
         )
-        self._starvation = StarvationMonitor(node.supervisor.pids, node.driver.feed, node.driver.stamp)
+        self._starvation = StarvationMonitor(node.supervisor.pids, node.driver)
         self._signals = 0
 
     async def run(self) -> int:

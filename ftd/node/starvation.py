@@ -12,8 +12,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
+from ftd.driver import Driver
 from statemachine.agent.events import TrainerStarved
 
 PERIOD_S = 0.05
@@ -34,16 +34,9 @@ def read_scheduling_delays(pid: int) -> dict[int, float]:
 class StarvationMonitor:
     """A monitor that reports for each silent trainer how long it could not run since the last report."""
 
-    def __init__(
-        self,
-        pids: Callable[[int], Iterable[int]],
-        feed: Callable[[TrainerStarved], None],
-        stamp: Callable[[], dict[str, Any]],
-    ) -> None:
-        """:param pids: returns the processes of a device's trainer.
-        :param stamp: returns the fields that every event has.
-        """
-        self._pids, self._feed, self._stamp = pids, feed, stamp
+    def __init__(self, pids: Callable[[int], Iterable[int]], driver: Driver) -> None:
+        """:param pids: returns the processes of a device's trainer."""
+        self._pids, self._driver = pids, driver
         self._heartbeat_at: dict[int, float] = {}
         self._delays: dict[int, dict[int, float]] = {}
 
@@ -69,4 +62,4 @@ class StarvationMonitor:
         if before is not None:
             longest_s = max((s - before.get(thread, s) for thread, s in delays.items()), default=0.0)
             if longest_s > 0:
-                self._feed(TrainerStarved(**self._stamp(), device=device, for_s=longest_s))
+                self._driver.feed(TrainerStarved(**self._driver.stamp(), device=device, for_s=longest_s))

@@ -30,10 +30,10 @@ from statemachine.messages.values import HeldSnapshot, LinkHealth, ReplicaPeer, 
 class LocalSnapshotStorage:
     """The memory of this host (``ftd.snapshots.ports.SnapshotStorage``)."""
 
-    def __init__(self, config: DaemonConfig, secret: str, *, host: str) -> None:
-        """:param host: address to listen on."""
+    def __init__(self, config: DaemonConfig) -> None:
+        """:raises ConfigurationError: the configuration has no shared secret."""
         self._node, self._configured_port = config.node, config.snapshot_port
-        self._token = bearer_token(secret)
+        self._token = bearer_token(config.require_secret())
         tls = config.snapshot_tls
         self._tls = tls.client_context() if tls is not None else None
         self._arenas = arenas = NodeArenas(
@@ -50,7 +50,7 @@ class LocalSnapshotStorage:
         self._server = ShardServer(
             arenas,
             self._token,
-            host=host,
+            host=config.listening_host,
             port=config.snapshot_port,
             rate_bytes_s=config.snapshot_rate_bytes_s,
             copies=copies,

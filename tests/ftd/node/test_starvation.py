@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ async def reported_delay(pid: int, enough: float, limit_s: float) -> float:
     ``patience_s``.
     """
     reported: list[float] = []
-    monitor = StarvationMonitor(lambda device: [pid], lambda event: reported.append(event.for_s), stamp)
+    driver: Any = SimpleNamespace(feed=lambda event: reported.append(event.for_s), stamp=stamp)
+    monitor = StarvationMonitor(lambda device: [pid], driver)
     monitor.record_heartbeat(0, time.monotonic())
     task = asyncio.ensure_future(monitor.run())
     deadline = time.monotonic() + limit_s
@@ -80,9 +82,8 @@ def test_trainers_with_heartbeats_are_not_read_and_a_missing_process_is_no_error
     reported: list[tuple[int, float]] = []
 
     async def scene() -> None:
-        monitor = StarvationMonitor(
-            lambda device: [device], lambda e: reported.append((e.device, e.for_s)), stamp
-        )
+        driver: Any = SimpleNamespace(feed=lambda e: reported.append((e.device, e.for_s)), stamp=stamp)
+        monitor = StarvationMonitor(lambda device: [device], driver)
         monitor.record_heartbeat(7, time.monotonic() + 3600.0)
         monitor.record_heartbeat(8, time.monotonic() - 3600.0)
         task = asyncio.ensure_future(monitor.run())

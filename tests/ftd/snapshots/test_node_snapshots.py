@@ -67,7 +67,7 @@ class Daemon:
         )
         self.snapshots = SnapshotService(
             self.config,
-            LocalSnapshotStorage(self.config, "sesame", host="127.0.0.1"),
+            LocalSnapshotStorage(self.config),
             driver=recording_driver(self.events.append),
             publish_event=lambda name, _reason, details: self.published.append((name, details)),
             trainers=self,
