@@ -172,7 +172,7 @@ def test_staged_layers_that_serve_a_second_generation_are_found(monkeypatch: pyt
 def test_a_copy_that_counts_although_it_was_not_sent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def send(self: SnapshotService, order: SendSnapshotCopy) -> None:
         ids: dict[str, Any] = {"generation": order.generation, "step": order.step}
-        self._feed(SnapshotCopyCommitted(**self._stamp(), **ids, size_bytes=0))
+        self._driver.feed(SnapshotCopyCommitted(**self._driver.stamp(), **ids, size_bytes=0))
 
     monkeypatch.setattr(SnapshotService, "_send_copy", send)
     found("has no copy of", overrides=SeedOverrides(protection="aec+buddy", zero1=False))
