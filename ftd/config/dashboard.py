@@ -14,7 +14,8 @@ from ftd.transport.address import is_host
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9650
 MIN_TOKEN_LENGTH = 16
 """Characters of a token that cannot be guessed."""
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
+TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
+"""Characters that an HTTP header may have after ``Bearer`` (RFC 6750)."""
 _LISTEN = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]\s]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
@@ -86,7 +87,7 @@ def _token(table: DashboardTable, directory: Path) -> tuple[str | None, str]:
     token, field = secret_or_file(table.token, table.token_file, "dashboard.token", directory)
     if token is None:
         return None, "dashboard.token_file"
-    if len(token) < MIN_TOKEN_LENGTH or not _TOKEN.fullmatch(token):
+    if len(token) < MIN_TOKEN_LENGTH or not TOKEN.fullmatch(token):
         raise ConfigurationError(
             f"the token must have at least {MIN_TOKEN_LENGTH} characters, all of A-Z a-z 0-9 . _ ~ + / = -",
             field=field,

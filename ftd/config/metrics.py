@@ -1,16 +1,13 @@
 """Checks where a daemon serves ``/metrics``, and who may read it."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftd.config.dashboard import is_loopback
+from ftd.config.dashboard import TOKEN, is_loopback
 from ftd.config.secrets import read_secret
 from ftd.errors import ConfigurationError, IncompleteError
 
 LOOPBACK = "127.0.0.1"
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
-"""Characters that an HTTP header may have after ``Bearer`` (RFC 6750)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ def metrics_address(
             remedy=f'name a file with a bearer token, or remove metrics_host (default "{LOOPBACK}")',
         )
     token = None if token_file is None else read_secret(directory / token_file, field)
-    if token is not None and not _TOKEN.fullmatch(token):
+    if token is not None and not TOKEN.fullmatch(token):
         raise ConfigurationError(
             "the token has characters that are not allowed in a bearer token",
             field=field,
