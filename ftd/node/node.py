@@ -88,9 +88,7 @@ class Node:
         self.chaos = NodeFaultInjector(
             config, ports, actions=self, supervisor=self.supervisor, memory=self.snapshots
         )
-        self._traces = TraceService(
-            node=config.node, devices=config.devices, send=self.supervisor.send, answer=self.send_answer
-        )
+        self._traces = TraceService(config, send=self.supervisor.send, answer=self.send_answer)
         self._handlers: dict[str, Callable[[bytes, bool], None]] = {
             topics.node_command(self._node): self._on_command_to_this_node,
             topics.command: self._on_command_to_several,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from ftd.config.daemon import DaemonConfig
 from ftd.transport.wire.public import Answer, TraceData, TraceRequest, decode_json
 from planner.reasons import count_noun
 from runtime.monitoring.tracing import MAX_STEPS
@@ -36,16 +37,13 @@ class TraceService:
 
     def __init__(
         self,
+        config: DaemonConfig,
         *,
-        node: str,
-        devices: int,
         send: Callable[[int, Trace], bool],
         answer: Callable[[str, Answer], None],
     ) -> None:
-        self._node = node
-        self._devices = devices
-        self._send = send
-        self._answer = answer
+        self._node, self._devices = config.node, config.devices
+        self._send, self._answer = send, answer
         self._waiting: dict[str, tuple[TraceRequest, asyncio.TimerHandle]] = {}
         self._answered: dict[str, Answer] = {}
 

@@ -1,5 +1,8 @@
 """Requests for traces that a node rejects."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from ftd.node.traces import TraceService
@@ -24,9 +27,8 @@ def test_impossible_requests_get_an_answer(fields: dict[str, int], expected: str
     def send(_device: int, frame: Trace) -> bool:
         return bool(encode(frame))
 
-    service = TraceService(
-        node="node-1", devices=1, send=send, answer=lambda _client, answer: answers.append(answer)
-    )
+    config: Any = SimpleNamespace(node="node-1", devices=1)
+    service = TraceService(config, send=send, answer=lambda _client, answer: answers.append(answer))
     service.on_request(encode_json(TraceRequest(request="r", reply="client", **fields)))
     [answer] = answers
     assert not answer.accepted and expected in answer.detail
