@@ -50,13 +50,7 @@ class EvaluationExecutor:
 
     def microbatches(self, batch: int) -> list[int]:
         """Return the pipeline's microbatches in which this rank has rows."""
-        assignment = self._assignments[self._held_out.microbatch_rows]
-        numbers = range(assignment.microbatches)
-        return [
-            number
-            for number in numbers
-            if (own := self._assignment_of(batch, number)) is not None and own.rows
-        ]
+        return [number for number, own in self._assignments_of(batch).items() if own.rows]
 
     def run(self, step: int, batch: int) -> StageTotals:
         """Compute this rank's part of held-out batch ``batch`` (from 0) with the state after ``step``.
@@ -68,6 +62,7 @@ class EvaluationExecutor:
         inputs: dict[int, tuple[Tensor, ...]] = {}
         outputs: dict[int, tuple[Tensor, ...]] = {}
         assignment = self._assignments[self._held_out.microbatch_rows]
+        assignments = self._assignments_of(batch)
         operations = forward_only(assignment.stage, assignment.stages, self.microbatches(batch))
         microbatches = StageMicrobatches(
             self._model,
@@ -75,7 +70,7 @@ class EvaluationExecutor:
             read=lambda microbatch: self._loader.load(
                 step, assignment.first_microbatch + microbatch, self._communicator.check, batch=batch + 1
             ),
-            assignment=lambda microbatch: self._required_assignment(batch, microbatch),
+            assignment=assignments.__getitem__,
             step=self._held_out.pseudo_step(batch),
             rows=self._held_out.microbatch_rows,
         )
@@ -97,21 +92,15 @@ class EvaluationExecutor:
                 case SendActivation(microbatch=microbatch):
                     self._links.send_activation(microbatch, outputs.pop(microbatch))
         # The last microbatch of a data set may have fewer rows than the stage has devices.
-        for microbatch in range(assignment.microbatches):
-            own = self._assignment_of(batch, microbatch)
-            if own is not None and not own.rows:
-                self._model.join_gathers(assignment.first_layer, assignment.end_layer)
+        for own in assignments.values():
+            if not own.rows:
+                self._model.join_gathers(own.first_layer, own.end_layer)
         return totals
 
-    def _required_assignment(self, batch: int, microbatch: int) -> RankAssignment:
-        assignment = self._assignment_of(batch, microbatch)
-        assert assignment is not None, "microbatches beyond the end are skipped"
-        return assignment
-
-    def _assignment_of(self, batch: int, microbatch: int) -> RankAssignment | None:
-        """Return this rank's assignment for a microbatch of its pipeline; ``None`` beyond the end of the data
-        set.
+    def _assignments_of(self, batch: int) -> dict[int, RankAssignment]:
+        """Return this rank's assignment for each microbatch of its pipeline that is not beyond the end of the
+        data set.
         """
         whole = self._assignments[self._held_out.microbatch_rows]
-        rows = self._held_out.rows(batch, whole.first_microbatch + microbatch)
-        return self._assignments[rows] if rows else None
+        rows = {n: self._held_out.rows(batch, whole.first_microbatch + n) for n in range(whole.microbatches)}
+        return {number: self._assignments[count] for number, count in rows.items() if count}
