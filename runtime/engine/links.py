@@ -81,8 +81,7 @@ class StageLinks:
         self._to_post = iter(receives)
         self._pending_receives.clear()
         self._sent.clear()
-        for _ in range(_PREFETCH):
-            self._post_next()
+        self._prefetch()
 
     def send_activation(self, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         """Send the stage's output to the next stage without waiting."""
@@ -104,13 +103,10 @@ class StageLinks:
 
     def await_sent(self, microbatch: int) -> None:
         """Wait until the next stage has taken the activations of a microbatch."""
-        for pending in self._sent.pop(microbatch):
-            self._monitor.wait(self._communicator, pending, "bubble")
+        self._wait(self._sent.pop(microbatch))
 
     def receive(self) -> tuple[Tensor, ...]:
         """Return the tensors of the oldest receive."""
-        if not self._pending_receives:
-            self._post_next()
         pending_receive = self._pending_receives[0]
         if pending_receive.tensors is None:
             self._wait(pending_receive.pendings)
@@ -125,11 +121,7 @@ class StageLinks:
         self._pending_receives.popleft()
         assert pending_receive.tensors is not None
         self._wait(pending_receive.pendings)
-        while len(self._pending_receives) < _PREFETCH:
-            before = len(self._pending_receives)
-            self._post_next()
-            if len(self._pending_receives) == before:
-                break
+        self._prefetch()
         return pending_receive.tensors
 
     def _send(
@@ -142,6 +134,10 @@ class StageLinks:
             for route in routes
             for tensor in tensors
         ]
+
+    def _prefetch(self) -> None:
+        for _ in range(_PREFETCH - len(self._pending_receives)):
+            self._post_next()
 
     def _post_next(self) -> None:
         """Post the next receive in the list of operations, if its shapes are known."""

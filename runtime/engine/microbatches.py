@@ -94,19 +94,6 @@ class StageMicrobatches:
             self._signatures[microbatch] = signature(self.batches(microbatch)[0])
         return self._signatures[microbatch]
 
-    def run(self, microbatch: int, received: tuple[Tensor, ...], *, train: bool = True) -> Any:
-        """Run the stage's layers on this rank's rows of a microbatch that is loaded.
-
-        :param received: output of the previous stage; empty on the first stage.
-        :returns: the output of the stage's last layer.
-        """
-        assignment, model = self.assignment(microbatch), self._model
-        batch, _ = self._batches.get(microbatch, (None, None))
-        x = None if assignment.is_first else self._assembled(microbatch, received)
-        row = (assignment.first_microbatch + microbatch) * self._rows + assignment.first_row
-        layers = assignment.first_layer, assignment.end_layer
-        return model.forward(*layers, x, step=self._step, row=row, batch=batch, train=train)
-
     def forward(
         self,
         microbatch: int,
@@ -125,10 +112,13 @@ class StageMicrobatches:
         assignment, model = self.assignment(microbatch), self._model
         if model.needs_batch or assignment.is_first or assignment.is_last:
             self.batches(microbatch)
+        batch, host_batch = self._batches.get(microbatch, (None, None))
+        row = (assignment.first_microbatch + microbatch) * self._rows + assignment.first_row
+        layers = assignment.first_layer, assignment.end_layer
         with self._monitor.trace.span("forward", microbatch), stopwatch.time_microbatch(microbatch):
-            output = self.run(microbatch, received, train=train)
+            x = None if assignment.is_first else self._assembled(microbatch, received)
+            output = model.forward(*layers, x, step=self._step, row=row, batch=batch, train=train)
             if assignment.is_last:
-                batch, host_batch = self.batches(microbatch)
                 with torch.set_grad_enabled(train):
                     total, weight = model.loss(output, batch, assignment.rows, host_batch)
                 if assignment.is_representative:
