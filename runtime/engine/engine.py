@@ -319,15 +319,13 @@ class Engine:
                 resume, communicator, transfers, self.complete_layers, self.states.digest
             )
         else:
-            exchange = StateExchange(
+            received_bytes = StateExchange(
                 world.transfers,
                 endpoint=LayerEndpoint(self.states, self.complete_layers, self.parked),
                 communicator=communicator,
                 monitor=self.monitor,
                 device=self.model.device,
-            )
-            exchange.run()
-            received_bytes = exchange.received_bytes
+            ).run()
         self._sharded = self.model.sharded_layers == frozenset(assignment.layers)
         missing = set(assignment.layers) - self.complete_layers
         if missing and not self._sharded:
@@ -665,8 +663,7 @@ class Engine:
             yield from self.states.changing_tensors(layer)
             return
         tensors = [tensor for tensor in self.model.tensors_of(layer) if tensor.kind == "parameter"]
-        for own in self.sharding.own_tensors([tensor.name for tensor in tensors]).values():
-            yield from own
+        yield from self.sharding.own_tensors([tensor.name for tensor in tensors])
 
     def _flip_bit(self) -> None:
         """Flip a bit of the first parameter here, as an injected fault."""

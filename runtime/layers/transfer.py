@@ -131,10 +131,10 @@ class StateExchange(Generic[Item]):
         for item in items:
             if item.target == rank:
                 self._to_receive.setdefault(item.source, []).append(item)
-        self.received_bytes = 0
+        self._received_bytes = 0
 
-    def run(self) -> None:
-        """Run all transfers of this rank.
+    def run(self) -> int:
+        """Run all transfers of this rank, and return the number of bytes received.
 
         :raises CommunicationError: the group was aborted, or a peer is lost; items that had not arrived
             completely are void.
@@ -149,7 +149,7 @@ class StateExchange(Generic[Item]):
             # Sends that have completed since make room for further ones, so they end the wait, too.
             outstanding = [*awaited.values(), *(sending.pending for sending in self._sending)]
             if not outstanding:
-                return
+                return self._received_bytes
             self._monitor.wait_any(self._communicator, outstanding)
             for source, pending in list(awaited.items()):
                 if pending.is_complete():
@@ -229,4 +229,4 @@ class StateExchange(Generic[Item]):
                 yield pending
                 incoming.write(start, chunk)
             incoming.finish()
-            self.received_bytes += header_bytes + size_bytes
+            self._received_bytes += header_bytes + size_bytes

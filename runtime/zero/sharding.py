@@ -7,7 +7,7 @@ they then arrive with the next generation's state.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ from runtime.zero.parts import (
     plan_transfers,
 )
 from runtime.zero.replica import CHECK_STEPS, ReplicaUpdater
-from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
+from runtime.zero.sharded_optimizer import ShardedOptimization
 from runtime.zero.shards import ShardMemory, StageShards
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages.trainer import ResumeRank, WorldData, WorldStage
@@ -353,23 +353,14 @@ class ShardedState:
             raise StateError(f"no replica of layers {missing} is held here")
         return [part for layer in layers for part in found[layer]]
 
-    def own_tensors(self, names: Collection[str]) -> dict[str, list[Tensor]]:
-        """Return the memory of this rank's elements of each parameter, and of the optimizer's state for them, in
-        the order of the elements.
+    def own_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield the memory of this rank's elements of each parameter, and of the optimizer's state for them, in
+        the order of the parameters and their elements.
         """
-        found: dict[str, list[SliceState]] = {name: [] for name in names}
-        for part in self._own:
-            for one in part.slices:
-                if one.slice.name in found:
-                    found[one.slice.name].append(one)
-        return {
-            name: [
-                tensor
-                for one in sorted(slices, key=lambda one: one.slice.start)
-                for tensor in (self.optimization.value_of(one.slice), *state_tensors(one.state))
-            ]
-            for name, slices in found.items()
-        }
+        own = [one for part in self._own for one in part.slices if one.slice.name in names]
+        for one in sorted(own, key=lambda one: (names.index(one.slice.name), one.slice.start)):
+            yield self.optimization.value_of(one.slice)
+            yield from state_tensors(one.state)
 
     # --- the step --------------------------------------------------------------------------------
 
@@ -545,15 +536,13 @@ class ShardedState:
         return {peer: bytes(self._monitor.to_host(tensor).numpy()) for peer, tensor in received.items()}
 
     def _exchange(self, transfers: Sequence[PartTransfer], communicator: Communicator) -> int:
-        exchange = StateExchange(
+        return StateExchange(
             transfers,
             endpoint=self.states,
             communicator=communicator,
             monitor=self._monitor,
             device=self._model.device,
-        )
-        exchange.run()
-        return exchange.received_bytes
+        ).run()
 
     def _finish(self) -> None:
         """Wait until the replica is at the committed step, and release it if it failed."""
