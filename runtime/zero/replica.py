@@ -54,7 +54,7 @@ class ReplicaUpdater:
         """Error that ended the thread; the parts are invalid then."""
         self._optimizer, self._parameters = optimization.make_replica_optimizer(self.slices)
         self._gradients = [torch.empty_like(parameter) for parameter in self._parameters]
-        self._device, self._is_async = runtime.device, runtime.is_async
+        self._device = runtime.device
         self._side = SideStreams(lambda _: runtime)
         self._monitor = monitor
         self._changed = threading.Condition()
@@ -74,8 +74,7 @@ class ReplicaUpdater:
         :param gradients: gradients of each of ``slices``.
         :param options: options of the parameter groups in this update.
         """
-        if self._is_async:
-            self._side.begin({self._device})
+        self._side.begin({self._device})
         with self._changed:
             self._update = _Update(gradients=gradients, options=options)
             self._changed.notify_all()
@@ -106,8 +105,7 @@ class ReplicaUpdater:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._is_async:
-            self._side.prepare_thread({self._device})
+        self._side.prepare_thread({self._device})
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._update is not None or self._stopped)
@@ -130,15 +128,10 @@ class ReplicaUpdater:
                 self._changed.notify_all()
 
     def _take(self, gradients: Iterable[Tensor]) -> None:
-        pairs = zip(self._gradients, gradients, strict=True)
-        if self._is_async:
-            with self._side.on(self._device):
-                for mine, gradient in pairs:
-                    mine.copy_(gradient, non_blocking=True)
-            self._side.finish({self._device})
-            return
-        for mine, gradient in pairs:
-            mine.copy_(gradient)
+        with self._side.on(self._device):
+            for mine, gradient in zip(self._gradients, gradients, strict=True):
+                mine.copy_(gradient, non_blocking=True)
+        self._side.finish({self._device})
 
     def _apply(self, options: list[dict[str, Any]]) -> None:
         if self._optimizer is None:
