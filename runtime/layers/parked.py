@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from runtime.layers.host_memory import allocate_host_memory
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
@@ -53,10 +52,7 @@ class ParkedLayers:
 
     def park(self, layer: int) -> None:
         """Move a held layer from the device to host memory."""
-        reader = self._states.reader(layer)
-        payload = allocate_host_memory(reader.size_bytes, self._model.device)
-        reader.read_into(payload)
-        self._layers[layer] = ParkedPayload(reader.header, payload)
+        self._layers[layer] = ParkedPayload(*self._states.pack(layer))
         self._model.drop([layer])
         self._optimization.release_dropped()
 

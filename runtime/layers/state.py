@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceRuntime, flat_bytes
+from runtime.layers.host_memory import allocate_host_memory
 from runtime.layers.model import Model, ModelTensor
 from runtime.layers.optimizer import Optimization, ParameterState, Scalar, state_tensors
 from runtime.precision import dtype_name
@@ -122,9 +123,9 @@ class LayerStates:
         return frozenset(t.name for t in tensors if t.kind == "parameter" and not t.trainable)
 
     def pack(self, layer: int) -> tuple[bytes, Tensor]:
-        """Return the header and a copy of the payload; training may continue while the copy is sent."""
+        """Return the header and a copy of the payload in host memory."""
         reader = self.reader(layer)
-        payload = torch.zeros(reader.size_bytes, dtype=torch.uint8)
+        payload = allocate_host_memory(reader.size_bytes, self._model.device)
         reader.read_into(payload)
         return reader.header, payload
 
