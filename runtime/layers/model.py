@@ -47,7 +47,7 @@ from runtime.layers.tensor_plan import (
     make_tensor_plan,
 )
 from runtime.layers.vocabulary import Vocabulary
-from runtime.layers.windows import LayerScopes, WindowedModule, make_caller
+from runtime.layers.windows import LayerScopes, WindowedModule
 from runtime.precision import PRECISIONS, dtype_name, unsupported_reason
 from runtime.training import Batch, Training
 from statemachine.messages.trainer import TrainingData
@@ -150,8 +150,8 @@ class Model:
                     training.split,
                     to_device(batch, device),
                     rows,
-                    make_caller(has_loss=training.loss is not None),
                     self._present,
+                    has_loss=training.loss is not None,
                 )
         low = self._precision.compute is not None
         self.loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)

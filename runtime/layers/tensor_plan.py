@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any, Literal
 
@@ -292,10 +293,10 @@ class SplitRegionChecker(TorchFunctionMode):
             if layer not in entry.layers:
                 continue
             if (one := mine.get(entry.name)) is not None:
-                handles.append(entry.module.register_forward_pre_hook(self._on_begin(one)))
-                handles.append(entry.module.register_forward_hook(self._on_end(one)))
+                handles.append(entry.module.register_forward_pre_hook(partial(self._on_begin, one)))
+                handles.append(entry.module.register_forward_hook(partial(self._on_end, one)))
             elif self._has_tensors(entry.module):
-                handles.append(entry.module.register_forward_pre_hook(self._on_other(entry.name)))
+                handles.append(entry.module.register_forward_pre_hook(partial(self._on_other, entry.name)))
         try:
             with self:
                 yield
@@ -406,40 +407,31 @@ class SplitRegionChecker(TorchFunctionMode):
         summed = {one for one in module._parameters.values() if one is not None}
         return bool(summed) or any(module._buffers[name] is not None for name in names)
 
-    def _on_begin(self, one: SplitLinear) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any) -> None:
-            if one.style == "rowwise":
-                if self._open is None:
-                    self._report(f"{one.name} is rowwise, and no colwise module comes before it in its layer")
-            elif one.style == "rowwise_split_input" and self._open is not None:
-                self._report(
-                    f"{one.name} is rowwise_split_input, and takes what {self._open} has split; make it rowwise"
-                )
-            elif arguments and isinstance(arguments[0], torch.Tensor):
-                self._inputs[id(arguments[0])] = arguments[0]
+    def _on_begin(self, one: SplitLinear, module: nn.Module, arguments: Any) -> None:
+        if one.style == "rowwise":
+            if self._open is None:
+                self._report(f"{one.name} is rowwise, and no colwise module comes before it in its layer")
+        elif one.style == "rowwise_split_input" and self._open is not None:
+            self._report(
+                f"{one.name} is rowwise_split_input, and takes what {self._open} has split; make it rowwise"
+            )
+        elif arguments and isinstance(arguments[0], torch.Tensor):
+            self._inputs[id(arguments[0])] = arguments[0]
 
-        return hook
+    def _on_end(self, one: SplitLinear, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._open = one.name if one.style == "colwise" else None
+        if arguments and isinstance(arguments[0], torch.Tensor) and isinstance(output, torch.Tensor):
+            self._calls.setdefault(one.name, []).append((arguments[0], output))
+        if one.style != "colwise" and isinstance(output, torch.Tensor):
+            self.forward_bytes.append(_exchanged_bytes(output))
 
-    def _on_end(self, one: SplitLinear) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            self._open = one.name if one.style == "colwise" else None
-            if arguments and isinstance(arguments[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                self._calls.setdefault(one.name, []).append((arguments[0], output))
-            if one.style != "colwise" and isinstance(output, torch.Tensor):
-                self.forward_bytes.append(_exchanged_bytes(output))
-
-        return hook
-
-    def _on_other(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any) -> None:
-            if self._open is not None and not self._is_summed(name):
-                self._report(
-                    f"{name} runs after {self._open}, where each device has other features, and has parameters or "
-                    "buffers of its own; name it in the plan as replicated_with_grad_allreduce if it works on each "
-                    "head alone"
-                )
-
-        return hook
+    def _on_other(self, name: str, module: nn.Module, arguments: Any) -> None:
+        if self._open is not None and not self._is_summed(name):
+            self._report(
+                f"{name} runs after {self._open}, where each device has other features, and has parameters or "
+                "buffers of its own; name it in the plan as replicated_with_grad_allreduce if it works on each "
+                "head alone"
+            )
 
     def _is_summed(self, name: str) -> bool:
         return any(one.rpartition(".")[0] == name for one in self._plan.summed_parameters)

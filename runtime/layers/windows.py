@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class WindowedModule:
     """A module cut at its chain of blocks: layer 0 precedes the first block, layer i + 1 is block i.
 
     :param batch: a microbatch to record with; its rows are in dim 0.
-    :param call: runs the module on a batch.
+    :param has_loss: the loss is not the module's own, so the last entry of a tuple is its target.
     :param present: returns a context in which modules that have no memory have some, while the whole module
         runs.
     :raises TrainingError: the module cannot be cut; the message says what was tried, where it failed, and
@@ -136,11 +137,12 @@ class WindowedModule:
         split: Sequence[str] | None,
         batch: Batch,
         rows: int,
-        call: Callable[[nn.Module, Batch], Any],
         present: Callable[[Iterable[nn.Module]], AbstractContextManager[None]],
+        *,
+        has_loss: bool,
     ) -> None:
         self.root = root
-        self._call = call
+        self._has_loss = has_loss
         self._present = present
         names = list(split) if split is not None else find_blocks(root)
         if split is not None:
@@ -248,7 +250,7 @@ class WindowedModule:
             self._switch(window, 0, 0)
         try:
             with self._balancing(window):
-                output = self._call(self.root, batch)
+                output = self._call(batch)
         except _WindowEnd as stop:
             return stop.tensors
         finally:
@@ -259,6 +261,18 @@ class WindowedModule:
                 f"{self._uncut}: {self._names[window.due]} did not run; {DYNAMIC_BLOCKS}; {CUT_REMEDIES}"
             )
         return output
+
+    def _call(self, batch: Batch) -> Any:
+        """Run the module on a batch.
+
+        A dictionary is passed by keyword, with the entries that ``forward`` takes, a tuple by position,
+        anything else as the only argument.
+        """
+        if isinstance(batch, Mapping):
+            return self.root(**_accepted(self.root, batch))
+        if isinstance(batch, tuple | list):
+            return self.root(*(batch[:-1] if self._has_loss and len(batch) > 1 else batch))
+        return self.root(batch)
 
     @property
     def _uncut(self) -> str:
@@ -286,7 +300,7 @@ class WindowedModule:
         try:
             with torch.no_grad():
                 with self._whole():
-                    wanted = compare(self._call(self.root, batch))
+                    wanted = compare(self._call(batch))
                 tensors: Any = ()
                 for layer in range(self.layer_count):
                     with with_layer(layer), self._only_layer(layer):
@@ -334,7 +348,7 @@ class WindowedModule:
         before = {name: buffer.clone() for name, buffer in own.items()}
         try:
             with torch.no_grad(), torch.random.fork_rng():
-                self._call(self.root, batch)
+                self._call(batch)
             changed = [name for name, buffer in own.items() if not torch.equal(buffer, before[name])]
         finally:
             for buffer, value in saved:
@@ -373,51 +387,39 @@ class WindowedModule:
         def end(module: nn.Module, arguments: Any, output: Any) -> None:
             running.pop(module).close()
 
-        def enter(number: int) -> Callable[..., None]:
-            def hook(module: nn.Module, arguments: Any, named: Any) -> None:
-                leaves, _ = tree.tree_flatten((arguments, named))
-                needed = [
-                    i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
-                ]
-                before = taken[-1] if taken else []
-                carried = {
-                    i: next(j for j, other in enumerate(before) if other is leaves[i])
-                    for i in needed
-                    if any(other is leaves[i] for other in before)
-                }
-                order.append(number)
-                taken.append(leaves)
-                found[number] = _Cut(needed, carried, [_has_rows(leaves[i], rows) for i in needed])
+        def enter(number: int, module: nn.Module, arguments: Any, named: Any) -> None:
+            leaves, _ = tree.tree_flatten((arguments, named))
+            needed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            before = taken[-1] if taken else []
+            carried = {
+                i: next(j for j, other in enumerate(before) if other is leaves[i])
+                for i in needed
+                if any(other is leaves[i] for other in before)
+            }
+            order.append(number)
+            taken.append(leaves)
+            found[number] = _Cut(needed, carried, [_has_rows(leaves[i], rows) for i in needed])
 
-            return hook
+        def leave(number: int, module: nn.Module, arguments: Any, named: Any, output: Any) -> Any:
+            leaves, structure = tree.tree_flatten(output)
+            first = next((a for a in taken[-1] if isinstance(a, Tensor) and a.is_floating_point()), None)
+            cut = found[number]
+            cut.output = structure
+            cut.skipped = [_describe_skipped(leaf, first) for leaf in leaves]
+            fresh = [_require_gradient(leaf) for leaf in leaves]
+            results.append(fresh)
+            return tree.tree_unflatten(fresh, structure)
 
-        def leave(number: int) -> Callable[..., Any]:
-            def hook(module: nn.Module, arguments: Any, named: Any, output: Any) -> Any:
-                leaves, structure = tree.tree_flatten(output)
-                first = next((a for a in taken[-1] if isinstance(a, Tensor) and a.is_floating_point()), None)
-                cut = found[number]
-                cut.output = structure
-                cut.skipped = [_describe_skipped(leaf, first) for leaf in leaves]
-                fresh = [_require_gradient(leaf) for leaf in leaves]
-                results.append(fresh)
-                return tree.tree_unflatten(fresh, structure)
-
-            return hook
-
-        def unit(name: str) -> Callable[..., Any]:
-            def hook(module: nn.Module, arguments: Any, output: Any) -> Any:
-                last = order[-1] + 1 if order else 0
-                segment = self.layer_count - 1 if order and len(order) == len(self._blocks) else last
-                self._layers_of_unit[name].add(segment)
-                leaves, structure = tree.tree_flatten(output)
-                # If it already depends on a block, its path back to the block stays as it is.
-                marked = [
-                    leaf if getattr(leaf, "requires_grad", False) else _require_gradient(leaf)
-                    for leaf in leaves
-                ]
-                return tree.tree_unflatten(marked, structure)
-
-            return hook
+        def unit(name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
+            last = order[-1] + 1 if order else 0
+            segment = self.layer_count - 1 if order and len(order) == len(self._blocks) else last
+            self._layers_of_unit[name].add(segment)
+            leaves, structure = tree.tree_flatten(output)
+            # If it already depends on a block, its path back to the block stays as it is.
+            marked = [
+                leaf if getattr(leaf, "requires_grad", False) else _require_gradient(leaf) for leaf in leaves
+            ]
+            return tree.tree_unflatten(marked, structure)
 
         try:
             self.root.eval()
@@ -426,11 +428,11 @@ class WindowedModule:
             for part in (*self._blocks, *self._units.values()):
                 handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
             for number, block in enumerate(self._blocks):
-                handles.append(block.register_forward_pre_hook(enter(number), with_kwargs=True))
-                handles.append(block.register_forward_hook(leave(number), with_kwargs=True))
-            handles += [m.register_forward_hook(unit(name)) for name, m in self._units.items()]
+                handles.append(block.register_forward_pre_hook(partial(enter, number), with_kwargs=True))
+                handles.append(block.register_forward_hook(partial(leave, number), with_kwargs=True))
+            handles += [m.register_forward_hook(partial(unit, name)) for name, m in self._units.items()]
             with torch.enable_grad(), self._whole():
-                output = self._call(self.root, batch)
+                output = self._call(batch)
         except Exception as error:
             raise TrainingError(
                 f"{type(self.root).__name__} raised {type(error).__name__} on the first samples: {error}"
@@ -484,19 +486,12 @@ class WindowedModule:
 
         These are instance attributes, so names of modules and parameters do not change.
         """
-
-        def patched(run: Callable[..., Any], which: int | str, original: Any) -> Callable[..., Any]:
-            def forward(*arguments: Any, **named: Any) -> Any:
-                return run(which, original, arguments, named)
-
-            return forward
-
         for number, block in enumerate(self._blocks):
-            block.forward = patched(self._run_block, number, block.forward)
+            block.forward = partial(self._run_block, number, block.forward)
         for name, unit in self._units.items():
-            unit.forward = patched(self._run_unit, name, unit.forward)
+            unit.forward = partial(self._run_unit, name, unit.forward)
 
-    def _run_block(self, number: int, original: Any, arguments: Any, named: Any) -> Any:
+    def _run_block(self, number: int, original: Any, /, *arguments: Any, **named: Any) -> Any:
         window, layer = self._window, number + 1
         if window is None:
             if torch.is_grad_enabled() and self.root.training:
@@ -561,7 +556,7 @@ class WindowedModule:
             results[leaf] = tensor
         return tree.tree_unflatten(results, structure)
 
-    def _run_unit(self, name: str, original: Any, arguments: Any, named: Any) -> Any:
+    def _run_unit(self, name: str, original: Any, /, *arguments: Any, **named: Any) -> Any:
         window = self._window
         if window is None:
             if self._shaping:
@@ -796,25 +791,6 @@ def _loss_of(output: Any) -> Any:
 def _first_values(tensor: Tensor) -> str:
     values = tensor.detach().flatten()[:3].tolist()
     return ", ".join(f"{value:.6g}" for value in values)
-
-
-def make_caller(*, has_loss: bool) -> Callable[[nn.Module, Batch], Any]:
-    """Return a function that runs a module on a batch.
-
-    A dictionary is passed by keyword, with the entries that ``forward`` takes, a tuple by position,
-    anything else as the only argument.
-
-    :param has_loss: the loss is not the module's own, so the last entry of a tuple is its target.
-    """
-
-    def call(root: nn.Module, batch: Batch) -> Any:
-        if isinstance(batch, Mapping):
-            return root(**_accepted(root, batch))
-        if isinstance(batch, tuple | list):
-            return root(*(batch[:-1] if has_loss and len(batch) > 1 else batch))
-        return root(batch)
-
-    return call
 
 
 def _accepted(root: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ the communicator, so an abort frees this rank wherever it waits.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class StageTensorParts(StageShards):
                     handles.append(module.register_forward_hook(self._add_up))
                     if linear.bias is not None:
                         bias = module._parameters["bias"]
-                        handles.append(module.register_forward_hook(_adds(bias)))
+                        handles.append(module.register_forward_hook(partial(_with_bias, bias)))
                         before.append((module, "bias", bias))
                         put_parameter(module, "bias", None)
                 else:
@@ -288,12 +289,9 @@ def _hook(this: "weakref.ref[StageTensorParts]", number: int) -> Callable[[Tenso
     return arrived
 
 
-def _adds(bias: Any) -> Callable[..., Tensor]:
-    def hook(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        total: Tensor = output + bias.to(output.dtype)
-        return total
-
-    return hook
+def _with_bias(bias: Any, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    total: Tensor = output + bias.to(output.dtype)
+    return total
 
 
 def _same(x: Tensor) -> Tensor:
