@@ -370,7 +370,7 @@ def restore(bench: Bench, result: Result) -> None:
             asyncio.run(StagingDirectory(staged).put(layer, header, here.numpy()))
 
         def take() -> None:
-            with StagedStateLoader(staged, engine.states, lambda: None, reuse=True) as state:
+            with StagedStateLoader(staged, engine.states, lambda: None) as state:
                 for layer in layers:
                     state.load_layer(layer)
                 state.verify()

@@ -78,7 +78,7 @@ class Held:
         """
         if fresh:
             self.model.drop(self.layers)
-        with StagedStateLoader(stage, self.states, lambda: None, reuse=True) as staged:
+        with StagedStateLoader(stage, self.states, lambda: None) as staged:
             for layer in self.layers:
                 staged.load_layer(layer)
             staged.verify()

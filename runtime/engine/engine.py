@@ -267,9 +267,7 @@ class Engine:
         give_back_memory()
         share = None if self.sharding is None else self.sharding.restore(resume.world, resume.rank)
         try:
-            with StagedStateLoader(
-                directory, self.states, self.monitor.tick, reuse=share is None, share=share
-            ) as staged:
+            with StagedStateLoader(directory, self.states, self.monitor.tick, share=share) as staged:
                 for layer in sorted(layers):
                     self.monitor.tick()
                     staged.load_layer(layer)

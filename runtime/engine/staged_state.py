@@ -124,10 +124,8 @@ class StagedStateLoader:
     """A context that loads layers: ``with StagedStateLoader(directory, states, tick) as staged``.
 
     :param tick: called now and then by the thread that calls ``load_layer``.
-    :param reuse: fill the optimizer's existing tensors of layers that are held, instead of allocating new
-        ones.
     :param share: returns the tensors of a part of a layer, ascending by the offset of their bytes; other bytes
-        are not read. By default, layers are loaded whole.
+        are not read. By default, layers are loaded whole, and existing tensors of the optimizer are filled again.
     """
 
     def __init__(
@@ -136,7 +134,6 @@ class StagedStateLoader:
         states: LayerStates,
         tick: Callable[[], None],
         *,
-        reuse: bool = False,
         share: Callable[[LayerHeader], Sequence[PayloadTarget]] | None = None,
     ) -> None:
         self._directory = directory
@@ -145,7 +142,7 @@ class StagedStateLoader:
         self._tick = tick
         self._files: dict[str, Bytes] = {}
         self._borrowed: set[BorrowedSnapshot] = set()
-        self._reused: ReusedMemory | None = {} if reuse else None
+        self._reused: ReusedMemory = {}
         self._loading: _LoadingLayer | None = None
         self._buffers = _StagingBuffer(states.runtime), _StagingBuffer(states.runtime)
         """The buffer of the next layer, and that of the one before."""

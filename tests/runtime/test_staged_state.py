@@ -139,7 +139,7 @@ def test_existing_memory_is_reused_and_serves_one_tensor_only(tmp_path: Path) ->
     shared = state["exp_avg"]
     new.optimization.set_parameter_state(name, {**state, "exp_avg_sq": shared})
     before = memory()
-    with StagedStateLoader(tmp_path, new.states, lambda: None, reuse=True) as staged:
+    with StagedStateLoader(tmp_path, new.states, lambda: None) as staged:
         for layer in new.layers:
             staged.load_layer(layer)
         staged.verify()
