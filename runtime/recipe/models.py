@@ -3,7 +3,6 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from runtime.sources.tokenizer import LoadedTokenizer
 from runtime.wire.recipe import LoraTable, ModelTable, Task, merge_tables
 
 _CLASSES: dict[Task, str] = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
     "image-classification": "AutoModelForImageClassification",
     "sequence-classification": "AutoModelForSequenceClassification",
 }
+"""Classes of transformers by task. The usual task of an architecture is the first of those that it has."""
 _PADDING_POSITIONS: dict[str, int | None] = {
     **dict.fromkeys(("camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "roberta")),
     **dict.fromkeys(("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")),
@@ -233,20 +233,11 @@ def task_of(table: ModelTable, config: Any) -> Task:
     """
     if table.task is not None:
         return table.task
-    auto = import_package("transformers.models.auto.modeling_auto", "[model]")
-    kind = config.model_type
-    usual: Iterable[tuple[Task, Any]] = (
-        ("seq2seq-lm", auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-        ("masked-lm", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-        ("causal-lm", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        ("image-classification", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
-        ("sequence-classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    )
-    for task, mapping in usual:
-        if kind in mapping:
+    for task in _CLASSES:
+        if type(config) in _auto_class(task)._model_mapping:
             return task
     raise TrainingError(
-        f"{kind} has none of the tasks that a job file knows; write a training function for it"
+        f"{config.model_type} has none of the tasks that a job file knows; write a training function for it"
     )
 
 
