@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.data.batches import leaves_of, map_tensors, slice_rows
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, errors_of
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
 from runtime.sources.collators import IGNORED_LABEL
@@ -117,12 +117,8 @@ class Loss:
         """
         if self._function is None:
             self._shifts = self._ignores_first_label(batch, last)
-        try:
+        with errors_of("the loss"):
             total, weight = self(output, batch, rows)
-        except TrainingError:
-            raise
-        except Exception as error:
-            raise TrainingError(f"the loss raised {type(error).__name__}: {error}") from error
         self.nominal_weight = max(float(weight), 1.0) / rows
         self.metric_names = _names(self.compute_metrics(output, batch, rows))
         if rows < 2 or self._couples_rows or verified:
@@ -130,19 +126,13 @@ class Loss:
         cuts = [(0, 1), (1, rows)]
         parts = [slice_rows(batch, start, end, rows) for start, end in cuts]
         cuttable = self._function is not None and isinstance(output, Tensor | tuple | list | Mapping)
-        try:
+        with errors_of("the loss", " on a part of the rows"):
             found = [
                 self(_rows(output, *cut, rows) if cuttable else whole(part), part, cut[1] - cut[0])
                 for part, cut in zip(parts, cuts, strict=True)
             ]
             if not cuttable:
                 total, weight = self(whole(batch), batch, rows)
-        except TrainingError:
-            raise
-        except Exception as error:
-            raise TrainingError(
-                f"the loss raised {type(error).__name__} on a part of the rows: {error}"
-            ) from error
         sums, weights = sum(float(s) for s, _ in found), sum(float(w) for _, w in found)
         if not math.isfinite(sums) or (
             self._close(float(total), sums) and self._close(float(weight), weights)

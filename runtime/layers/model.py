@@ -30,7 +30,7 @@ from runtime.data.batches import (
 )
 from runtime.deferred import DeferredModule
 from runtime.device import CPU, DeviceRuntime, device_runtime
-from runtime.errors import TrainingError
+from runtime.errors import TrainingError, errors_of
 from runtime.layers import recompute
 from runtime.layers.activations import Activation, ActivationShape, as_received, flatten, shape_of
 from runtime.layers.chain import LayerChain
@@ -588,7 +588,8 @@ class Model:
             for index in range(self.layer_count):
                 probe = DropoutProbe()
                 given = x
-                try:
+                shown = _shapes(batch if given is None else given)
+                with errors_of(self.layer_name(index), f" on {shown}"):
                     watching = (
                         nullcontext() if self._region_checker is None else self._region_checker.observe(index)
                     )
@@ -601,13 +602,6 @@ class Model:
                                 partial(self.forward, index, index + 1, given, step=0, row=0, batch=batch),
                                 tolerance=0.05 if self._precision.compute is not None else 1e-3,
                             )
-                except TrainingError:
-                    raise
-                except Exception as error:
-                    shown = _shapes(batch if given is None else given)
-                    raise TrainingError(
-                        f"{self.layer_name(index)} raised {type(error).__name__} on {shown}: {error}"
-                    ) from error
                 self._dropout[index] = probe.seen
                 if index < self.layer_count - 1 or isinstance(self._structure, LayerChain):
                     self._check_output(index, x, rows)
@@ -825,12 +819,8 @@ class _RunScopes(LayerScopes):
 def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
     """Return the data set's first samples as a microbatch, repeating a data set that is too short."""
     samples = [training.dataset[i % len(training.dataset)] for i in range(rows)]
-    try:
+    with errors_of("Training.collate"):
         batch = check_batch((training.collate or default_collate)(samples))
-    except TrainingError:
-        raise
-    except Exception as error:
-        raise TrainingError(f"Training.collate raised {type(error).__name__}: {error}") from error
     return cast_floating(batch, dtype)
 
 
