@@ -196,17 +196,14 @@ class WindowedModule:
 
     def kind(self, layer: int) -> str:
         """Return the name of the layer's class, which does not contain its position."""
-        block = self.block(layer)
-        return ("input" if layer == 0 else "output") if block is None else type(block).__name__
+        if 0 < layer <= len(self._blocks):
+            return type(self._blocks[layer - 1]).__name__
+        return "input" if layer == 0 else "output"
 
     @property
     def couples_rows(self) -> bool:
         """Whether the rows of a microbatch influence each other, by expert balancing or batch normalisation."""
         return self._balance is not None or normalises_over_rows(self.root)
-
-    def block(self, layer: int) -> nn.Module | None:
-        """Return the block of a layer; ``None`` for the first and the last layer."""
-        return self._blocks[layer - 1] if 0 < layer <= len(self._blocks) else None
 
     def in_block(self, name: str) -> bool:
         """Return whether the submodule is a block or part of one."""
@@ -546,8 +543,7 @@ class WindowedModule:
 
     def _skip(self, cut: _Cut, leaves: list[Any], window: _Window) -> Any:
         first = next((a for a in leaves if isinstance(a, Tensor) and a.is_floating_point()), None)
-        device = first.device if first is not None else None
-        results = [_fill_skipped(leaf, first, window.rows, device) for leaf in cut.skipped]
+        results = [_fill_skipped(leaf, first, window.rows) for leaf in cut.skipped]
         return tree.tree_unflatten(results, cut.output)
 
     def _received_output(self, cut: _Cut, leaves: list[Any], window: _Window) -> Any:
@@ -752,12 +748,12 @@ def _describe_skipped(leaf: Any, first: Tensor | None) -> Any:
     return _Zeros(tuple(leaf.shape), leaf.dtype)
 
 
-def _fill_skipped(leaf: Any, first: Tensor | None, rows: int, device: torch.device | None) -> Any:
+def _fill_skipped(leaf: Any, first: Tensor | None, rows: int) -> Any:
     if isinstance(leaf, _Same):
         return first
     if isinstance(leaf, _Zeros):
         shape = leaf.shape if len(leaf.shape) == 0 or leaf.shape[0] == 1 else (rows, *leaf.shape[1:])
-        return torch.zeros(shape, dtype=leaf.dtype, device=device)
+        return torch.zeros(shape, dtype=leaf.dtype, device=None if first is None else first.device)
     return leaf
 
 
