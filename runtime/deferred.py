@@ -484,11 +484,6 @@ class DeferredModule:
         self.fill(exact)
         return made
 
-    def _make(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        made = {name: torch.empty_like(tensor.detach(), device=device) for name, tensor in tensors.items()}
-        self.fill(made)
-        return made
-
     @contextmanager
     def materialised(
         self, modules: Iterable[nn.Module], device: torch.device, *, exact: bool = False
@@ -497,20 +492,6 @@ class DeferredModule:
 
         :param exact: whether they have their initial values; otherwise those of ``make_placeholders``.
         """
-        away = self._swap(modules, device, self._make if exact else self.make_placeholders)
-        try:
-            yield
-        finally:
-            for table, key, old in away:
-                table[key] = old
-
-    def _swap(
-        self,
-        modules: Iterable[nn.Module],
-        device: torch.device,
-        make: Callable[[Mapping[str, Tensor], torch.device], Mapping[str, Tensor]],
-    ) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Replace tensors on the meta device by real ones; return where they were, and the old tensors."""
         names = {id(m): name for name, m in self.root.named_modules()}
         away: list[tuple[dict[str, Any], str, Tensor]] = []
         wanted: dict[int, tuple[str, Tensor]] = {}
@@ -521,7 +502,12 @@ class DeferredModule:
                         name = names[id(module)]
                         wanted.setdefault(id(old), (f"{name}.{key}" if name else key, old))
                         away.append((table, key, old))
-        made = make(dict(wanted.values()), device)
+        tensors = dict(wanted.values())
+        if exact:
+            made = {name: torch.empty_like(old.detach(), device=device) for name, old in tensors.items()}
+            self.fill(made)
+        else:
+            made = self.make_placeholders(tensors, device)
         fresh = {
             identity: nn.Parameter(made[name], requires_grad=old.requires_grad)
             if isinstance(old, nn.Parameter)
@@ -530,7 +516,11 @@ class DeferredModule:
         }
         for table, key, old in away:
             table[key] = fresh[id(old)]
-        return away
+        try:
+            yield
+        finally:
+            for table, key, old in away:
+                table[key] = old
 
 
 class _Access(TorchFunctionMode):

@@ -7,5 +7,7 @@ import torch
 
 def whole(module: Any) -> Any:
     """Return the root of a ``DeferredModule`` with memory and initial values for all tensors."""
-    module._swap(module.root.modules(), torch.device("cpu"), module._make)
+    context = module.materialised(module.root.modules(), torch.device("cpu"), exact=True)
+    context.__enter__()
+    module.root.context = context  # The tensors lose their memory with the context.
     return module.root
