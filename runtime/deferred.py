@@ -337,22 +337,17 @@ class _Memory(dict[int, torch.UntypedStorage]):
 
 
 @contextmanager
-def recorded(recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES) -> Iterator[None]:
+def recorded(recording: Recording, *, exact: bool = True) -> Iterator[None]:
     """Return a context for the code that makes a model.
 
     :param exact: give large tensors the values that they would have if the model was built at once, which
         takes the time to draw all of them. Otherwise each tensor is drawn from a stream of its own when it
         is made.
-    :param large_bytes: size from which a tensor gets no memory.
     """
     streams = None if exact else random.Random(int(torch.randint(2**62, ())))
     generators = _Generators()
     try:
-        with (
-            _Operations(recording, generators, streams, large_bytes),
-            _Access(recording),
-            _pickling(recording),
-        ):
+        with _Operations(recording, generators, streams), _Access(recording), _pickling(recording):
             yield
     finally:
         generators.settle(torch.default_generator)
@@ -541,18 +536,11 @@ class _Access(TorchFunctionMode):
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that records operations on large tensors."""
 
-    def __init__(
-        self,
-        recording: Recording,
-        generators: _Generators,
-        streams: random.Random | None,
-        large_bytes: int,
-    ) -> None:
+    def __init__(self, recording: Recording, generators: _Generators, streams: random.Random | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
         self._generators = generators
         self._streams = streams
-        self._large_bytes = large_bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -597,7 +585,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:
             like = None  # The shape of the result depends on values.
         results = [] if like is None else _tensors(like)
-        if not results or sum(t.nbytes for t in results) < self._large_bytes:
+        if not results or sum(t.nbytes for t in results) < LARGE_BYTES:
             return self._execute(function, self._recording.values_of(placed))
         made = {id(t): _unwritten(t) for t in results}
         places = tuple(self._recording.track(made[id(t)]) for t in results)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from runtime.deferred import DeferredModule, Noise, Recording, UntrackedWriteError, recorded
+from runtime.deferred import LARGE_BYTES, DeferredModule, Noise, Recording, UntrackedWriteError, recorded
 from runtime.layers.model import Model
 from tests.helpers.architecture_runs import job_of
 from tests.helpers.architectures import ARCHITECTURES, build, lora
@@ -107,10 +108,12 @@ def at_once(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, Te
     return make(), torch.get_rng_state()
 
 
-def deferred(make: Callable[[], nn.Module], seed: int = 3, **options: Any) -> tuple[nn.Module, Recording]:
+def deferred(
+    make: Callable[[], nn.Module], seed: int = 3, large_bytes: int = LARGE_BYTES, **options: Any
+) -> tuple[nn.Module, Recording]:
     torch.manual_seed(seed)
     recording = Recording()
-    with recorded(recording, **options):
+    with patch("runtime.deferred.LARGE_BYTES", large_bytes), recorded(recording, **options):
         made = make()
     return made, recording
 
