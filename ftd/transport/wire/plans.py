@@ -27,7 +27,9 @@ def _array_of(kind: type, **others: Any) -> Any:
     """Return a struct that is encoded as an array and has the fields of ``kind``, with other types for
     ``others``.
     """
-    fields = [(name, others.get(name, hint)) for name, hint in get_type_hints(kind, include_extras=True).items()]
+    fields = [
+        (name, others.get(name, hint)) for name, hint in get_type_hints(kind, include_extras=True).items()
+    ]
     return msgspec.defstruct(kind.__name__, fields, array_like=True, frozen=True)
 
 
