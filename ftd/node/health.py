@@ -102,6 +102,13 @@ class HealthChecker:
         loop = asyncio.get_running_loop()
         check.timers.append(loop.call_later(self._limit_s, self._overdue, check, notice.pid))
 
+    def on_not_forked(self, notice: zygote_protocol.NotForked) -> None:
+        """Count a test whose process could not be forked as failed."""
+        check = self._check
+        if check is not None and check.number == notice.check:
+            failed = f"the process of its test could not be forked: {notice.reason}"
+            self._take(check, DeviceHealth(device=notice.device, failed=failed))
+
     def on_completed(self, notice: zygote_protocol.DeviceChecked) -> None:
         """Take the result of a test."""
         check = self._check

@@ -140,6 +140,10 @@ class TrainerSupervisor:
                 log.info("zygote_warm", pid=notice.pid, import_s=round(notice.import_s, 3))
             case zygote_protocol.Spawned():
                 self._spawned(notice)
+            case zygote_protocol.NotForked(check=None):
+                self._not_forked(notice)
+            case zygote_protocol.NotForked():
+                self.health.on_not_forked(notice)
             case zygote_protocol.DeviceCheckBegan():
                 self.health.on_began(notice)
             case zygote_protocol.DeviceChecked():
@@ -161,6 +165,15 @@ class TrainerSupervisor:
             self._fork_notices.pop(notice.pid).set()
         if trainer.retired:  # It was ended before it was forked.
             self._host.signal_group(notice.pid, signal.SIGKILL)
+
+    def _not_forked(self, notice: zygote_protocol.NotForked) -> None:
+        if self._unforked.get(notice.device):
+            trainer = self._unforked[notice.device].pop(0)
+            trainer.exited.set()
+            remedy = (
+                "free memory on this host, or allow it more processes (ulimit -u, pids.max of the cgroup)"
+            )
+            self.fail(trainer, "exited", f"it could not be forked: {notice.reason}; {remedy}")
 
     async def _exited(self, trainer: TrainerProcess, notice: zygote_protocol.Exited) -> None:
         trainer.exited.set()

@@ -36,6 +36,7 @@ from runtime.wire.zygote_protocol import (
     DeviceCheckBegan,
     DeviceChecked,
     Exited,
+    NotForked,
     Spawn,
     Spawned,
     ZygoteNotice,
@@ -162,15 +163,29 @@ def serve(requests: int, notices: int, lifeline: int | None) -> None:
 
 
 def _carry_out(request: ZygoteRequest, notices: int, private: tuple[int, ...]) -> None:
-    match request:
-        case Spawn():
-            pid = fork(lambda: _run_trainer(request), private)
-            notify(notices, Spawned(device=request.device, pid=pid))
-        case CheckDevice():
-            answers = os.dup(notices)  # The child closes ``private``.
-            pid = fork(lambda: _check_device(request, answers), private)
-            os.close(answers)
-            notify(notices, DeviceCheckBegan(number=request.number, device=request.device, pid=pid))
+    notify(notices, _fork_for(request, notices, private))
+
+
+def _fork_for(request: ZygoteRequest, notices: int, private: tuple[int, ...]) -> ZygoteNotice:
+    """Fork the process that is asked for, and return the notice about it.
+
+    A host that has no process or memory left for it must not end this zygote, and with it all of its trainers.
+    """
+    check = request.number if isinstance(request, CheckDevice) else None
+    try:
+        match request:
+            case Spawn():
+                pid = fork(lambda: _run_trainer(request), private)
+                return Spawned(device=request.device, pid=pid)
+            case CheckDevice():
+                answers = os.dup(notices)  # The child closes ``private``.
+                try:
+                    pid = fork(lambda: _check_device(request, answers), private)
+                finally:
+                    os.close(answers)
+                return DeviceCheckBegan(number=request.number, device=request.device, pid=pid)
+    except OSError as error:
+        return NotForked(device=request.device, check=check, reason=error.strerror or str(error))
 
 
 def reap() -> Iterator[tuple[int, int]]:

@@ -3,8 +3,9 @@
 ``python -m runtime.process.zygote --parent <pid of the daemon>`` exchanges these frames on its stdin and
 stdout (stderr is for people). It sends ZygoteReady once, when torch is imported; then a Spawned for each
 Spawn, and an Exited when that trainer ends, however it ends. A CheckDevice forks a process that tests a device:
-DeviceCheckBegan, the process's own DeviceChecked unless it fails, and Exited follow. The zygote ends at the end of
-stdin, and the kernel then ends its trainers.
+DeviceCheckBegan, the process's own DeviceChecked unless it fails, and Exited follow. NotForked is the only answer to a
+request for which the host has no process or no memory left. The zygote ends at the end of stdin, and the kernel then
+ends its trainers.
 """
 
 from runtime.wire.frames import Frame
@@ -54,6 +55,15 @@ class Exited(Frame, frozen=True, kw_only=True):
     """Exit code, or the negative number of the signal that ended it, as in ``subprocess``."""
 
 
+class NotForked(Frame, frozen=True, kw_only=True):
+    """A trainer, or a process that tests a device, could not be forked."""
+
+    device: int
+    check: int | None
+    """Number of the health check that the test belongs to; ``None`` for a trainer."""
+    reason: str
+
+
 class DeviceCheckBegan(Frame, frozen=True, kw_only=True):
     """A process that tests a device was forked."""
 
@@ -71,4 +81,4 @@ class DeviceChecked(Frame, frozen=True, kw_only=True):
 
 
 ZygoteRequest = Spawn | CheckDevice
-ZygoteNotice = ZygoteReady | Spawned | DeviceCheckBegan | DeviceChecked | Exited
+ZygoteNotice = ZygoteReady | Spawned | NotForked | DeviceCheckBegan | DeviceChecked | Exited

@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from runtime.process.zygote import preload
+from runtime.process.zygote import preload, serve
 from runtime.process.zygote_request import (
     SERVER_VARIABLE,
     Answer,
@@ -23,8 +23,8 @@ from runtime.process.zygote_request import (
     zygote_from_server,
 )
 from runtime.process.zygote_server import Server, become_zygote
-from runtime.wire.frames import Decoder
-from runtime.wire.zygote_protocol import ZygoteNotice, ZygoteReady
+from runtime.wire.frames import Decoder, encode
+from runtime.wire.zygote_protocol import CheckDevice, NotForked, Spawn, ZygoteNotice, ZygoteReady
 
 LIMIT_S = 60.0
 
@@ -244,3 +244,32 @@ def test_the_end_of_the_server_ends_its_zygotes_and_later_ones_import_torch_them
     assert alone.zygote == alone.process.pid
     alone.process.kill()
     assert "Connection refused" in alone.end()[1]
+
+
+def test_a_zygote_that_cannot_fork_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end its trainers otherwise."""
+
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    requests_read, requests_write = os.pipe()
+    notices_read, notices_write = os.pipe()
+    monkeypatch.setattr("runtime.process.zygote.thread_count", lambda: 1)
+    monkeypatch.setattr(os, "fork", refuse)
+    handler = signal.getsignal(signal.SIGCHLD)
+    os.write(requests_write, encode(Spawn(device=1, socket_path="s", environment={})))
+    os.write(requests_write, encode(CheckDevice(number=7, device=2, environment={})))
+    os.close(requests_write)
+    try:
+        serve(requests_read, notices_write, None)
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, handler)
+    decoder: Decoder[ZygoteNotice] = Decoder(ZygoteNotice)
+    reason = "Resource temporarily unavailable"
+    assert decoder.feed(os.read(notices_read, 4096)) == [
+        NotForked(device=1, check=None, reason=reason),
+        NotForked(device=2, check=7, reason=reason),
+    ]
+    for descriptor in (requests_read, notices_read, notices_write):
+        os.close(descriptor)

@@ -161,7 +161,10 @@ FRAMES: list[tuple[Any, list[Any]]] = [
     (store_protocol.StoreReply, [store_protocol.StoreValues(values=(b"1", b"2"))]),
     (protocol.Report, [protocol.Raised(where="step", detail="Traceback"), trace()]),
     (protocol.FirstFrame, [protocol.Attached(device=0, pid=7), protocol.Output(device=0, pid=7)]),
-    (zygote_protocol.ZygoteNotice, [zygote_protocol.Spawned(device=0, pid=7)]),
+    (zygote_protocol.ZygoteNotice, [
+        zygote_protocol.Spawned(device=0, pid=7),
+        zygote_protocol.NotForked(device=0, check=None, reason="no process is left"),
+    ]),
 ]  # fmt: skip
 
 

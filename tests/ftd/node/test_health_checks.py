@@ -17,7 +17,7 @@ from ftd.node.health import HealthChecker
 from ftd.node.supervisor import TrainerSupervisor
 from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
 from ftd.processes import is_alive
-from runtime.wire.zygote_protocol import DeviceCheckBegan, DeviceChecked
+from runtime.wire.zygote_protocol import DeviceCheckBegan, DeviceChecked, NotForked
 from statemachine.agent.events import HealthCheckEnded
 from statemachine.events import Event
 from statemachine.hardware import HardwareLimits, HealthLimits
@@ -190,5 +190,23 @@ def test_links_are_tested_in_parallel_and_the_result_waits_for_them() -> None:
         (report,) = results
         assert report.links[0].node == "b" and report.devices[0].kind == "k"
         assert checker.on_exited(1 << 30, "exited with code 0") and not checker.on_exited(7, "")
+
+    asyncio.run(body())
+
+
+def test_a_test_that_cannot_be_forked_counts_as_failed() -> None:
+    async def body() -> None:
+        results: list[HealthReport] = []
+        checker = HealthChecker(
+            devices=1, host=LocalProcesses(), test_device=lambda *_: None, limit_s=1.0,
+            test_links=AsyncMock(return_value=()), on_checked=results.append,
+        )  # fmt: skip
+        checker.start(5, ())
+        checker.on_not_forked(NotForked(device=0, check=4, reason="Cannot allocate memory"))
+        assert not results
+        checker.on_not_forked(NotForked(device=0, check=5, reason="Cannot allocate memory"))
+        assert [one.failed for one in results[0].devices] == [
+            "the process of its test could not be forked: Cannot allocate memory"
+        ]
 
     asyncio.run(body())

@@ -24,7 +24,7 @@ from ftd.node.supervisor import TrainerSupervisor
 from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
 from ftd.processes import is_alive, read_tail
 from planner.values import LayerProfile, ModelProfile, Policy
-from runtime.wire import frames
+from runtime.wire import frames, zygote_protocol
 from statemachine.agent.events import (
     TrainerConnected,
     TrainerFailed,
@@ -142,6 +142,30 @@ def test_a_report_becomes_an_event_unchanged() -> None:
         (event,) = events_of(report)
         assert isinstance(event, TrainerReported)
         assert (event.cause, event.device, event.report) == ("test", 1, report)
+
+
+def test_a_trainer_that_cannot_be_forked_has_failed_and_the_next_one_of_its_device_is_not_mistaken_for_it() -> (
+    None
+):
+    async def body() -> None:
+        events: list[Event] = []
+        processes = ZygoteTrainers(directory=Path(), environment=lambda device: {})
+        supervisor = supervisor_of(processes, 2, events.append)
+        supervisor.start_trainer(1)
+        supervisor.on_notice(zygote_protocol.NotForked(device=1, check=None, reason="Cannot allocate memory"))
+        (failed,) = events
+        assert isinstance(failed, TrainerFailed)
+        assert (failed.device, failed.pid, failed.cause_of_failure) == (1, 0, "exited")
+        assert failed.detail.startswith("it could not be forked: Cannot allocate memory; free memory")
+        supervisor.start_trainer(1)
+        supervisor.kill_trainer(1, grace_s=0.0)  # It is ended before it is forked.
+        supervisor.start_trainer(1)
+        supervisor.on_notice(zygote_protocol.NotForked(device=1, check=None, reason="Cannot allocate memory"))
+        supervisor.on_notice(zygote_protocol.Spawned(device=1, pid=1 << 30))
+        assert supervisor.pids() == [1 << 30] and len(events) == 1
+        await supervisor.close()
+
+    asyncio.run(body())
 
 
 def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int = 1) -> None:
