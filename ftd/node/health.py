@@ -89,6 +89,11 @@ class HealthChecker:
         planted = fault if asyncio.get_running_loop().time() < until else ""
         self._trainers.test_device(number, device, planted)
 
+    @property
+    def pids(self) -> set[int]:
+        """Process ids of the tests that have not ended."""
+        return self._ended | set(() if self._check is None else self._check.pids)
+
     # --- notices of the zygote -----------------------------------------------------------------------
 
     def on_began(self, notice: zygote_protocol.DeviceCheckBegan) -> None:

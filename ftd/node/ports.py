@@ -36,8 +36,10 @@ class HostProcesses(Protocol):
     def continue_later(self, pids: Sequence[int], for_s: float) -> None:
         """Continue these processes (SIGCONT) after ``for_s``, even if this daemon is one of them."""
 
-    def reap(self, pids: set[int]) -> None:
-        """Collect the exit status of those that are dead children of this daemon."""
+    def reap(self, groups: set[int]) -> None:
+        """Collect the exit status of the dead children that this daemon has in these process groups, now and
+        whenever it is called again.
+        """
 
 
 class TrainerConnection(Protocol):

@@ -39,6 +39,8 @@ ATTACH_TIMEOUT_S = 30.0
 _OUTPUT_TIMEOUT_S = 0.05
 """Time that a failure report waits for the rest of a dead trainer's output."""
 _CLOSED_BUT_ALIVE_S = 1.0
+_ORPHANS_S = 1.0
+"""Time after which the processes that a dead trainer left have ended, too."""
 _CAUSES: dict[str, FailureCause] = {"prepare": "unprepared", "restore": "foreign", "training": "raised"}
 """Cause of the failure of a trainer whose code raised, by where it raised."""
 
@@ -180,6 +182,7 @@ class TrainerSupervisor:
         self._host.signal_group(
             notice.pid, signal.SIGKILL
         )  # Child processes of the trainer must not outlive it.
+        self._reap_later({notice.pid})
         if not trainer.retired:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(trainer.output_ended.wait(), _OUTPUT_TIMEOUT_S)
@@ -192,7 +195,7 @@ class TrainerSupervisor:
             return
         log.warning("zygote_ended", status=status, detail=detail)
         lost = [*self._by_pid.values(), *(t for unforked in self._unforked.values() for t in unforked)]
-        asyncio.get_running_loop().call_later(1.0, self._host.reap, set(self._by_pid))
+        self._reap_later({*self._by_pid, *self.health.pids})
         self._by_pid.clear()
         for unforked in self._unforked.values():
             unforked.clear()
@@ -205,6 +208,12 @@ class TrainerSupervisor:
                 self.fail(
                     trainer, "exited", f"the zygote that forked it ended ({exit_sentence(status)}) {detail}"
                 )
+
+    def _reap_later(self, groups: set[int]) -> None:
+        """Collect the exit status of what these processes left, since this daemon adopts it: dead processes count
+        towards the limits of the host until then.
+        """
+        asyncio.get_running_loop().call_later(_ORPHANS_S, self._host.reap, groups)
 
     # --- the trainers ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import structlog
 
 from ftd.node.ports import TrainerObserver, TrainerProcess
 from ftd.node.zygote import Zygote
-from ftd.processes import die_with_parent, reap, signal_group
+from ftd.processes import die_with_parent, signal_group
 from ftd.tasks import cancel_all
 from runtime.wire import zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode, read_frame
@@ -34,6 +34,10 @@ _PEER_CREDENTIALS = struct.Struct("3i")
 
 class LocalProcesses:
     """The processes of this host (``ftd.node.ports.HostProcesses``)."""
+
+    def __init__(self) -> None:
+        self._unreaped: set[int] = set()
+        """Process groups in which this daemon may have children."""
 
     @property
     def own_pid(self) -> int:
@@ -57,8 +61,14 @@ class LocalProcesses:
             preexec_fn=die_with_parent(),  # noqa: PLW1509  # this daemon has one thread
         )
 
-    def reap(self, pids: set[int]) -> None:
-        reap(pids)
+    def reap(self, groups: set[int]) -> None:
+        self._unreaped |= groups
+        for group in tuple(self._unreaped):
+            try:
+                while os.waitpid(-group, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:  # None is left.
+                self._unreaped.discard(group)
 
 
 class _StreamConnection:

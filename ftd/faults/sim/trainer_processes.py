@@ -94,7 +94,7 @@ class SimTrainers:
         for pid in pids:
             self._host.world.call_later(for_s, self.signal, pid, signal.SIGCONT)
 
-    def reap(self, pids: set[int]) -> None:
+    def reap(self, groups: set[int]) -> None:
         return
 
     def signal(self, pid: int, number: int) -> None:

@@ -22,8 +22,9 @@ from ftd.node.ports import TrainerProcess
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import TrainerSupervisor
 from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
-from ftd.processes import is_alive, read_tail
+from ftd.processes import become_subreaper, is_alive, read_tail
 from planner.values import LayerProfile, ModelProfile, Policy
+from runtime.process.zygote_request import SERVER_VARIABLE
 from runtime.wire import frames, zygote_protocol
 from statemachine.agent.events import (
     TrainerConnected,
@@ -309,6 +310,48 @@ def test_the_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
         assert "a child of 0" in failed.detail
         await gone([int((tmp_path / "pid").read_text())])
 
+    run_with_trainers(body)
+
+
+@pytest.mark.processes
+def test_the_daemon_collects_the_dead_processes_that_trainers_and_the_zygote_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would count towards the limits of the host for as long as the daemon runs."""
+    (tmp_path / "forks.py").write_text(
+        "import os, time\n"
+        "def build():\n"
+        "    with open(os.path.join(os.path.dirname(__file__), 'pids'), 'w') as file:\n"
+        "        for _ in range(3):\n"
+        "            if (pid := os.fork()) == 0:\n"
+        "                time.sleep(1000)\n"
+        "            print(pid, file=file)\n"
+        "    os._exit(7)\n"
+    )
+
+    async def collected(pids: list[int]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while any(Path(f"/proc/{pid}").exists() for pid in pids):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        await trainers.take(TrainerConnected)
+        trainers.supervisor.send(
+            0, make_prepare_instruction(mlp_job("forks.py:build", tmp_path), profile=False)
+        )
+        await trainers.take(TrainerFailed)
+        await collected([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerConnected)
+        zygote = trainers.processes.zygote_pid
+        assert zygote is not None
+        os.kill(zygote, signal.SIGKILL)
+        await trainers.take(TrainerFailed)
+        await collected([up.pid])
+
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)  # The zygote has to be a child of this process.
+    become_subreaper()
     run_with_trainers(body)
 
 
