@@ -103,20 +103,24 @@ class NamespaceNetwork:
 
     def cut(self, host: str) -> None:
         """Pull the cable of ``host``."""
-        _ip("-n", self._switch, "link", "set", host, "down")
+        _ip("-n", self._switch, "link", "set", self._port(host), "down")
 
     def heal(self, host: str) -> None:
-        _ip("-n", self._switch, "link", "set", host, "up")
+        _ip("-n", self._switch, "link", "set", self._port(host), "up")
+
+    def _port(self, host: str) -> str:
+        """Return the switch's interface to a host. Linux allows 15 characters, and a host's name may have more."""
+        return f"port-{self._hosts.index(host) + 1}"
 
     def _plug_in(self, host: str) -> None:
         namespace = self.namespace(host)
         self._make_namespace(namespace)
-        # The switch names each port after the host at its other end.
+        port = self._port(host)
         _ip(
-            *("-n", self._switch, "link", "add", host, "type", "veth"),
+            *("-n", self._switch, "link", "add", port, "type", "veth"),
             *("peer", "name", "eth0", "netns", namespace),
         )
-        _ip("-n", self._switch, "link", "set", host, "master", "bridge", "up")
+        _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
         _ip("-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
         _ip("-n", namespace, "link", "set", "eth0", "up")
 
