@@ -7,6 +7,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
@@ -68,11 +69,8 @@ class Zygote:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        if self._process is not None:
+            await _end(self._process)
 
     async def _keep_running(self) -> None:
         failures = 0
@@ -103,9 +101,7 @@ class Zygote:
         stderr_tail = asyncio.get_running_loop().create_task(self._read_stderr(process.stderr))
         try:
             await self._listen(process.stdout)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            return await process.wait(), await stderr_tail
+            return await _end(process), await stderr_tail
         finally:
             stderr_tail.cancel()
 
@@ -137,3 +133,15 @@ class Zygote:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(frames.encode(request))
+
+
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """Kill a process unless it has ended, and return its exit status.
+
+    ``process.kill()`` would take the status of a process that has just ended away from asyncio, which then reports
+    exit code 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    return await process.wait()

@@ -481,6 +481,25 @@ def test_a_zygote_that_cannot_be_started_is_reported_and_retried(monkeypatch: py
     asyncio.run(body())
 
 
+@pytest.mark.processes
+def test_the_status_of_a_zygote_that_ends_is_the_true_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        ends: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        monkeypatch.setattr(
+            zygote, "module_command", lambda *_: ["/bin/sh", "-c", "echo why >&2; kill -SEGV $$"]
+        )
+        monkeypatch.setattr(zygote, "_RESTART_DELAYS_S", (0.0,))
+        one = zygote.Zygote()
+        one.start(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
+        try:
+            for _ in range(20):
+                assert await asyncio.wait_for(ends.get(), LIMIT_S) == (-signal.SIGSEGV, "why")
+        finally:
+            await one.close()
+
+    asyncio.run(body())
+
+
 def test_the_tail_of_a_log_begins_with_a_whole_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert read_tail(log) == ""
