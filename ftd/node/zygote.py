@@ -22,6 +22,10 @@ log = structlog.get_logger()
 _RESTART_DELAYS_S = (0.0, 0.5, 2.0, 10.0)
 """Delay before the n-th restart in a row; the count starts again when a zygote became warm."""
 _STDERR_TAIL_BYTES = 4096
+_PIPES_S = 1.0
+"""Longest time from the end of a zygote to the end of its pipes, which a process that a preloaded module started
+may hold open.
+"""
 
 
 class Zygote:
@@ -98,12 +102,15 @@ class Zygote:
         self._process = process
         assert process.stdout is not None
         assert process.stderr is not None
-        stderr_tail = asyncio.get_running_loop().create_task(self._read_stderr(process.stderr))
+        tail = bytearray()
+        reading = asyncio.get_running_loop().create_task(self._read_stderr(process.stderr, tail))
         try:
             await self._listen(process.stdout)
-            return await _end(process), await stderr_tail
+            status = await _end(process)
+            await asyncio.wait([reading], timeout=_PIPES_S)
+            return status, tail.decode(errors="replace").strip()
         finally:
-            stderr_tail.cancel()
+            reading.cancel()
 
     async def _listen(self, stream: asyncio.StreamReader) -> None:
         decoder: frames.Decoder[zygote_protocol.ZygoteNotice] = frames.Decoder(zygote_protocol.ZygoteNotice)
@@ -121,13 +128,12 @@ class Zygote:
                         self._write(request)
                 self._on_notice(notice)
 
-    async def _read_stderr(self, stream: asyncio.StreamReader) -> str:
-        tail = bytearray()
+    async def _read_stderr(self, stream: asyncio.StreamReader, tail: bytearray) -> None:
+        """Log the stream, and keep its last bytes in ``tail``."""
         while data := await stream.read(1 << 14):
             tail += data
             del tail[:-_STDERR_TAIL_BYTES]
             log.info("zygote_output", text=data.decode(errors="replace").rstrip())
-        return tail.decode(errors="replace").strip()
 
     def _write(self, request: zygote_protocol.ZygoteRequest) -> None:
         assert self._process is not None
@@ -139,9 +145,13 @@ async def _end(process: asyncio.subprocess.Process) -> int:
     """Kill a process unless it has ended, and return its exit status.
 
     ``process.kill()`` would take the status of a process that has just ended away from asyncio, which then reports
-    exit code 255.
+    exit code 255. ``process.wait()`` may also wait for other processes that have its pipes.
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-    return await process.wait()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _PIPES_S)
+        if process.returncode is not None:
+            return process.returncode

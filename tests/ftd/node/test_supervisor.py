@@ -500,6 +500,26 @@ def test_the_status_of_a_zygote_that_ends_is_the_true_one(monkeypatch: pytest.Mo
     asyncio.run(body())
 
 
+@pytest.mark.processes
+def test_a_zygote_is_started_again_although_a_process_that_a_module_started_has_its_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        ends: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        script = "sleep 1000 > /dev/null & echo $! >&2; exec sleep 0.5"
+        monkeypatch.setattr(zygote, "module_command", lambda *_: ["/bin/sh", "-c", script])
+        monkeypatch.setattr(zygote, "_RESTART_DELAYS_S", (0.0, 1000.0))
+        one = zygote.Zygote()
+        one.start(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
+        status, detail = await asyncio.wait_for(ends.get(), LIMIT_S)
+        assert status == 0
+        await asyncio.wait_for(one.close(), LIMIT_S)
+        os.kill(int(detail), signal.SIGKILL)
+        await asyncio.sleep(0.1)  # asyncio closes its end of the pipe.
+
+    asyncio.run(body())
+
+
 def test_the_tail_of_a_log_begins_with_a_whole_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert read_tail(log) == ""
