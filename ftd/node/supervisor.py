@@ -236,7 +236,9 @@ class TrainerSupervisor:
         return self._by_pid.get(pid)
 
     def on_attached(self, trainer: TrainerProcess, connection: TrainerConnection) -> None:
-        """Note that the trainer can receive instructions."""
+        """Note that the trainer can receive instructions, unless it was ended before it connected."""
+        if trainer.retired:
+            return
         trainer.connection = connection
         assert trainer.pid is not None, "it was identified by its pid"
         self._feed(TrainerConnected(**self._stamp(), device=trainer.device, pid=trainer.pid))

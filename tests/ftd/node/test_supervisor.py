@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -164,6 +164,30 @@ def test_a_trainer_that_cannot_be_forked_has_failed_and_the_next_one_of_its_devi
         supervisor.on_notice(zygote_protocol.NotForked(device=1, check=None, reason="Cannot allocate memory"))
         supervisor.on_notice(zygote_protocol.Spawned(device=1, pid=1 << 30))
         assert supervisor.pids() == [1 << 30] and len(events) == 1
+        await supervisor.close()
+
+    asyncio.run(body())
+
+
+def test_a_trainer_that_was_ended_before_it_connected_is_not_taken_for_its_successor() -> None:
+    """The agent would ignore the failure of the successor, whose process it does not know yet."""
+
+    async def body() -> None:
+        events: list[Event] = []
+        processes = ZygoteTrainers(directory=Path(), environment=lambda device: {})
+        supervisor = supervisor_of(processes, 1, events.append)
+        supervisor.start_trainer(0)
+        supervisor.on_notice(zygote_protocol.Spawned(device=0, pid=1 << 30))
+        supervisor.kill_trainer(0, grace_s=0.0)
+        supervisor.start_trainer(0)
+        ended = await supervisor.identify(protocol.Attached(device=0, pid=1 << 30))
+        supervisor.on_attached(ended, Mock())
+        assert events == []
+        supervisor.on_notice(zygote_protocol.Spawned(device=0, pid=1 << 29))
+        started = await supervisor.identify(protocol.Attached(device=0, pid=1 << 29))
+        supervisor.on_attached(started, Mock())
+        (connected,) = events
+        assert isinstance(connected, TrainerConnected) and connected.pid == 1 << 29
         await supervisor.close()
 
     asyncio.run(body())
