@@ -61,7 +61,7 @@ class ProtectionChanged(Details, frozen=True, kw_only=True):
 
 
 class SnapshotsUnavailable(Details, frozen=True, kw_only=True):
-    """A node prepares a job without snapshots: another daemon of its name uses their memory."""
+    """A node prepares a job without snapshots: another daemon of its name uses their memory, or it cannot be used."""
 
     device: int
 
