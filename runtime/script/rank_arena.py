@@ -214,11 +214,17 @@ class RankArena:
             _unlock(self.arena.directory.resolve(), self._lock)
 
     def remove(self) -> None:
-        """Free the memory: nothing of this rank can be restored any more."""
-        self.close()
+        """Free the memory, and close the arena: nothing of this rank can be restored any more.
+
+        The lock is released last, so that the next process finds no files that are about to disappear.
+        """
+        directory = self.arena.directory.resolve()
         self.arena.remove()
         with contextlib.suppress(OSError):
             self.job.rmdir()
+        if not self.closed:
+            self.closed = True
+            _unlock(directory, self._lock)
 
     def remove_if_empty(self) -> None:
         """Remove the directory if it holds no snapshot, so that a failed start leaves no trace; an earlier
@@ -291,8 +297,21 @@ def _locked(directory: Path) -> IO[str]:
                 ) from None
             time.sleep(0.05)
         else:
-            _open_arenas.add(directory)
-            return lock
+            if _is_at(lock, directory / "lock"):
+                _open_arenas.add(directory)
+                return lock
+            # The process that had the lock removed its arena.
+            lock.close()
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = (directory / "lock").open("w")
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Return whether this open file is the one at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _unlock(directory: Path, lock: IO[str]) -> None:

@@ -141,8 +141,9 @@ class Snapshotter:
         try:
             self._reserve()
         except BaseException:
-            self.close()
+            self._stop()
             self._arena.remove_if_empty()
+            self._arena.close()
             raise
 
     # --- registering ----------------------------------------------------------------------------
@@ -596,12 +597,16 @@ class Snapshotter:
         """
         if not self._in_own_process:
             return  # A forked child has neither the thread nor the lock.
+        self._stop()
+        self._arena.close()
+
+    def _stop(self) -> None:
+        """Complete the snapshots that were begun, and save no more."""
         atexit.unregister(self.close)
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         self._copier.close()
-        self._arena.close()
 
     def remove(self) -> None:
         """Close, and free the memory: this rank's snapshots are gone.
@@ -609,7 +614,7 @@ class Snapshotter:
         Call it on every rank when the job is finished.
         """
         if self._in_own_process:
-            self.close()
+            self._stop()
             self._arena.remove()
             self._protection.remove()
 

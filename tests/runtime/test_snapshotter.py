@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import gc
 import itertools
 import logging
@@ -758,6 +759,45 @@ def test_a_name_is_registered_once(place: Path) -> None:
     with pytest.raises(SnapshotError, match="'state' is registered already"):
         snapshots.register("state", {"b": 2})
     snapshots.close()
+
+
+def test_a_job_that_starts_while_another_one_is_removed_waits_for_it_and_has_its_own_lock(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Snapshotter("job", directory=place, state={"number": 1})
+    directory = place / "job" / "rank-0"
+    unlock = runtime.script.rank_arena._unlock
+    left: list[bool] = []
+
+    def unlock_and_look(*lock: Any) -> None:
+        left.append(directory.exists())
+        unlock(*lock)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.script.rank_arena, "_unlock", unlock_and_look)
+        first.remove()
+    assert left == [False], "nothing disappears after the lock was released"
+
+    take = fcntl.lockf
+    taken: list[Any] = []
+
+    def take_when_removed(file: Any, operation: int) -> None:
+        """Take the lock that a process releases which has just removed its directory."""
+        if not taken:
+            shutil.rmtree(directory)
+        taken.append(file)
+        take(file, operation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "lockf", take_when_removed)
+        second = Snapshotter("job", directory=place, state={"number": 2})
+    assert len(taken) == 2 and (directory / "lock").exists()
+    second.snapshot(1)
+    second.close()
+    third = Snapshotter("job", directory=place, state={"number": 3})
+    assert third.restore() == 1
+    third.remove()
+    assert not directory.exists()
 
 
 def test_a_job_is_open_once(place: Path) -> None:
