@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,9 @@ def _write(
             index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True)
             write_synced(draft / f"{stem}.safetensors.index.json", [memoryview(index.encode() + b"\n")])
         for name, data in files.items():
-            content = _with_dtype(data, tensors) if name == CONFIG else data
+            content = data
+            if name == CONFIG:
+                content = with_dtype(data, ((tensor.dtype, tensor.size_bytes) for tensor in tensors))
             write_synced(draft / name, [memoryview(content)])
     return ExportSummary(tensors=len(tensors), size_bytes=size_bytes)
 
@@ -135,14 +137,16 @@ def _shards(tensors: Sequence[FileTensor], max_shard_bytes: int | None) -> list[
     return shards
 
 
-def _with_dtype(config: bytes, tensors: Sequence[FileTensor]) -> bytes:
+def with_dtype(config: bytes, tensors: Iterable[tuple[str, int]]) -> bytes:
     """Return the configuration with the type of the weights, since ``from_pretrained`` converts to the type
     named there.
+
+    :param tensors: type and size in bytes of each tensor.
     """
     sizes: dict[str, int] = {}
-    for tensor in tensors:
-        if tensor.dtype in FLOATING:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.size_bytes
+    for dtype, size_bytes in tensors:
+        if dtype in FLOATING:
+            sizes[dtype] = sizes.get(dtype, 0) + size_bytes
     configuration = json.loads(config)
     if sizes:
         most = max(sizes, key=lambda dtype: sizes[dtype])

@@ -146,12 +146,20 @@ def write_safetensors(
         return file.tell()
 
 
-def count_tensors(path: Path) -> int:
-    """Return the number of tensors in any safetensors file."""
+def tensor_sizes(path: Path) -> list[tuple[str, int]]:
+    """Return type and size in bytes of each tensor in any safetensors file. The name of a type that checkpoints do not
+    have is that of the format.
+    """
+    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     with path.open("rb") as file:
         size_bytes = int.from_bytes(file.read(8), "little")
-        header = msgspec.json.decode(file.read(size_bytes), type=dict[str, object])
-    return len(header.keys() - {"__metadata__"})
+        header = msgspec.json.decode(file.read(size_bytes), type=dict[str, dict[str, Any]])
+    header.pop("__metadata__", None)
+    found = []
+    for tensor in header.values():
+        start, end = tensor["data_offsets"]
+        found.append((names.get(tensor["dtype"], tensor["dtype"]), end - start))
+    return found
 
 
 def _header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes:

@@ -24,8 +24,15 @@ from runtime.wire.measurement import INVALID_EXIT
 from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.description import is_file_name
 from storage.errors import ForeignCheckpointError, StorageError
-from storage.huggingface import CONFIG, MAX_SHARD_BYTES, atomic_directory, export_base, export_huggingface
-from storage.safetensors_file import ExportSummary, count_tensors
+from storage.huggingface import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    atomic_directory,
+    export_base,
+    export_huggingface,
+    with_dtype,
+)
+from storage.safetensors_file import ExportSummary, tensor_sizes
 from storage.values import job_mark
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
@@ -90,12 +97,12 @@ def export_to_huggingface(
         with atomic_directory(directory) as draft:
             for path in (parts / "merged").iterdir():
                 shutil.move(path, draft / path.name)
-            for file, data in files.items():
-                (draft / file).write_bytes(data)
             weights = list(draft.glob("*.safetensors"))
-            tensors = sum(count_tensors(path) for path in weights)
+            tensors = [tensor for path in weights for tensor in tensor_sizes(path)]
             size_bytes = sum(path.stat().st_size for path in weights)
-    return ExportSummary(tensors=tensors, size_bytes=size_bytes)
+            for file, data in files.items():
+                (draft / file).write_bytes(with_dtype(data, tensors) if file == CONFIG else data)
+    return ExportSummary(tensors=len(tensors), size_bytes=size_bytes)
 
 
 def _merge(parts: Path, max_shard_bytes: int) -> None:

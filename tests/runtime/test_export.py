@@ -232,6 +232,20 @@ def test_an_adapter_is_exported_for_peft_and_merged(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_configuration_for_a_merged_model_names_the_type_of_its_weights(tmp_path: Path) -> None:
+    model = lora(tmp_path)
+    checkpoint_of(model, tmp_path / "kept")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "config.json").write_text(
+        json.dumps(config | {"dtype": "float16", "max_position_embeddings": 77})
+    )
+    export(tmp_path / "kept", tmp_path / "merged", "--merge", "--files-from", str(tmp_path / "files"))
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (written["dtype"], written["max_position_embeddings"]) == ("float32", 77)
+    assert MODELS["llama"][0].from_pretrained(tmp_path / "merged").dtype == torch.float32
+
+
 def test_an_adapter_that_transformers_itself_added_is_exported(tmp_path: Path) -> None:
     model_of("llama").save_pretrained(tmp_path / "base")
     model = MODELS["llama"][0].from_pretrained(tmp_path / "base")
