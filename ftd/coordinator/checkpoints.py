@@ -32,7 +32,7 @@ from statemachine.events import (
 )
 from statemachine.messages.values import CheckpointRecord, Job, SkippedCheckpoint, Vote
 from storage.checkpoint import CheckpointManifest, CheckpointStore
-from storage.errors import StorageError
+from storage.errors import LocationError, StorageError
 from storage.layerstate import fingerprint_of
 
 _log = structlog.get_logger("ftd.checkpoints")
@@ -253,11 +253,16 @@ def find_newest_checkpoint(
 
 
 def _problem_of(store: CheckpointStore, manifest: CheckpointManifest) -> str:
-    """Return what is wrong with a checkpoint, as far as its headers show, or an empty string."""
+    """Return what is wrong with a checkpoint, as far as its headers show, or an empty string.
+
+    :raises LocationError: they cannot be read; that does not make an older checkpoint the newest usable one.
+    """
     try:
         _vote(manifest)
         if fingerprint_of(store.open(manifest.step).headers()) != manifest.fingerprint:
             return "the model's fingerprint is not that of its layers"
+    except LocationError:
+        raise
     except (StorageError, msgspec.ValidationError) as error:
         return str(error)
     return ""

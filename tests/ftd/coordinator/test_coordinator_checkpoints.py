@@ -2,8 +2,9 @@
 
 import asyncio
 import queue
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import msgspec
@@ -32,8 +33,9 @@ from statemachine.events import (
 )
 from statemachine.messages.values import CheckpointPolicy, Job, LayerFile, Vote
 from storage.checkpoint import CheckpointStore
-from storage.errors import ForeignCheckpointError, StorageError
+from storage.errors import ForeignCheckpointError, LocationError, StorageError
 from storage.huggingface import export_huggingface
+from storage.locations import LocalLocation
 from storage.values import job_mark
 from tests.helpers.kept_checkpoints import LAYERS, holds, layer_state, write
 
@@ -135,6 +137,30 @@ def test_the_newest_usable_one_is_found_and_skipped_ones_are_reported(store: Che
     assert none.checkpoint is None and "has no checkpoint of job 'bert'" in none.reason
     nowhere = find(finding(job_at(root / "nowhere")), at=1.0)
     assert nowhere.checkpoint is None and "does not exist" in nowhere.reason
+
+
+def test_a_newest_checkpoint_that_cannot_be_read_now_is_not_passed_over(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would continue from an older one, and the next commit remove the newest one."""
+    job = job_at(store.location.url)
+    write(store, 10)
+    write(store, 20)
+    opened = LocalLocation.open
+
+    def failing(location: LocalLocation, directory: str, name: str) -> AbstractContextManager[BinaryIO]:
+        if (directory, name) == ("step-000000000020", "layer-0001.bin"):
+            raise LocationError("503 slow down")
+        return opened(location, directory, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalLocation, "open", failing)
+        found = find(finding(job), at=1.0)
+        assert (found.checkpoint, found.unreadable, found.reason) == (None, True, "503 slow down")
+        with pytest.raises(ConfigurationError, match="503 slow down"):
+            find_initial_checkpoint(job)
+    found = find(finding(job), at=1.0)
+    assert found.checkpoint is not None and found.checkpoint.step == 20
 
 
 def test_a_job_begins_from_an_existing_checkpoint_or_is_rejected(
