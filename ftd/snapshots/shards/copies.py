@@ -55,6 +55,8 @@ class CopyDraft:
     """Number of received bytes of each part, from its beginning."""
     turn: int = 0
     """Number of the latest transfer or verification of this draft. Earlier ones stop when it changes."""
+    verification: asyncio.Task[tuple[str, ...]] | None = None
+    """The verification that is under way."""
 
     def window(self, part: SnapshotPart) -> memoryview:
         return self.slot.view[part.offset : part.offset + part.size_bytes].data
@@ -163,6 +165,9 @@ class CopyStore:
     async def commit(self, key: Key, job_id: str, step: int) -> tuple[str, ...]:
         """Verify what was received and commit it; return the names of parts whose bytes differ from the offer.
 
+        A repeated request waits for the verification that is under way: its sender may wait for a shorter time than
+        many gigabytes take.
+
         :raises CopyRejectedError: it was not offered, or is not complete.
         :raises OSError: its manifest cannot be written.
         """
@@ -175,9 +180,18 @@ class CopyStore:
             raise CopyRejectedError(
                 f"{', '.join(lacking[:3])} {'is' if len(lacking) == 1 else 'are'} not complete"
             )
+        if draft.verification is None:
+            draft.verification = asyncio.ensure_future(self._verify_and_commit(key, draft))
+        return await asyncio.shield(draft.verification)
+
+    async def _verify_and_commit(self, key: Key, draft: CopyDraft) -> tuple[str, ...]:
+        parts, step = draft.manifest.parts, draft.manifest.step
         draft.turn += 1
         turn = draft.turn
-        intact = await asyncio.to_thread(lambda: [part.is_intact(draft.window(part)) for part in parts])
+        try:
+            intact = await asyncio.to_thread(lambda: [part.is_intact(draft.window(part)) for part in parts])
+        finally:
+            draft.verification = None
         if draft.turn != turn or self._drafts.get(key) is not draft:
             raise CopyRejectedError("another copy was offered meanwhile")
         corrupt = tuple(part.name for part, fine in zip(parts, intact, strict=True) if not fine)

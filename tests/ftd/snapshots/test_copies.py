@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,28 @@ def test_a_stalled_sender_is_disconnected_and_its_bytes_stay() -> None:
         assert (await pair.ask(f"POST {PLACE}"))[0] == 204
 
     with_pair(body, stall_s=0.3)
+
+
+def test_a_copy_whose_verification_takes_longer_than_its_sender_waits_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender asks again, and the verification that is under way answers it."""
+    intact, verified = SnapshotPart.is_intact, []
+
+    def slow(part: SnapshotPart, data: Any) -> bool:
+        time.sleep(0.5)
+        verified.append(part.name)
+        return intact(part, data)
+
+    async def body(pair: Pair) -> None:
+        monkeypatch.setattr(SnapshotPart, "is_intact", slow)
+        async with ShardClient(TOKEN, stall_s=0.4) as client:
+            sender = CopySender(client, pair.arenas, owner="n0", rate=AsyncRateLimiter(None), stall_s=30.0)
+            await sender.send(pair.held(5), pair.buddy.source)
+        assert held_keys(pair.buddy.copies.held()) == [(5, 1, "n0")]
+        assert sorted(verified) == [PART, "group-0/small"]
+
+    with_pair(body)
 
 
 def test_a_newer_offer_replaces_an_older_one_but_not_the_reverse() -> None:
