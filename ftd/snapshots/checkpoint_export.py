@@ -38,6 +38,7 @@ from storage.values import job_mark
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _MOST_BYTES = 256 * 1024 * 1024
 """Largest file next to the weights that is taken for one of a tokenizer."""
+_ADAPTER_CONFIG = "adapter_config.json"
 _ORIGIN = "ftd.json"
 _NICENESS = 10
 """Niceness of the process that exports next to training."""
@@ -81,6 +82,8 @@ def export_to_huggingface(
     :raises OSError: the directory cannot be written; nothing is left.
     """
     files = {} if files_from is None else _files_of(files_from)
+    if merge or not checkpoint.description().adapter_files:
+        files.pop(_ADAPTER_CONFIG, None)  # ``from_pretrained`` would look for the adapter next to it.
     if not merge:
         return export_huggingface(
             checkpoint, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, files=files

@@ -232,6 +232,19 @@ def test_an_adapter_is_exported_for_peft_and_merged(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_files_from_an_adapters_directory_make_no_adapter_of_a_whole_model(tmp_path: Path) -> None:
+    model = model_of("llama")
+    checkpoint_of(model, tmp_path / "kept")
+    (tmp_path / "files").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "nowhere", "target_modules": ["q_proj"]}
+    for name, text in {"adapter_config.json": json.dumps(adapter), **TOKENIZER}.items():
+        (tmp_path / "files" / name).write_text(text)
+    export(tmp_path / "kept", tmp_path / "out", "--files-from", str(tmp_path / "files"))
+    assert set(TOKENIZER) < {path.name for path in (tmp_path / "out").iterdir()}
+    loaded = MODELS["llama"][0].from_pretrained(tmp_path / "out")
+    assert torch.equal(logits_of(loaded, "llama"), logits_of(model, "llama"))
+
+
 def test_a_configuration_for_a_merged_model_names_the_type_of_its_weights(tmp_path: Path) -> None:
     model = lora(tmp_path)
     checkpoint_of(model, tmp_path / "kept")
