@@ -125,7 +125,6 @@ class SnapshotAgentDaemon:
                 field="node.snapshot_dir",
                 remedy="run one agent for each host and user, or choose another snapshot_dir",
             )
-        path.unlink(missing_ok=True)
         app = web.Application(client_max_size=4 * 1024 * 1024)
         app.router.add_get("/v1/info", self._answer(self._get_info))
         app.router.add_get("/v1/held/{job}", self._answer(self._get_held_by_all))
@@ -137,6 +136,7 @@ class SnapshotAgentDaemon:
         stack.push_async_callback(runner.cleanup)
         before = os.umask(0o177)
         try:
+            path.unlink(missing_ok=True)
             await web.UnixSite(runner, str(path)).start()
         except OSError as error:
             raise ConfigurationError(

@@ -3,6 +3,7 @@
 A host is an agent with a directory of its own; its ranks are processes that know only its socket.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,6 +21,9 @@ from typing import Any
 
 import pytest
 
+from ftd.config.daemon import load_daemon_config
+from ftd.errors import ConfigurationError
+from ftd.snapshots.snapshot_agent.daemon import SnapshotAgentDaemon
 from runtime.wire.snapshot_agent_protocol import read_retained
 from tests.helpers.forks import Forked, Zygote
 
@@ -97,6 +101,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_a_socket_that_cannot_be_replaced_is_an_error_of_the_configuration() -> None:
+    """It may be that of another user's agent in a directory that both can write to."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        config = Path(place, "agent.toml")
+        config.write_text(
+            f'secret = "sesame"\n[node]\nname = "a"\nhost = "127.0.0.1"\nsnapshot_dir = "{place}"\n'
+        )
+        config.chmod(0o600)
+        Path(place, "snapshot-agent.sock").mkdir()  # Not even root can unlink it.
+        with pytest.raises(
+            ConfigurationError, match=r"node.snapshot_dir: .*snapshot-agent.sock: Is a directory"
+        ):
+            asyncio.run(SnapshotAgentDaemon(load_daemon_config(config)).run())
 
 
 AGENT = """
