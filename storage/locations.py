@@ -23,9 +23,14 @@ from storage.directfile import sync_path, write_synced
 from storage.errors import LocationError, LocationFullError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_REJECTED = {errno.EROFS: "it is read-only", errno.EACCES: "permission denied", errno.EPERM: "not permitted"}
+_REJECTED = {
+    errno.EROFS: "it is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.ENOTDIR: "it is not a directory, or is below a file",
+}
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced", re.ASCII)
-_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_MISSING = {errno.ENOENT, errno.ESTALE}
 
 
 class CheckpointLocation(Protocol):

@@ -621,8 +621,11 @@ def test_a_file_in_place_of_the_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
     with pytest.raises(LocationError, match="cannot be made"):
         CheckpointStore.at(str(tmp_path / "kept"), create=True)
-    with pytest.raises(LocationError, match="cannot be read"):
-        CheckpointStore.at(str(tmp_path / "kept")).steps()
+    for place in (tmp_path / "kept", tmp_path / "kept" / "gpt"):
+        with pytest.raises(
+            LocationError, match=f"{place} cannot be read: it is not a directory, or is below a file$"
+        ):
+            CheckpointStore.at(str(place)).steps()
 
 
 def test_a_failing_object_store_raises_a_location_error(
