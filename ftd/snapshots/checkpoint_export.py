@@ -145,7 +145,7 @@ def _files_of(directory: Path) -> dict[str, bytes]:
     if CONFIG in files:
         try:
             is_object = isinstance(json.loads(files[CONFIG]), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             is_object = False
         if not is_object:
             raise ConfigurationError(

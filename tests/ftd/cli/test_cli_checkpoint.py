@@ -194,7 +194,7 @@ def test_an_unreadable_file_to_copy_is_not_called_an_unwritable_output(
     assert f"--files-from: {model} cannot be read" in str(error)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"x"', "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "\xff", pytest.param(100_000 * "[", id="nested")])
 def test_a_configuration_to_copy_that_is_none_is_named(checkpoints: Path, tmp_path: Path, text: str) -> None:
     model = tmp_path / "model"
     model.mkdir()
