@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from ftd.coordinator.journal import Journal
+from ftd.coordinator.journal import ONE_PER_STEP, Journal
 from ftd.coordinator.leadership import Leadership
 from ftd.coordinator.ports import Observer
 from ftd.driver import EventRateLimiter
@@ -184,4 +184,6 @@ def _checked(message: EventMessage) -> EventMessage:
     for name in ("generation", "step"):
         if not 0 <= (getattr(message, name) or 0) <= MAX_COUNTER:
             raise WireError(f"{name} is {getattr(message, name)}")
+    if message.step is None and message.event in ONE_PER_STEP:
+        raise WireError(f"{message.event} without a step")
     return message

@@ -53,6 +53,8 @@ _VERSION = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TABLE_OF = {"StepCommitted": "steps", "Evaluated": "evaluations"}
 """Events with one row per step of a job, the last one reported; a rollback deletes later rows."""
+ONE_PER_STEP = frozenset(_TABLE_OF)
+"""Names of these events; each must have a step."""
 _MAX_ROWS = {"events": 200_000, "steps": 1_000_000, "evaluations": 200_000}
 """Most rows of each table; the oldest are deleted first: steps of earlier jobs before those of the present
 one.

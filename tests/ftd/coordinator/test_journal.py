@@ -9,7 +9,7 @@ import time
 import zlib
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ftd.coordinator.journal as module
+from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import MAX_PAGE, Journal
 from ftd.coordinator.leadership import InitialLead, Takeover
-from ftd.coordinator.ports import Program
+from ftd.coordinator.ports import Observer, Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
 from ftd.transport.wire.codec import MAX_PAYLOAD_BYTES
@@ -33,7 +34,9 @@ from ftd.transport.wire.coordinator_messages import (
     is_compressed,
     state_compressor,
 )
+from ftd.transport.wire.event_details import Evaluated
 from ftd.transport.wire.public import EventMessage, encode_json
+from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.durable import RESERVED
 from statemachine.cluster.durable.outbox import OUTBOX
@@ -62,6 +65,32 @@ def event(name: str, step: int | None = None, **details: object) -> EventMessage
 
 def restored(journal: Journal, copy: JournalCopy | None, incarnation: int) -> InitialLead:
     return Takeover(Timing(), journal, CLOCK, PROGRAM, reset=True).restore_newest(copy, incarnation)
+
+
+def test_an_event_without_the_step_that_it_needs_does_not_block_a_standbys_journal(tmp_path: Path) -> None:
+    """Any client that may write the topic of events can publish one."""
+    journal = Journal(tmp_path)
+    stream = EventStream(
+        Topics(cluster="ftd"),
+        journal,
+        cast(Any, None),
+        now=CLOCK.monotonic_s,
+        observer=Observer(),
+        on_node_event=lambda _: None,
+    )
+    details = Evaluated(loss=1.0, weight=8.0, metrics={}, took_s=1.0)
+    for step in (None, 7):
+        message = event("Evaluated", step, **msgspec.to_builtins(details))
+        if step is None:
+            with pytest.raises(WireError, match="Evaluated without a step"):
+                stream.receive_as_follower(encode_json(message))
+        else:
+            stream.receive_as_follower(encode_json(message))
+    journal.save(b"state", forced=False)
+    journal.close()
+    with sqlite3.connect(journal.path) as stored:
+        assert stored.execute("SELECT step FROM evaluations").fetchall() == [(7,)]
+    stored.close()
 
 
 def test_a_new_journal_is_empty(tmp_path: Path) -> None:
