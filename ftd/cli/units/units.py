@@ -84,7 +84,6 @@ def unit_text(role: Role, layout: InstallPaths) -> str:
         "Environment=PYTHONUNBUFFERED=1\n"
         f"{_streaming() if role == 'node' else ''}"
         "ConfigurationDirectory=ftd\nStateDirectory=ftd\nStateDirectoryMode=0700\n"
-        "RuntimeDirectory=ftd\nRuntimeDirectoryMode=0700\n"
         f"{paths}\n{_SANDBOX}{_GPUS if role == 'node' else 'PrivateDevices=yes' + chr(10)}\n"
         "[Install]\nWantedBy=multi-user.target\n"
     )
@@ -111,6 +110,9 @@ LimitNOFILE=65536
 # Pinned and shared memory for snapshots.
 LimitMEMLOCK=infinity
 LimitCORE=0
+# Only the node has it: systemd removes it when a unit that names it stops.
+RuntimeDirectory=ftd
+RuntimeDirectoryMode=0700
 """
 
 _COORDINATOR = """\

@@ -60,6 +60,8 @@ def test_the_unit_has_the_settings_that_the_daemons_rely_on() -> None:
     tunable = "Environment=GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold="
     assert (tunable in node) == (platform.machine() == "x86_64")
     assert tunable not in coordinator
+    # systemd removes a runtime directory when a unit of it stops, and both daemons may be on one host.
+    assert "RuntimeDirectory=ftd\n" in node and "RuntimeDirectory=" not in coordinator
     assert int(service["TimeoutStopSec"]) > parse_daemon_config({}, directory=Path("/")).timing.leave_s
 
 
