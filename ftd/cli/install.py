@@ -46,6 +46,10 @@ def install(
             raise ConfigurationError(
                 f"{path} is a relative path", field=field, remedy="write the absolute path"
             )
+    if (root / config.relative_to(config.anchor)).is_dir():
+        raise ConfigurationError(
+            f"{config} is a directory", field="--config", remedy="name the file ftd.toml in it"
+        )
     program = executable or _current_program()
     if not program.is_absolute() or not program.is_file():
         raise ConfigurationError(
@@ -56,7 +60,7 @@ def install(
     files = files_for(role, InstallPaths(executable=program, config=config, writable=tuple(writable or ())))
     if dry_run:
         for file in files:
-            typer.echo(f"# --- {root / file.path.relative_to('/')}\n{file.text}")
+            typer.echo(f"# --- {root / file.path.relative_to(file.path.anchor)}\n{file.text}")
         return
     for path, outcome in write(files, root):
         typer.echo(f"{outcome:<10} {path}")

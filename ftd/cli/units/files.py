@@ -45,7 +45,7 @@ def write_files(files: tuple[InstalledFile, ...], root: Path) -> Iterator[tuple[
     :raises ConfigurationError: a file cannot be written; those before it have been.
     """
     for file in files:
-        path = root / file.path.relative_to("/")
+        path = root / file.path.relative_to(file.path.anchor)  # The anchor of //etc/ftd/ftd.toml is //.
         yield path, _write(file, path)
 
 

@@ -16,6 +16,7 @@ from ftd.cli.main import app
 from ftd.cli.units.files import files_for, hidden_from_others, sample_config
 from ftd.cli.units.units import InstallPaths, Role, unit_name, unit_text
 from ftd.config.daemon import parse_daemon_config
+from ftd.errors import ConfigurationError
 
 FTD = Path(sys.executable).parent / "ftd"
 MAX_EXPOSURE = 25
@@ -118,6 +119,31 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0 and "ExecStart=" in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_configuration_below_two_slashes_is_below_the_root(tmp_path: Path, dry_run: bool) -> None:
+    command = [
+        "install",
+        "node",
+        "--root",
+        str(tmp_path),
+        "--executable",
+        str(FTD),
+        "--config",
+        "//srv/ftd.toml",
+    ]
+    result = CliRunner().invoke(app, [*command, "--dry-run"] if dry_run else command)
+    assert result.exit_code == 0 and str(tmp_path / "srv/ftd.toml") in result.output
+    assert (tmp_path / "srv/ftd.toml").exists() != dry_run
+
+
+def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "etc/ftd").mkdir(parents=True)
+    command = ["install", "node", "--root", str(tmp_path), "--executable", str(FTD), "--config", "/etc/ftd"]
+    with pytest.raises(ConfigurationError, match="--config: /etc/ftd is a directory"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.processes
