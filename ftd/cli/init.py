@@ -256,12 +256,20 @@ def _require_effect(option: str, given: str | None, has_effect: bool, why_not: s
 def _check_place(path: Path, *, force: bool) -> None:
     """Check that the file can be written.
 
-    :raises ConfigurationError: it already exists, or its directory does not.
+    :raises ConfigurationError: it already exists, or its directory does not, or this user cannot even look.
     """
     from ftd.observe.view.files import require_directory
 
-    if path.is_dir() or (path.exists() and not force):
-        remedy = "name a file in it" if path.is_dir() else "name another file, or add --force to replace it"
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}",
+            field="PATH",
+            remedy="name a file in a directory that you may change",
+        ) from None
+    if is_directory or (exists and not force):
+        remedy = "name a file in it" if is_directory else "name another file, or add --force to replace it"
         raise ConfigurationError(f"{path} already exists", field="PATH", remedy=remedy)
     require_directory(path, "PATH")
 

@@ -1,5 +1,6 @@
 """``ftd install``: installs a daemon as a systemd service."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -46,12 +47,12 @@ def install(
             raise ConfigurationError(
                 f"{path} is a relative path", field=field, remedy="write the absolute path"
             )
-    if (root / config.relative_to(config.anchor)).is_dir():
+    if os.path.isdir(root / config.relative_to(config.anchor)):  # noqa: PTH112 - is_dir raises errors.
         raise ConfigurationError(
             f"{config} is a directory", field="--config", remedy="name the file ftd.toml in it"
         )
     program = executable or _current_program()
-    if not program.is_absolute() or not program.is_file():
+    if not program.is_absolute() or not os.path.isfile(program):  # noqa: PTH113 - is_file raises errors.
         raise ConfigurationError(
             f"{program} is not the absolute path of a file",
             field="--executable",

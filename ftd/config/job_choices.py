@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ftd.config.models import model_directory
-from ftd.config.validation import expand_path
+from ftd.config.validation import input_path
 from ftd.errors import ConfigurationError
 from runtime.sources.documents import is_table, read_records
 from runtime.sources.errors import DataError, find_files
@@ -102,7 +102,7 @@ def data_table(written: Sequence[str], field: str | None, job_directory: Path) -
         if others
         else path_relative_to(first, job_directory)
     )
-    place, *_ = [expand_path(one, Path.cwd(), "--data") for one in written]
+    place, *_ = [input_path(one, Path.cwd(), "--data") for one in written]
     prefix = re.sub(r"\.(bin|idx)$", "", first)
     if Path(re.sub(r"\.(bin|idx)$", "", str(place)) + ".idx").is_file():
         _require_alone(others, f"the Megatron data {prefix}")

@@ -1,6 +1,8 @@
 """Tests of ``ftd install``: systemd accepts the files, and nothing of the user's is overwritten."""
 
 import configparser
+import errno
+import os
 import platform
 import shutil
 import stat
@@ -144,6 +146,22 @@ def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--config: /etc/ftd is a directory"):
         CliRunner().invoke(app, command, catch_exceptions=False)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_program_in_a_directory_of_somebody_else_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if path.parent == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return usual(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    command = ["install", "node", "--dry-run", "--executable", str(tmp_path / "ftd")]
+    with pytest.raises(ConfigurationError, match="--executable: "):
+        CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 @pytest.mark.processes

@@ -1,7 +1,9 @@
 """Tests of ``ftd init`` by options and by questions; the file that it writes is a valid job file."""
 
+import errno
 import io
 import json
+import os
 import re
 import sys
 import tomllib
@@ -334,6 +336,34 @@ def test_wrong_input_is_rejected_and_nothing_is_written(
     assert code == 2
     assert says in err and ".new" not in err
     assert [path.name for path in place.rglob("*.toml*")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["closed/job.toml", "--model", "llama", "--data", "tokens.bin"],
+            "PATH: closed/job.toml cannot be written",
+        ),
+        (
+            ["--model", "llama", "--data", "closed/tokens.bin"],
+            "closed/tokens.bin cannot be read: Permission denied",
+        ),
+    ],
+)
+def test_a_directory_of_somebody_else_is_no_crash(
+    init: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    usual = Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if path.parent.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return usual(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    code, _, err = init(*arguments)
+    assert code == 2 and says in err
 
 
 def test_a_file_is_replaced_only_on_demand(place: Path, init: Command) -> None:
