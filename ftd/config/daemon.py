@@ -43,13 +43,18 @@ from ftd.config.validation import (
     suggest_name,
 )
 from ftd.errors import ConfigurationError, IncompleteError
-from ftd.transport.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
+from ftd.transport.address import (
+    HIDDEN,
+    BrokerAddress,
+    Tls,
+    hide_password,
+    is_host,
+    parse_broker,
+    user_runtime_dir,
+)
 from ftd.transport.tls import tls_context
 from statemachine.hardware import DEFAULT_LIMITS, HardwareLimits
 from statemachine.timing import Timing
-
-_HIDDEN = "(hidden)"
-"""Text shown instead of a secret."""
 
 
 def _require_host(host: str, field: str) -> None:
@@ -220,16 +225,8 @@ def _require_private_secrets(written: dict[str, Any], path: Path) -> None:
             require_private(path, name)
     broker = written.get("broker")
     url = broker.get("url") if isinstance(broker, dict) else None
-    if isinstance(url, str) and _hide_password(url) != url:
+    if isinstance(url, str) and hide_password(url) != url:
         require_private(path, "broker.url")
-
-
-def _hide_password(url: str) -> str:
-    """Return the URL with a placeholder for its password, if it has one."""
-    before, slashes, rest = url.rpartition("//")
-    credentials, _, place = rest.rpartition("@")
-    user, colon, _ = credentials.partition(":")
-    return f"{before}{slashes}{user}:{_HIDDEN}@{place}" if colon else url
 
 
 def parse_daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
@@ -502,11 +499,11 @@ def _setting(
     given = name in place
     value = place[name] if given else key.default
     if key.name == "broker.url":
-        value = _hide_password(value)
+        value = hide_password(value)
     if key.name in variables:
         origin = f"${variables[key.name]}"
     else:
         origin = path.name if given and path is not None else "default"
     return EffectiveSetting(
-        key=key, shown=_HIDDEN if key.secret and value is not None else value, origin=origin
+        key=key, shown=HIDDEN if key.secret and value is not None else value, origin=origin
     )

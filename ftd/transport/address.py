@@ -1,6 +1,7 @@
 """Addresses of brokers and clusters, and the runtime directory of this user's processes."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -10,6 +11,9 @@ from ftd.errors import ConfigurationError
 DEFAULT_CLUSTER = "ftd"
 DEFAULT_PORT = 1883
 DEFAULT_TLS_PORT = 8883
+HIDDEN = "(hidden)"
+"""Text shown instead of a secret."""
+_CREDENTIALS = re.compile(r"\A(?P<scheme>(?:\w+:)?//)?+(?P<user>[^:@]*):(?P<password>.*)@", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +57,23 @@ def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
     :raises ConfigurationError: the URL has another scheme, no host, or an impossible port.
     """
     remedy = "write mqtt://host:port, or mqtts://host:port for TLS"
+    shown = hide_password(url)
+    credentials = _CREDENTIALS.match(url)
+    if credentials is not None and set("/?#") & set(credentials["password"]):
+        remedy = "write / ? # of a password as %2F %3F %23, or keep the password in broker.password_file"
+        raise ConfigurationError(f"{shown!r} is no broker address", field=where, remedy=remedy)
     try:
         parts = urlsplit(url if "//" in url else f"mqtt://{url}")
         port = parts.port
         if port == 0:
             raise ValueError("nobody listens on port 0")
     except ValueError as error:
-        raise ConfigurationError(f"{url!r}: {error}", field=where, remedy=remedy) from None
+        # The error may quote a part of the password.
+        problem = f"{url!r}: {error}" if shown == url else f"{shown!r} is no broker address"
+        raise ConfigurationError(problem, field=where, remedy=remedy) from None
     host, known = parts.hostname or "", parts.scheme in ("mqtt", "mqtts")
     if not known or not is_host(host) or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigurationError(f"{url!r} is no broker address", field=where, remedy=remedy)
+        raise ConfigurationError(f"{shown!r} is no broker address", field=where, remedy=remedy)
     secure = parts.scheme == "mqtts"
     return BrokerAddress(
         host=host,
@@ -71,6 +82,11 @@ def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
         password=unquote(parts.password) if parts.password else None,
         tls=Tls() if secure else None,
     )
+
+
+def hide_password(url: str) -> str:
+    """Return the URL of a broker with a placeholder for its password, if it has one."""
+    return _CREDENTIALS.sub(rf"\g<scheme>\g<user>:{HIDDEN}@", url, count=1)
 
 
 def is_host(name: str) -> bool:

@@ -22,7 +22,7 @@ from ftd.config.daemon import (
 )
 from ftd.config.daemon_file import daemon_keys, daemon_schema, environment_variable
 from ftd.errors import ConfigurationError
-from ftd.transport.address import BrokerAddress, Tls, parse_broker, user_runtime_dir
+from ftd.transport.address import BrokerAddress, Tls, hide_password, parse_broker, user_runtime_dir
 from statemachine.timing import Timing
 
 
@@ -239,6 +239,26 @@ def test_broker_addresses(url: str, address: BrokerAddress) -> None:
 def test_a_broker_address_with_an_impossible_part_is_rejected(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"broker\.url: .*write mqtt://host:port"):
         parse_broker(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("mqtts://alice:sesame@host:99999", "mqtts://alice:(hidden)@host:99999' is no broker address"),
+        ("http://alice:sesame@host", "http://alice:(hidden)@host' is no broker address"),
+        ("mqtt://alice:sesame[@host", "alice:(hidden)@host' is no broker address"),
+        ("alice:sesame@host:0", "'alice:(hidden)@host:0'"),
+        (
+            "mqtts://alice:sesame/a//b+=@host",
+            "mqtts://alice:(hidden)@host' is no broker address (write / ? # of",
+        ),
+    ],
+)
+def test_an_error_in_a_url_does_not_show_its_password(url: str, says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_broker(url)
+    assert says in str(caught.value) and "sesame" not in str(caught.value)
+    assert hide_password("mqtt://alice@host:1883") == "mqtt://alice@host:1883"
 
 
 def test_the_local_address_toward_an_unknown_broker_is_loopback() -> None:
