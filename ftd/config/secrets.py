@@ -1,5 +1,6 @@
 """Reads files that hold secrets, and rejects them if other users of the host could read them."""
 
+import shlex
 import stat
 from pathlib import Path
 
@@ -67,5 +68,6 @@ def require_private(path: Path, field: str) -> None:
         raise ConfigurationError(
             f"everybody on this host can read or change {path} (mode {mode:04o})",
             field=field,
-            remedy=f"run chmod 600 {path}; if strangers have accounts on this host, also change the secret",
+            remedy=f"run chmod o= {shlex.quote(str(path))}; if strangers have accounts on this host, also change "
+            "the secret",
         )

@@ -115,14 +115,14 @@ def port(tmp_path: Path) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("role", "tables", "mode", "says"),
     [
-        (["node"], 'secret_file = "secret"\n', 0o644, "secret_file: .*mode 0644.*chmod 600"),
+        (["node"], 'secret_file = "secret"\n', 0o644, "secret_file: .*mode 0644.*chmod o="),
         (["node"], 'secret_file = "missing"\n', 0o600, "secret_file: .*cannot be read.*check the path"),
         (["node"], 'secret_file = "."\n', 0o600, "secret_file: .*(cannot be read|by everybody).*"),
-        (["node", "--snapshots-only"], 'secret_file = "secret"\n', 0o604, "secret_file: .*chmod 600"),
+        (["node", "--snapshots-only"], 'secret_file = "secret"\n', 0o604, "secret_file: .*chmod o="),
         (["node"], "", 0o600, 'secret: .*add secret_file = "secret"'),
-        (["node"], 'secret = "open"\n', 0o600, "secret: .*can read or change .*ftd.toml .*chmod 600"),
-        (["coordinator"], f'{USER}password_file = "secret"\n', 0o644, "password_file: .*chmod 600"),
-        (["coordinator"], f'{USER}password = "p"\n', 0o600, "broker.password: .*chmod 600"),
+        (["node"], 'secret = "open"\n', 0o600, "secret: .*can read or change .*ftd.toml .*chmod o="),
+        (["coordinator"], f'{USER}password_file = "secret"\n', 0o644, "password_file: .*chmod o="),
+        (["coordinator"], f'{USER}password = "p"\n', 0o600, "broker.password: .*chmod o="),
     ],
 )  # fmt: skip
 def test_a_file_with_a_secret_that_cannot_be_used(

@@ -63,7 +63,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         '[coordinator]\nstate_dir = "journal"\n'
         "[timing]\nsilence_s = 3\nsteps_remembered = 50\n"
     )
-    with pytest.raises(ConfigurationError, match=r"broker\.password: everybody .*ftd\.toml .*chmod 600"):
+    with pytest.raises(ConfigurationError, match=r"broker\.password: everybody .*ftd\.toml .*chmod o="):
         load_daemon_config(path)
     path.chmod(0o600)
     config = load_daemon_config(path)
@@ -455,8 +455,18 @@ def test_a_secret_that_everybody_can_read_is_rejected(tmp_path: Path, mode: int)
     write_secret(tmp_path / "secret", "sesame\n")
     assert parse_daemon_config({"secret_file": "secret"}, directory=tmp_path).secret == "sesame"
     (tmp_path / "secret").chmod(mode)
-    with pytest.raises(ConfigurationError, match="chmod 600"):
+    with pytest.raises(ConfigurationError, match="chmod o="):
         parse_daemon_config({"secret_file": "secret"}, directory=tmp_path)
+
+
+def test_the_remedy_for_a_public_secret_leaves_the_group_of_a_service_its_right(tmp_path: Path) -> None:
+    place = tmp_path / "my ftd"
+    place.mkdir()
+    write_secret(place / "secret", "sesame\n")
+    (place / "secret").chmod(0o644)
+    with pytest.raises(ConfigurationError) as caught:
+        parse_daemon_config({"secret_file": "secret"}, directory=place)
+    assert f"(run chmod o= '{place / 'secret'}'; if" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two\nlines\n", b"\xff\xfe", b"x" * 100_000])
