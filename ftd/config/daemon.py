@@ -8,8 +8,10 @@ table but names no key is an error: a misspelled setting that is silently ignore
 does not start.
 """
 
+import contextlib
 import copy
 import dataclasses
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +60,11 @@ from statemachine.timing import Timing
 
 
 def _require_host(host: str, field: str) -> None:
-    if host and not is_host(host):
+    is_address = False
+    with contextlib.suppress(ValueError):
+        is_address = ipaddress.ip_address(host) is not None
+    # Brackets, a port or a scheme are no part of a host.
+    if host and not is_address and (not is_host(host) or set("[]:/ ") & set(host)):
         raise ConfigurationError(
             f"{host!r} is not a valid host", field=field, remedy="write a host name or an IP address"
         )
@@ -157,7 +163,9 @@ class DaemonConfig:
         """Address to listen on: loopback stays loopback, and any other host means all interfaces, since its name
         may not be bindable here (NAT, DNS).
         """
-        return self.host if self.is_on_loopback else "0.0.0.0"
+        if self.is_on_loopback:
+            return self.host
+        return "::" if ":" in self.host else "0.0.0.0"
 
     @property
     def is_on_loopback(self) -> bool:

@@ -261,6 +261,29 @@ def test_an_error_in_a_url_does_not_show_its_password(url: str, says: str) -> No
     assert hide_password("mqtt://alice@host:1883") == "mqtt://alice@host:1883"
 
 
+@pytest.mark.parametrize(
+    ("host", "listening"),
+    [
+        ("fd00::7", "::"),
+        ("::1", "::1"),
+        ("10.0.0.7", "0.0.0.0"),
+        ("host-a", "0.0.0.0"),
+        ("localhost", "localhost"),
+    ],
+)
+def test_a_node_listens_where_its_host_is(tmp_path: Path, host: str, listening: str) -> None:
+    assert parse_daemon_config({"node": {"host": host}}, directory=tmp_path).listening_host == listening
+
+
+@pytest.mark.parametrize("key", ["host", "metrics_host"])
+@pytest.mark.parametrize("host", ["[fd00::7]", "10.0.0.7:7700", "http://host-a", "host a", "fd00::x"])
+def test_what_is_no_host_is_rejected(tmp_path: Path, key: str, host: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"node\.{key}: .* is not a valid host \(write a host name or"
+    ):
+        parse_daemon_config({"node": {key: host}}, directory=tmp_path)
+
+
 def test_the_local_address_toward_an_unknown_broker_is_loopback() -> None:
     assert local_address_toward(BrokerAddress(host="no-such-host.invalid")) == "127.0.0.1"
 
