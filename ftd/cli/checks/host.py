@@ -3,6 +3,7 @@
 import ipaddress
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -187,8 +188,9 @@ def _nearest(path: Path) -> Path:
 def _file_system(path: Path) -> str:
     """Return the type of the file system that holds ``path``."""
     best, kind = "", "unknown"
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, where, found, *_ = line.split()
+    for line in Path("/proc/mounts").read_text(errors="surrogateescape").splitlines():
+        _, written, found, *_ = line.split(" ")
+        where = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), written)  # A space is \040.
         if Path(where) in (path, *path.parents) and len(where) >= len(best):
             best, kind = where, found
     return kind

@@ -188,6 +188,13 @@ def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
     assert ", on proc" in check_memory(config).detail
 
 
+def test_a_file_system_whose_path_has_a_space_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = "/dev/vda / ext4 rw 0 0\ntmpfs /mnt/ram\\040disk tmpfs rw,size=1024k 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda _path, **_options: mounts)
+    assert host._file_system(Path("/mnt/ram disk/ftd")) == "tmpfs"
+    assert host._file_system(Path("/mnt/ram")) == "ext4"
+
+
 @pytest.mark.processes
 def test_a_torch_that_hangs_fails_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = "import sys, time; print('a warning', file=sys.stderr, flush=True); time.sleep(60)"
