@@ -271,7 +271,7 @@ def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -
         preload=file.node.preload,
         compile_cache_dir=(directory / file.node.compile_cache_dir)
         if file.node.compile_cache_dir
-        else _default_compile_cache_dir(),
+        else collector.value_or(_default_compile_cache_dir, Path("/tmp")),
         snapshot_dir=((directory / snapshots) if snapshots else _default_snapshot_dir())
         / f"{file.cluster}-{node}",
         snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),
@@ -288,7 +288,9 @@ def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -
         coordinator=file.coordinator.name if file.coordinator.name is not None else host,
         priority=file.coordinator.priority,
         expected_nodes=file.coordinator.expected_nodes,
-        state_dir=(directory / state) if state else _default_state_dir(file.cluster),
+        state_dir=(directory / state)
+        if state
+        else collector.value_or(lambda: _default_state_dir(file.cluster), Path("/tmp")),
         coordinator_metrics=collector.value_or(
             lambda: _metrics("coordinator", file.coordinator, directory), None
         ),
@@ -390,12 +392,26 @@ def _default_snapshot_dir() -> Path:
 def _default_compile_cache_dir() -> Path:
     """Return the user's cache directory; all nodes of this host share it, which torch allows."""
     base = os.environ.get("STATE_DIRECTORY") or os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ftd" / "compiled"
+    return (Path(base) if base else _home("node.compile_cache_dir") / ".cache") / "ftd" / "compiled"
 
 
 def _default_state_dir(cluster: str) -> Path:
     base = os.environ.get("STATE_DIRECTORY") or os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "ftd" / cluster
+    return (Path(base) if base else _home("coordinator.state_dir") / ".local" / "state") / "ftd" / cluster
+
+
+def _home(field: str) -> Path:
+    """Return the user's home directory.
+
+    :param field: key whose default is below it.
+    :raises ConfigurationError: the user has none, as in a container without an entry for the user.
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigurationError(
+            "this user has no home directory for the default", field=field, remedy="set it, or set $HOME"
+        ) from None
 
 
 def _timing(overrides: dict[str, int | float], collector: ErrorCollector) -> Timing:

@@ -284,6 +284,22 @@ def test_what_is_no_host_is_rejected(tmp_path: Path, key: str, host: str) -> Non
         parse_daemon_config({"node": {key: host}}, directory=tmp_path)
 
 
+def test_a_user_without_a_home_directory_needs_two_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HOME", "STATE_DIRECTORY", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigurationError) as caught:
+        parse_daemon_config({"node": {"runtime_dir": "run"}}, directory=tmp_path)
+    assert [error.field for error in caught.value.errors] == [
+        "ftd.toml: node.compile_cache_dir",
+        "ftd.toml: coordinator.state_dir",
+    ]
+    given = {"node": {"runtime_dir": "run", "compile_cache_dir": "c"}, "coordinator": {"state_dir": "s"}}
+    assert parse_daemon_config(given, directory=tmp_path).state_dir == tmp_path / "s"
+
+
 def test_the_local_address_toward_an_unknown_broker_is_loopback() -> None:
     assert local_address_toward(BrokerAddress(host="no-such-host.invalid")) == "127.0.0.1"
 
