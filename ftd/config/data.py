@@ -1,5 +1,6 @@
 """Checks ``[data]`` and ``[evaluation]`` of a job file without torch, and makes every path absolute."""
 
+import glob
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
         case "tokens" | "text" | "instructions":
             written = getattr(table, source)
             named = [written] if isinstance(written, str) else list(written)
-            patterns = [str(expand_path(one, directory, field)) for one in named]
+            patterns = [_path_or_pattern(one, directory, field) for one in named]
             try:
                 files = find_files(patterns, _KINDS[source])
             except DataError as error:
@@ -174,6 +175,17 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
             return str(_saved_dataset(input_path(str(table.huggingface), directory, field), field))
 
 
+def _path_or_pattern(written: str, directory: Path, field: str) -> str:
+    """Return a path or a pattern that is absolute; in a pattern, the job file's directory stands for itself.
+
+    :raises ConfigurationError: see ``input_path``.
+    """
+    path = input_path(written, directory, field)
+    if glob.has_magic(written) and not path.exists():
+        path = expand_path(written, Path(glob.escape(str(directory.resolve()))), field)
+    return str(path)
+
+
 def _check_token_files(files: Sequence[Path], table: DataTable, field: str) -> None:
     """Check that the sizes of token files fit the type of the ids.
 
@@ -197,14 +209,14 @@ def _saved_dataset(place: Path, field: str) -> Path:
 
     :raises ConfigurationError: ``save_to_disk`` did not write this directory, or it has several splits.
     """
-    if (place / "dataset_dict.json").is_file():
+    if input_path("dataset_dict.json", place, field).is_file():
         splits = sorted(path.name for path in place.iterdir() if path.is_dir())
         raise ConfigurationError(
             f"{place} has several splits",
             field=field,
             remedy=f"name one of them: {', '.join(str(place / split) for split in splits)}",
         )
-    if not (place / "state.json").is_file():
+    if not input_path("state.json", place, field).is_file():
         raise ConfigurationError(
             f"{place} is not a saved data set",
             field=field,

@@ -107,7 +107,8 @@ def data_table(written: Sequence[str], field: str | None, job_directory: Path) -
     if Path(re.sub(r"\.(bin|idx)$", "", str(place)) + ".idx").is_file():
         _require_alone(others, f"the Megatron data {prefix}")
         return {"megatron": path_relative_to(prefix, job_directory)}
-    if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+    saved = [input_path(name, place, "--data") for name in ("state.json", "dataset_dict.json")]
+    if place.is_dir() and any(path.is_file() for path in saved):
         _require_alone(others, f"the saved data set {first}")
         return {"huggingface": paths}
     try:

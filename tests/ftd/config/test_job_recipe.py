@@ -1,7 +1,9 @@
 """Tests of job files with ``[model]``: defaults, what reaches the trainers, and errors with their remedies."""
 
 import copy
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import msgspec
 import pytest
 
 from ftd.config.job import load_job, load_job_data
+from ftd.config.job_choices import data_table
 from ftd.config.models import task_of
 from ftd.errors import ConfigurationError
+from runtime.sources.errors import find_files
 from runtime.wire.recipe import (
     RECIPE,
     DataTable,
@@ -158,6 +162,37 @@ def test_paths_may_begin_at_home_or_have_variables(place: Path, monkeypatch: pyt
     _, recipe = loaded(place, changed({"model.huggingface": "~/model", "data.tokens": "$CORPUS/a.bin"}))
     assert recipe.model.huggingface == str(place / "model")
     assert recipe.data.tokens == [str(place / "tokens" / "a.bin")]
+
+
+def test_a_pattern_is_found_from_a_directory_whose_name_looks_like_one(place: Path) -> None:
+    there = place / "run [1]*"
+    there.mkdir()
+    (place / "tokens").rename(there / "tokens")
+    (there / "c[1].bin").write_bytes(bytes(64))
+    named = ["tokens/a*.bin", "tokens/b.bin", "c[1].bin"]
+    tables = changed({"data.tokens": named, "data.dtype": "uint8", "model": {"architecture": "llama"}})
+    _, recipe = loaded(there, tables)
+    assert isinstance(recipe.data.tokens, list)
+    files = find_files(recipe.data.tokens, "token file")
+    assert files == [there / "tokens/a.bin", there / "tokens/b.bin", there / "c[1].bin"]
+
+
+def test_a_saved_data_set_that_cannot_be_entered_is_rejected(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if path.parent.name == "saved":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return usual(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    tables = changed({"data": {"huggingface": "saved"}})
+    with pytest.raises(ConfigurationError, match=r"data\.huggingface: .*saved/.* cannot be read: Permission"):
+        load_job_data(write(place, tables))
+    with pytest.raises(ConfigurationError, match=r"--data: .*saved/.* cannot be read: Permission"):
+        data_table([str(place / "saved")], None, place)
 
 
 def test_a_name_is_looked_up_in_the_local_cache(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
