@@ -87,8 +87,9 @@ def _require_peers(peers: tuple[str, ...], field: str) -> None:
 
 
 def _require_count(value: float, field: str) -> None:
-    if value < 0:
-        raise ConfigurationError(f"{value} is negative", field=field, remedy="write 0 or more")
+    if not 0 <= value < float("inf"):
+        problem = f"{value} is negative" if value < 0 else f"{value} is not allowed"
+        raise ConfigurationError(problem, field=field, remedy="write 0 or more")
 
 
 def _require_share(value: float, field: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import socket
@@ -125,6 +126,9 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         ({"coordinator": {"state": "x"}}, "coordinator.state", "state_dir"),
         ({"secret": "a", "secret_file": "b"}, "secret", "keep one"),
         ({"secret_file": "missing"}, "secret_file", "cannot be read"),
+        ({"health": {"every_s": -1.0}}, "health.every_s", "-1.0 is negative (write 0 or more)"),
+        ({"health": {"every_s": math.nan}}, "health.every_s", "nan is not allowed (write 0 or more)"),
+        ({"health": {"every_s": math.inf}}, "health.every_s", "inf is not allowed (write 0 or more)"),
         ({"timing": {"silence": 1}}, "timing.silence", "did you mean 'silence_s'"),
         ({"timing": {"silence_s": -1}}, "timing.silence_s", "above 0"),
         ({"timing": {"silence_s": "1"}}, "timing.silence_s", "expected a number, got text"),
