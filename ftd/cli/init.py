@@ -287,6 +287,10 @@ def _write(path: Path, tables: "Tables") -> None:
         unfinished.write_text(render_job(tables), encoding="utf-8")
         load_job_data(unfinished, shown_as=path.name)
         unfinished.replace(path)
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            "a path or another answer is not valid UTF-8, as a job file must be", remedy="rename the file"
+        ) from None
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error}", field="PATH") from None
     finally:

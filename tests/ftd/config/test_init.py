@@ -41,7 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     (tmp_path / "saved" / "state.json").write_text("{}")
     (tmp_path / "tokens.bin").write_bytes(bytes(4096))
-    for name in ("m.bin", "m.idx", "texts/a.txt"):
+    for name in ("m.bin", "m.idx", "texts/a.txt", "caf\udce9.bin"):
         (tmp_path / name).write_text("abc")
     for name, record in (
         ("text", {"text": "a", "id": "b"}),
@@ -325,6 +325,10 @@ def test_options_answer_questions(place: Path, init: Command) -> None:
         ),
         (["--model", "llama", "--data", "tokens.bin", "--name", "a/b"], "job.toml: name:"),
         (["--model", "llama", "--data", "tokens.bin", "--learning-rate", "0"], "optimizer.learning_rate"),
+        (
+            ["--model", "llama", "--data", "caf\udce9.bin"],
+            "not valid UTF-8, as a job file must be (rename the file)",
+        ),
         (["gone/job.toml", "--model", "llama"], "the directory gone does not exist"),
         (["jobs", "--model", "llama"], "jobs already exists (name a file in it)"),
     ],
