@@ -3,6 +3,7 @@
 import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -98,6 +99,11 @@ def test_a_new_journal_is_empty(tmp_path: Path) -> None:
     assert journal.load() is None
     assert journal.events(after=0, limit=10, newest=False) == ([], 0)
     journal.close()
+
+
+def test_others_cannot_enter_the_directory_of_a_journal(tmp_path: Path) -> None:
+    Journal(tmp_path / "deep" / "down").close()
+    assert stat.S_IMODE((tmp_path / "deep" / "down").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("forced", [True, False])
