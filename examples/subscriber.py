@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from paho.mqtt.client import CallbackAPIVersion, Client
 
-seen = deque(maxlen=1000)
+seen = deque(maxlen=10_000)
 
 
 def on_message(_client, _data, message):
