@@ -51,6 +51,9 @@ def check_memory(config: DaemonConfig) -> CheckResult:
     limit = config.snapshot_limit_bytes
     detail = f"{place}: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     kind = _file_system(place.resolve())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        remedy = "let this user write there, or set node.snapshot_dir to another directory"
+        return failed(name, f"{detail}, on {kind}, but this user cannot write there", remedy)
     if limit is not None and limit > usage.total:
         remedy = "lower node.snapshot_limit_mib, or enlarge the file system: mount -o remount,size=…"
         detail = f"{detail}, but node.snapshot_limit_mib allows {limit / _GIB:.1f} GiB"

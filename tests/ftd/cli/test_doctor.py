@@ -178,7 +178,9 @@ def test_a_directory_below_one_of_somebody_else_fails_its_check(
     result = check_directory("state directory", tmp_path / "state")
     assert (result.verdict, result.detail) == ("failed", f"{tmp_path} cannot be written")
     config = parse_daemon_config({"node": {"snapshot_dir": str(tmp_path)}}, directory=tmp_path)
-    assert check_memory(config).detail.startswith(f"{tmp_path}: ")
+    memory = check_memory(config)
+    assert memory.verdict == "failed" and memory.detail.startswith(f"{tmp_path}: ")
+    assert memory.detail.endswith("but this user cannot write there")
 
 
 def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
