@@ -4,6 +4,7 @@ Settings are those of systemd.exec(5) and systemd.service(5); comments give the 
 obvious.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,4 +133,5 @@ def tmpfiles_text(config: Path) -> str:
     """Return the tmpfiles.d(5) file: the directories of the configuration and of snapshots in shared memory, and the
     group of the configuration, which did not exist yet when the file was written.
     """
-    return f"d /etc/ftd 0750 root {USER} -\nz {_quoted(config)} - - {USER} -\nd /dev/shm/ftd 0700 {USER} {USER} -\n"
+    literal = Path(re.sub(r"[*?\[\\]", r"\\\g<0>", str(config)))  # z takes a pattern.
+    return f"d /etc/ftd 0750 root {USER} -\nz {_quoted(literal)} - - {USER} -\nd /dev/shm/ftd 0700 {USER} {USER} -\n"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.cli.units.files import files_for, hidden_from_others, sample_config
-from ftd.cli.units.units import InstallPaths, Role, unit_name, unit_text
+from ftd.cli.units.units import InstallPaths, Role, tmpfiles_text, unit_name, unit_text
 from ftd.config.daemon import parse_daemon_config
 from ftd.errors import ConfigurationError
 
@@ -82,6 +82,23 @@ def test_paths_with_spaces_are_single_words() -> None:
     assert 'ExecStart="/srv/my %%i/ftd" node --config "/srv/my %%i/ftd.toml"\n' in unit
     assert 'ReadWritePaths="/srv/my %%i"\n' in unit
     assert 'z "/srv/my %%i/ftd.toml" - - ftd -\n' in temporary
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("name", ["ftd [lab].toml", "ftd[lab]*?.toml", "ftd 50%.toml", "ftd\\.toml"])
+def test_tmpfiles_finds_the_configuration_whatever_its_name(tmp_path: Path, name: str) -> None:
+    config = tmp_path / name
+    config.touch(0o600)
+    [line] = [line for line in tmpfiles_text(config).splitlines() if line.startswith("z")]
+    (tmp_path / "only.conf").write_text(line.replace(" - - ftd -", " 0640 - - -") + "\n")
+    command = ["systemd-tmpfiles", "--create", str(tmp_path / "only.conf")]
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert stat.S_IMODE(config.stat().st_mode) == 0o640
+
+
+def test_a_pattern_in_the_name_of_the_configuration_stands_for_itself() -> None:
+    assert "z /srv/a\\\\[b]\\\\*.toml - - ftd -\n" in tmpfiles_text(Path("/srv/a[b]*.toml"))
 
 
 def test_the_group_of_the_service_may_read_the_configuration(tmp_path: Path) -> None:
