@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ftd.config.error_collector import ErrorCollector
-from ftd.config.validation import input_path
+from ftd.config.validation import expand_path, input_path
 from ftd.errors import ConfigurationError, IncompleteError
 from runtime.wire.recipe import ModelTable, Task
 
@@ -81,7 +81,7 @@ def model_directory(written: str, directory: Path, field: str = "model.huggingfa
     place = input_path(written, directory, field)
     if place.is_dir():
         return place.resolve()
-    cache = _hub_cache()
+    cache = _hub_cache(field)
     entry = cache / f"models--{written.replace('/', '--')}"
     try:
         return (entry / "snapshots" / (entry / "refs" / "main").read_text().strip()).resolve(strict=True)
@@ -93,14 +93,17 @@ def model_directory(written: str, directory: Path, field: str = "model.huggingfa
         ) from None
 
 
-def _hub_cache() -> Path:
-    """Return the directory where huggingface_hub keeps models on this machine."""
+def _hub_cache(field: str) -> Path:
+    """Return the directory where huggingface_hub keeps models on this machine.
+
+    :raises ConfigurationError: see ``expand_path``.
+    """
     variables = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
     if named := next((value for name in variables if (value := os.environ.get(name))), None):
-        return Path(named).expanduser()
+        return expand_path(named, Path.cwd(), field)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{base}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return expand_path(home, Path.cwd(), field) / "hub"
 
 
 def _check_one_origin(table: ModelTable) -> None:

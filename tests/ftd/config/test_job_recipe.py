@@ -164,6 +164,16 @@ def test_paths_may_begin_at_home_or_have_variables(place: Path, monkeypatch: pyt
     assert recipe.data.tokens == [str(place / "tokens" / "a.bin")]
 
 
+def test_a_user_without_a_home_directory_has_no_local_cache(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigurationError, match=r"model\.huggingface: the home directory in ~/\.cache/"):
+        load_job_data(write(place, changed({"model.huggingface": "gone/x"})))
+
+
 def test_a_pattern_is_found_from_a_directory_whose_name_looks_like_one(place: Path) -> None:
     there = place / "run [1]*"
     there.mkdir()
