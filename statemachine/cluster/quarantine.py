@@ -47,7 +47,7 @@ _DEVICE_ERRORS = ("CUDA error", "HIP error", "CUBLAS_STATUS", "CUDNN_STATUS", "u
 _DETAIL_CHARACTERS = 200
 """Most characters of a failure's detail that are kept."""
 MAX_FAILURES = 20
-"""Most failures of a node that are kept."""
+"""Most failures of a node that are kept, unless more of them are necessary to set it aside."""
 _STANDS_OUT = 3
 """Multiple of the other nodes' mean number of such failures from which on a node stands out."""
 
@@ -122,7 +122,7 @@ def note_failure(c: Cluster, node: NodeMachine, cause: QuarantineCause, detail: 
     if node.quarantine is not None or limits.failures < 1:
         return False
     failure = make_failure(c, cause, detail)
-    node.failures = (*_recent(c, node), failure)[-MAX_FAILURES:]
+    node.failures = (*_recent(c, node), failure)[-max(MAX_FAILURES, limits.failures) :]
     c.persist()
     evidence = [one for one in node.failures if one.cause == cause]
     if len(evidence) < limits.failures or not _stands_out(c, node, cause, len(evidence)):

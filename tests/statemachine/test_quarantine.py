@@ -9,7 +9,7 @@ from planner.planner import Planner
 from planner.values import Policy
 from statemachine.cluster.durable import durable
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.cluster.quarantine import quarantine_node
+from statemachine.cluster.quarantine import MAX_FAILURES, quarantine_node
 from statemachine.effects import AnswerRequest, EmitEvent
 from statemachine.error_text import count_error, describe_failing_nodes
 from statemachine.events import (
@@ -131,6 +131,13 @@ def test_a_quarantine_and_the_failures_so_far_outlast_the_coordinator_and_the_cl
     other.hello("node-3", 203)  # Its daemon restarts, which does not readmit it.
     assert not other.machine._c.nodes["node-3"].ready
     assert other.machine.public_state()["nodes"]["node-3"]["quarantine"]["cause"] == "raised"
+
+
+def test_as_many_failures_are_kept_as_set_a_node_aside() -> None:
+    s = Bad(limits=QuarantineLimits(failures=MAX_FAILURES + 2))
+    assert [s.fail("node-3") for _ in range(MAX_FAILURES + 2)] == [True] * (MAX_FAILURES + 1) + [False]
+    (event,) = s.told_of("NodeQuarantined")
+    assert len(event.details["evidence"]) == MAX_FAILURES + 2
 
 
 def test_failures_count_for_a_window_and_by_their_cause() -> None:
