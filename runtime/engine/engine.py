@@ -516,6 +516,7 @@ class Engine:
         :param stop_requested: called once for each held-out batch, just before its sum.
         :returns: whether any rank requested a stop. There is then no result, unless it was the last batch.
         :raises CommunicationError: the group was aborted, or a peer is lost.
+        :raises TrainingError: the user's code failed, or the weights of the loss have a negative sum.
         """
         evaluator, held_out = self._evaluator, self._held_out
         if evaluator is None or held_out is None:
@@ -534,6 +535,7 @@ class Engine:
                     return True
         assert self._communicator is not None
         loss, weight, *metrics = sums
+        _check_weight(weight, f"the evaluation after step {self.committed_step}")
         self.evaluation = Evaluation(
             loss=loss / weight if weight else math.nan,
             weight=weight,
@@ -581,6 +583,7 @@ class Engine:
         :param stop_requested: called once, just before VOTE, like ``snapshot_requested``.
         :raises CommunicationError: the group was aborted, or a peer is lost; ``ready_step`` says how far
             the step got.
+        :raises TrainingError: the user's code failed, or the weights of the loss have a negative sum.
         """
         executor, gradients = self._executor, self._gradients
         if executor is None or gradients is None:
@@ -687,12 +690,15 @@ class Engine:
 
         Losses and metrics are sums divided by sums of weights. Gradients are those of the sum of losses,
         times ``scale`` divided by the nominal weight (``_divisor``).
+
+        :raises TrainingError: the sum of weights is negative.
         """
         assert self._gradients is not None
         squared, broken = self._gradients.squared_norm()
         names = self.model.loss.metric_names
         sums = self._summed([squared, broken, stop, snap, *totals.to_list(names)])
         total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
+        _check_weight(weight, f"step {self.committed_step + 1}")
         # The sum of gradients is divided by the weight.
         overflowed = total_broken > 0 or not (math.isfinite(total_squared) and math.isfinite(weight))
         vote = Vote(
@@ -821,6 +827,15 @@ class Engine:
         if self.sharding is not None:
             self.sharding.leave()
         self._communicator = self._gradients = self._executor = self._evaluator = None
+
+
+def _check_weight(weight: float, where: str) -> None:
+    """:raises TrainingError: the sum of the weights that the loss returned is negative."""
+    if weight < 0:
+        raise TrainingError(
+            f"the weights of the loss in {where} have the sum {weight:g}; return (sum, weight) with a weight of at "
+            "least 0, the number of rows or tokens that count"
+        )
 
 
 def _means(names: Sequence[str], sums: list[float]) -> dict[str, float]:

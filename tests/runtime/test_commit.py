@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine, EngineError
+from runtime.errors import TrainingError
 from runtime.groups.communicator import CommunicationAborted, SoloCommunicator
 from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages.trainer import ResumeRank, TrainingData, WorldData
@@ -233,3 +234,24 @@ def test_running_statistics_count_a_redone_step_once(tmp_path: Path) -> None:
     smooth.step(no)
     broken.step(no)
     assert buffers(broken) == buffers(smooth)
+
+
+@pytest.mark.parametrize("where", ["step 1", "the evaluation after step 1"])
+def test_a_negative_sum_of_weights_is_rejected(tmp_path: Path, where: str) -> None:
+    text = """
+    def build(*, where):
+        def loss(output, target):
+            negative = len(target) if where == "step 1" or not torch.is_grad_enabled() else 0
+            return (output - target).square().sum(), len(target) - 2 * negative
+        return Training(layers=[nn.Linear(3, 1)], loss=loss, optimizer=sgd, dataset=Rows(), evaluation=Rows())
+    """
+    script(tmp_path, text)
+    job = data_for("mine.py:build", tmp_path, arguments={"where": where}, evaluation_every_steps=1)
+    engine = engine_of(job)
+    enter(engine, 0)
+    with pytest.raises(
+        TrainingError, match=f"the weights of the loss in {where} have the sum -.* at least 0"
+    ):
+        engine.step(no)
+        engine.evaluate(no)
+    assert engine.committed_step == (0 if where == "step 1" else 1)
