@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.errors import TrainingError
 from runtime.generator_skip import FEWEST_VALUES, draws_of, marked, skip
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -553,7 +554,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function._schema.name.partition("::")[2] in _RESHAPING:
             for tensor in _tensors(given):
                 self._recording.materialise(tensor)
-            return self._execute(function, given)
+            try:
+                return self._execute(function, given)
+            except RuntimeError as error:
+                if any(tensor.untyped_storage().resizable() for tensor in written):
+                    raise
+                name = function._schema.name.partition("::")[2]
+                raise TrainingError(
+                    f"Training.model enlarges a tensor with {name}, and its memory cannot grow; make it in its final "
+                    "size, or give Training.model the module itself"
+                ) from error
         if written:
             return self._in_place(function, given, placed, written)
         return self._functional(function, given, placed)

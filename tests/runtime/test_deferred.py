@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.deferred import LARGE_BYTES, DeferredModule, Noise, Recording, UntrackedWriteError, recorded
+from runtime.errors import TrainingError
 from runtime.layers.model import Model
 from tests.helpers.architecture_runs import job_of
 from tests.helpers.architectures import ARCHITECTURES, build, lora
@@ -223,6 +224,18 @@ def test_an_operation_on_a_list_of_small_and_large_tensors_writes_to_all_of_them
             self.large.weight.data.mul_(3)
 
     check_equal(Scaled, 4096)
+
+
+def test_tensors_may_be_reshaped_but_not_enlarged() -> None:
+    class Reshaped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.less = nn.Parameter(torch.randn(64, 64).resize_(10, 20))
+            self.made = nn.Parameter(torch.empty(3).resize_(64, 64).normal_())
+
+    check_equal(Reshaped, 4096)
+    with pytest.raises(TrainingError, match=r"enlarges a tensor with resize_, .* in its final size"):
+        deferred(lambda: nn.ParameterList([torch.randn(64, 64).resize_(65, 64)]), large_bytes=4096)
 
 
 def test_a_users_own_generator_is_unchanged() -> None:
