@@ -47,7 +47,7 @@ from runtime.layers.tensor_plan import (
     make_tensor_plan,
 )
 from runtime.layers.vocabulary import Vocabulary
-from runtime.layers.windows import LayerScopes, WindowedModule
+from runtime.layers.windows import IN_PLACE_REMEDY, LayerScopes, WindowedModule
 from runtime.precision import PRECISIONS, dtype_name, unsupported_reason
 from runtime.training import Batch, Training
 from statemachine.messages.trainer import TrainingData
@@ -588,6 +588,8 @@ class Model:
             for index in range(self.layer_count):
                 probe = DropoutProbe()
                 given = x
+                received = () if given is None else flatten(given)
+                versions = [tensor._version for tensor in received]
                 shown = _shapes(batch if given is None else given)
                 with errors_of(self.layer_name(index), f" on {shown}"):
                     watching = (
@@ -602,6 +604,12 @@ class Model:
                                 partial(self.forward, index, index + 1, given, step=0, row=0, batch=batch),
                                 tolerance=0.05 if self._precision.compute is not None else 1e-3,
                             )
+                for tensor, version in zip(received, versions, strict=True):
+                    if tensor.is_floating_point() and tensor._version != version:
+                        raise TrainingError(
+                            f"{self.layer_name(index)} changes its input in place, which autograd does not allow "
+                            f"where a stage begins; {IN_PLACE_REMEDY}"
+                        )
                 self._dropout[index] = probe.seen
                 if index < self.layer_count - 1 or isinstance(self._structure, LayerChain):
                     self._check_output(index, x, rows)
@@ -610,11 +618,11 @@ class Model:
                 self._exact = True
                 self._probe(batch, rows, verified=verified)
                 return
-            end, received = self.layer_count, given
+            end, last_input = self.layer_count, given
 
             def last(changed: Batch) -> Any:
                 with self.temporarily_provided(end - 1):
-                    return self.forward(end - 1, end, received, step=0, row=0, batch=changed, train=False)
+                    return self.forward(end - 1, end, last_input, step=0, row=0, batch=changed, train=False)
 
             self.loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
         self._shapes[self.first_signature] = shapes

@@ -43,6 +43,9 @@ CUT_REMEDIES = (
     "or hand over a list with Training(layers=[...])"
 )
 
+IN_PLACE_REMEDY = "write x = f(x), or inplace=False"
+"""Remedy for code that overwrites what a stage receives from the one before."""
+
 DYNAMIC_BLOCKS = (
     "its forward chooses which blocks run (layer drop, an early exit, a condition on what it computed), "
     "and every stage would choose by itself"
@@ -431,8 +434,11 @@ class WindowedModule:
             with torch.enable_grad(), self._whole():
                 output = self._call(batch)
         except Exception as error:
+            remedy = ""
+            if "requires grad is being used in an in-place operation" in str(error):
+                remedy = f" The input or output of a block is changed in place; {IN_PLACE_REMEDY}"
             raise TrainingError(
-                f"{type(self.root).__name__} raised {type(error).__name__} on the first samples: {error}"
+                f"{type(self.root).__name__} raised {type(error).__name__} on the first samples: {error}{remedy}"
             ) from error
         finally:
             for handle in handles:

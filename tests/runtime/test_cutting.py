@@ -305,6 +305,16 @@ class Averaging(Chain):
         return x + self.average
 
 
+class Overwriting(Chain):
+    """A chain whose code changes the output of a block in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x).relu_()
+        return self.outer(x)
+
+
 WAYS_OUT = r"Training\(split=\[\.\.\.\]\).*Training\(layers=\[\.\.\.\]\)"
 REFUSED = [
     (NoBlocks, {}, rf"NoBlocks has no list of equal blocks .*{WAYS_OUT}"),
@@ -314,6 +324,11 @@ REFUSED = [
     (Collected, {}, rf"Collected cannot be cut .*passes on more than the blocks' arguments.*{WAYS_OUT}"),
     (FaintShortcut, {}, r"FaintShortcut cannot be cut .*passes on more than"),
     (Measured, {}, r"Measured cannot be cut .*depends on the values that it computes"),
+    (
+        Overwriting,
+        {},
+        r"The input or output of a block is changed in place; write x = f\(x\), or inplace=False",
+    ),
     (Counting, {}, r"Counting cannot be cut .*keeps state from one call to the next"),
     (Averaging, {}, rf"Averaging cannot be cut .*: its forward changes average around .*{WAYS_OUT}"),
     (

@@ -470,6 +470,11 @@ class Listed(nn.Module):
             "the loss must return one number",
         ),
         ([nn.Linear(6, 2)], {"loss": functional.nll_loss}, "the loss raised"),
+        (
+            [nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 1)],
+            {},
+            r"layer 1 \(ReLU\) changes its input in place, .*; write x = f\(x\), or inplace=False",
+        ),
     ],
 )
 def test_layers_that_do_not_fit_are_named(
