@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.data.batches import leaves_of, map_tensors, slice_rows
+from runtime.data.batches import describe_type, leaves_of, map_tensors, slice_rows
 from runtime.errors import TrainingError, errors_of
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
@@ -67,7 +67,7 @@ class Loss:
             return self._model_loss(output, host_batch, rows)
         value = self._function(_in_float32(output), batch[1] if self._takes_target else batch)
         if isinstance(value, tuple | list):
-            return _pair(value, "the loss")
+            return _pair(value)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TrainingError("the loss must return one number (a scalar tensor) or a pair (sum, weight)")
         self._check_masks(host_batch[1] if self._takes_target else host_batch, rows)
@@ -86,14 +86,21 @@ class Loss:
             raise TrainingError(f"Training.metrics must return a dict by name, not {type(found).__name__}")
         metrics = {}
         for name, value in found.items():
-            if isinstance(value, tuple | list):
-                total, weight = _pair(value, f"the metric {name!r}")
-                metrics[str(name)] = (total.detach().double(), weight)
+            is_pair = isinstance(value, tuple | list)
+            try:
+                numbers = [torch.as_tensor(one).detach().double() for one in (value if is_pair else (value,))]
+            except (TypeError, ValueError, RuntimeError):
+                numbers = []
+            if len(numbers) != (2 if is_pair else 1) or any(one.numel() != 1 for one in numbers):
+                raise TrainingError(
+                    f"the metric {name!r} must be a number or a pair (sum, weight) of numbers, not "
+                    f"{describe_type(value)}"
+                )
+            if is_pair:
+                metrics[str(name)] = (numbers[0].squeeze(), numbers[1].squeeze())
             else:
-                mean = torch.as_tensor(value).detach().double()
-                if mean.numel() != 1:
-                    raise TrainingError(f"the metric {name!r} must be a scalar or a pair (sum, weight)")
-                metrics[str(name)] = (mean.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64))
+                weight = torch.tensor(float(rows), dtype=torch.float64)
+                metrics[str(name)] = (numbers[0].squeeze() * rows, weight)
         return metrics
 
     def check(
@@ -256,12 +263,14 @@ def own_loss(output: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _pair(value: Any, what: str) -> tuple[Tensor, Tensor]:
+def _pair(value: Any) -> tuple[Tensor, Tensor]:
     if len(value) != 2 or not isinstance(value[0], Tensor) or value[0].numel() != 1:
-        raise TrainingError(f"{what} must be a scalar or a pair (sum, weight)")
+        raise TrainingError(
+            "the loss must be a scalar or a pair (sum, weight), whose sum is a tensor with one number"
+        )
     weight = torch.as_tensor(value[1]).detach().to(torch.float64)
     if weight.numel() != 1:
-        raise TrainingError(f"{what} has a weight of {weight.numel()} numbers; it must be one")
+        raise TrainingError(f"the loss has a weight of {weight.numel()} numbers; it must be one")
     return value[0].squeeze(), weight.squeeze()
 
 

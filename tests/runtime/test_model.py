@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -495,3 +496,16 @@ def test_layers_that_do_not_fit_are_named(
 def test_more_metrics_than_a_step_can_carry_are_rejected(metrics: dict[str, float], says: str) -> None:
     with pytest.raises(TrainingError, match=says):
         model_of(nn.Linear(6, 1), metrics=lambda output, batch: metrics)
+
+
+@pytest.mark.parametrize("pair", [(3, 4), (torch.tensor(3), torch.tensor(4)), [3.0, 4.0]])
+def test_a_metric_may_be_a_pair_of_numbers_or_tensors(pair: Any) -> None:
+    model = model_of(nn.Linear(6, 1), metrics=lambda output, batch: {"right": pair})
+    total, weight = model.loss.compute_metrics(rows(), None, 4)["right"]
+    assert (total.item(), weight.item()) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize("value", [None, "much", (1.0, None), (1.0,), [1.0, 2.0, 3.0], torch.ones(2)])
+def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(TrainingError, match=r"the metric 'right' must be a number or a pair \(sum, weight\)"):
+        model_of(nn.Linear(6, 1), metrics=lambda output, batch: {"right": value})
