@@ -139,7 +139,9 @@ class Training:
     evaluation: Any | None = None
     """Held-out data set, with samples like those of ``dataset``."""
     metrics: Callable[[Any, Batch], dict[str, Any]] | None = None
-    """``metrics(output, batch)``, which returns further numbers by name; each is averaged like the loss."""
+    """``metrics(output, batch)``, which returns further numbers by name; each is averaged like the loss. The names
+    are the same for all samples: a pair (0, 0) counts nothing.
+    """
     on_step: Callable[[StepInfo], object] | None = None
     """Function that one device calls after each committed step, while training waits.
     docs/tutorials/training.md says how failures affect it.

@@ -7,6 +7,7 @@ model's own loss (expert balancing) count with the weight of their microbatch.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,6 +48,8 @@ class Loss:
         """Approximate weight of a row. It keeps sums in the range of means, so that float16 does not overflow."""
         self.metric_names: tuple[str, ...] = ()
         """Names of the job's own metrics, sorted; the same in every trainer."""
+        self._known_metrics: set[str] | None = None
+        """Names that need no warning: of the metrics that are reported, and of those with a warning already."""
         self._shifts = False
         """Whether the model's own loss predicts each next token and therefore ignores the first label of a
         row.
@@ -101,6 +104,14 @@ class Loss:
             else:
                 weight = torch.tensor(float(rows), dtype=torch.float64)
                 metrics[str(name)] = (numbers[0].squeeze() * rows, weight)
+        if self._known_metrics is not None and (unknown := metrics.keys() - self._known_metrics):
+            self._known_metrics |= unknown
+            warnings.warn(
+                f"Training.metrics returned {', '.join(sorted(unknown))}, which it did not return for the first "
+                "samples, so that nothing reports it; return the same names for all samples, with (0, 0) where nothing "
+                "counts",
+                stacklevel=2,
+            )
         return metrics
 
     def check(
@@ -128,6 +139,7 @@ class Loss:
             total, weight = self(output, batch, rows)
         self.nominal_weight = max(float(weight), 1.0) / rows
         self.metric_names = _names(self.compute_metrics(output, batch, rows))
+        self._known_metrics = set(self.metric_names)
         if rows < 2 or self._couples_rows or verified:
             return
         cuts = [(0, 1), (1, rows)]

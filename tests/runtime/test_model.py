@@ -509,3 +509,15 @@ def test_a_metric_may_be_a_pair_of_numbers_or_tensors(pair: Any) -> None:
 def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
     with pytest.raises(TrainingError, match=r"the metric 'right' must be a number or a pair \(sum, weight\)"):
         model_of(nn.Linear(6, 1), metrics=lambda output, batch: {"right": value})
+
+
+def test_a_metric_that_comes_too_late_to_be_reported_is_warned_of_once() -> None:
+    found = {"right": (3, 4)}
+    model = model_of(nn.Linear(6, 1), metrics=lambda output, batch: dict(found))
+    found |= {"rare": (1, 1)}
+    with pytest.warns(
+        UserWarning, match=r"returned rare, which .* return the same names .* with \(0, 0\)"
+    ) as said:
+        model.loss.compute_metrics(rows(), None, 4)
+        model.loss.compute_metrics(rows(), None, 4)
+    assert len(said) == 1 and model.loss.metric_names == ("right",)
