@@ -71,7 +71,13 @@ class ImagePreparation:
             except (OSError, ValueError) as error:
                 raise DataError(f"{path} cannot be read: {error}") from error
         self._size = _size(known.get("size"), getattr(model.config, "image_size", _USUAL_IMAGE_SIZE))
-        self._crop = _size(known.get("crop_size") if known.get("do_center_crop") else None, self._size)
+        is_cropped = bool(known.get("do_center_crop"))
+        self._crop = _size(known.get("crop_size") if is_cropped else None, self._size)
+        size = known.get("size")
+        is_short_edge = isinstance(size, int) or (isinstance(size, dict) and "shortest_edge" in size)
+        self._keeps_ratio = is_cropped and is_short_edge
+        """Whether the size is that of the shorter edge; without a crop, images would have unequal shapes."""
+        self._resample: int | None = known.get("resample")
         channels = getattr(model.config, "num_channels", 3)
         self._mode = "L" if channels == 1 else "RGB"
         is_normalised = known.get("do_normalize") is not False
@@ -81,8 +87,10 @@ class ImagePreparation:
     def __call__(self, image: Any) -> Tensor:
         """Return a PIL image as float32 of shape (channels, height, width)."""
         height, width = self._size
-        resized = image.convert(self._mode).resize((width, height))
         rows, columns = min(self._crop[0], height), min(self._crop[1], width)
+        if self._keeps_ratio:
+            width, height = (height * edge // min(image.size) for edge in image.size)
+        resized = image.convert(self._mode).resize((width, height), self._resample)
         top, left = (height - rows) // 2, (width - columns) // 2
         cropped = resized.crop((left, top, left + columns, top + rows))
         pixels = np.asarray(cropped, dtype=np.float32) / 255.0

@@ -452,6 +452,23 @@ def test_images_are_cropped_and_not_normalised_where_the_models_directory_says_s
     assert values[0, 0].tolist() == pytest.approx([n * 20 / 255 for n in range(3, 9)])
 
 
+@pytest.mark.parametrize("size", [{"shortest_edge": 8}, 8])
+@pytest.mark.parametrize("turned", [False, True])
+def test_images_that_are_cropped_keep_their_ratio_where_the_size_is_that_of_the_shorter_edge(
+    tmp_path: Path, size: Any, turned: bool
+) -> None:
+    from PIL import Image as LiveFrame
+
+    place = Path(saved(tmp_path / "model", "resnet"))
+    numbers = {"size": size, "do_center_crop": True, "crop_size": 6, "do_normalize": False, "resample": 0}
+    (place / "preprocessor_config.json").write_text(json.dumps(numbers))
+    model = load_model(ModelTable(huggingface=str(place), task="image-classification"), None)
+    pixels = np.zeros((16, 48, 3), dtype=np.uint8)
+    pixels[:, 18:30] = 255
+    values = ImagePreparation(model)(LiveFrame.fromarray(pixels.swapaxes(0, 1).copy() if turned else pixels))
+    assert values.shape == (3, 6, 6) and bool((values == 1).all())
+
+
 def test_columns_of_a_saved_data_set_are_those_that_the_model_takes(tmp_path: Path) -> None:
     tokenizer = str(make_tokenizer(tmp_path / "tokenizer"))
     model = {
