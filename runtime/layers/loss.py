@@ -216,10 +216,13 @@ class Loss:
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
             return False
         counted = labels[labels != IGNORED_LABEL]
+        tokens = batch.get("input_ids")
+        if not len(counted) and isinstance(tokens, Tensor):
+            counted = tokens.flatten().to(labels)
         if labels.shape[1] < _PROBED or not len(counted):
             return False
         few = torch.full_like(labels, IGNORED_LABEL)
-        # These are labels of the batch, so they are in the vocabulary.
+        # These are labels or tokens of the batch, so they are in the vocabulary.
         few[:, :_PROBED] = counted[torch.arange(_PROBED, device=labels.device) % len(counted)]
         fewer = few.clone()
         fewer[:, 0] = IGNORED_LABEL

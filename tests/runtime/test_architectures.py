@@ -7,11 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from planner.values import Recompute
 from runtime.data.sampling import Sampler
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import CommunicationAborted
+from runtime.layers.model import Model
+from runtime.training import load_training
 from tests.helpers.architecture_runs import (
     STEPS,
     Layout,
@@ -178,6 +181,15 @@ def test_samples_without_labels(architecture: str, rows: slice) -> None:
     assert [step.skipped for step in expected] == [False, rows == slice(0, 8), False, False]
     found = train(job, three_and_two, three_and_one, leaves=1, steps=steps)
     check(found, expected, ARCHITECTURES[architecture].relative)
+
+
+@pytest.mark.parametrize(("architecture", "counted"), [("llama", 14), ("bert", 16), ("t5", 16)])
+def test_what_a_loss_is_a_mean_over_is_found_without_labels(architecture: str, counted: int) -> None:
+    """The first samples have no label but -100. A causal model's loss does not count the first label of a row."""
+    job = job_of(architecture, arguments={"unlabelled": [0, 1]})
+    model = Model(load_training(job), job)
+    _, weight = model.loss({"loss": torch.ones(())}, {"labels": torch.ones(2, 8, dtype=torch.int64)}, 2)
+    assert int(weight) == counted
 
 
 @pytest.mark.parametrize("rows", [slice(0), slice(0, 8), slice(6, 8)])
