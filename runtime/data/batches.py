@@ -230,11 +230,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         case dict():
             return {key: map_tensors(function, item) for key, item in batch.items()}
         case tuple():
-            return tuple(map_tensors(function, item) for item in batch)
+            return _tuple_like(batch, [map_tensors(function, item) for item in batch])
         case list():
             return [map_tensors(function, item) for item in batch]
         case _:
             return batch
+
+
+def _tuple_like(one: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Return the items as a tuple of the same type: a model's output may be a named one."""
+    return type(one)(*items) if hasattr(one, "_fields") else tuple(items)
 
 
 def leaves_of(batch: Batch) -> Iterator[Any]:
@@ -289,7 +294,7 @@ def _slice(batch: Batch, start: int, end: int, rows: int) -> Batch:
         case dict():
             return {key: _slice(item, start, end, rows) for key, item in batch.items()}
         case tuple():
-            return tuple(_slice(item, start, end, rows) for item in batch)
+            return _tuple_like(batch, [_slice(item, start, end, rows) for item in batch])
         case list():
             return [_slice(item, start, end, rows) for item in batch]
         case _:

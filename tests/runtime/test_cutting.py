@@ -4,7 +4,7 @@ vocabulary.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -303,6 +303,22 @@ class Averaging(Chain):
         for block in self.blocks:
             x = block(x)
         return x + self.average
+
+
+class Output(NamedTuple):
+    y: Tensor
+
+
+class Named(Chain):
+    def forward(self, x: Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+def test_a_loss_gets_a_named_output_as_the_model_returns_it() -> None:
+    def loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
+        return functional.mse_loss(output.y, batch["y"])
+
+    assert model_of(Named(), loss=loss).layer_count == 6
 
 
 class Overwriting(Chain):
