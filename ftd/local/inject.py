@@ -81,9 +81,9 @@ class LocalInjector(RemoteInjector):
             raise PeerError("cut needs nodes with networks of their own (network = true under [cluster])")
         nodes = self.resolve_targets(fault)
         await self._announce(fault, "node", nodes)
-        for node in nodes:
-            network.cut(node)
         try:
+            for node in nodes:
+                network.cut(node)
             await asyncio.sleep(fault.duration_s)
         finally:
             for node in nodes:

@@ -115,8 +115,10 @@ class NodeArenas:
         """Bytes that the arenas of the node may take together: the limit, or else the size of their file
         system.
         """
-        limit = self.total_limit_bytes
-        return shutil.disk_usage(self.root).total if limit is None else limit
+        if self.total_limit_bytes is not None:
+            return self.total_limit_bytes
+        self._make()
+        return shutil.disk_usage(self.root).total
 
     def open(self) -> None:
         """Make the directory and check that there is room for the limit.
@@ -124,8 +126,7 @@ class NodeArenas:
         :raises ConfigurationError: it cannot be used, or the memory is smaller than the configured limit.
         """
         try:
-            self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.root.mkdir(mode=0o700, exist_ok=True)
+            self._make()
             found = self.root.stat()
             there = shutil.disk_usage(self.root).total
         except OSError as error:
@@ -148,15 +149,24 @@ class NodeArenas:
         """Lock the arenas and return whether this daemon may use them; false while another daemon of its name
         runs on this host.
         """
-        if self._lock is None:
+        while self._lock is None:
+            self._make()
             lock = (self.root / "lock").open("ab")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 lock.close()
                 return False
-            self._lock = lock
+            if os.fstat(lock.fileno()).st_nlink:
+                self._lock = lock
+            else:  # The daemon that had it removed the directory in this moment.
+                lock.close()
         return True
+
+    def _make(self) -> None:
+        """Make the directory, which a daemon of this name removes when it ends with no snapshots."""
+        self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, exist_ok=True)
 
     def close(self) -> None:
         """Unmap and unlock the arenas; what they hold stays."""
@@ -230,7 +240,11 @@ class NodeArenas:
 
     def used_bytes(self, job_id: str) -> int:
         """Return the bytes of all slots of the job: own ones and copies."""
-        return sum(slot.stat().st_size for slot in self._job(job_id).glob("*/slot-*"))
+        total = 0
+        for slot in self._job(job_id).glob("*/slot-*"):
+            with contextlib.suppress(FileNotFoundError):  # It is renamed while it grows.
+                total += slot.stat().st_size
+        return total
 
     def copy_directories(self, job_id: str) -> dict[Path, str]:
         """Return the directories of copies with their owners."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import re
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -537,6 +538,33 @@ def test_arenas_are_loaded_verified_and_locked() -> None:
         assert arenas.find(JOB, 5) == () and not (root / JOB).exists()
         arenas.close()
         assert not root.exists()
+        root.mkdir()
+
+
+@pytest.mark.parametrize("leaves", ["before", "in the moment in which the other one locks"])
+def test_a_daemon_that_leaves_takes_no_directory_from_its_successor(
+    monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    with shared_directory() as root:
+        first, second, third = (NodeArenas(root, devices=1) for _ in range(3))
+        first.open()
+        second.open()
+        assert not second.acquire()
+        if leaves == "before":
+            first.close()
+            assert second.size_bytes > 0
+        else:
+            real = fcntl.flock
+
+            def leaving(*given: Any) -> None:
+                monkeypatch.undo()
+                first.close()
+                real(*given)
+
+            monkeypatch.setattr(fcntl, "flock", leaving)
+        assert second.acquire() and second.scan() == ((), [])
+        assert (root / "lock").exists() and not third.acquire()
+        second.close()
         root.mkdir()
 
 
