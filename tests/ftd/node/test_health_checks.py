@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -197,10 +197,11 @@ def test_links_are_tested_in_parallel_and_the_result_waits_for_them() -> None:
 def test_a_test_that_cannot_be_forked_counts_as_failed() -> None:
     async def body() -> None:
         results: list[HealthReport] = []
-        checker = HealthChecker(
-            devices=1, host=LocalProcesses(), test_device=lambda *_: None, limit_s=1.0,
-            test_links=AsyncMock(return_value=()), on_checked=results.append,
-        )  # fmt: skip
+        config: Any = SimpleNamespace(devices=1, hardware=HardwareLimits(health=HealthLimits(limit_s=1.0)))
+        ports: Any = SimpleNamespace(
+            processes=LocalProcesses(), trainers=SimpleNamespace(test_device=Mock()), snapshots=None
+        )
+        checker = HealthChecker(config, ports, on_checked=results.append)
         checker.start(5, ())
         checker.on_not_forked(NotForked(device=0, check=4, reason="Cannot allocate memory"))
         assert not results
