@@ -12,8 +12,13 @@ from ftd.faults.sim.world import World
 
 _WRITES = ("INSERT", "BEGIN", "DELETE", "COMMIT")
 
+_KEPT = "INSERT OR REPLACE"
+"""Beginning of the statements that write the state, or the metadata stored with it; the rest need not survive."""
+
 Content = tuple[bytes | None, dict[str, str]]
-"""The tables that matter: the state, and the metadata stored with it."""
+"""The state and the metadata."""
+Write = tuple[str, Any]
+"""A statement and its values."""
 
 
 class SimDisk:
@@ -28,8 +33,10 @@ class SimDisk:
         self.boots = 0
         self._name = name
         self._database: sqlite3.Connection | None = None
-        self._unforced: list[Content] = []
-        """The contents that may be found after a power loss: what was forced last, and every commit since."""
+        self._forced: Content | None = None
+        """What is found after a power loss at least; ``None``: nothing was written yet."""
+        self._unforced: list[list[Write]] = []
+        """What each commit since then wrote, the last of which a power loss may undo."""
         self.knew = (0, 0)
         """The position of the newest journal that was on the disk before power failed."""
 
@@ -62,20 +69,22 @@ class SimDisk:
         term, serial = self.read()[1].get("position", "0 0").split()
         return int(term), int(serial)
 
-    def committed(self, *, forced: bool) -> None:
+    def committed(self, writes: list[Write], *, forced: bool) -> None:
         """Note the end of a transaction. With ``forced`` it survives a power loss, together with everything
         before it.
         """
-        if forced:
-            self._unforced.clear()
-        self._unforced.append(self.read())
+        if forced or self._forced is None:
+            self._forced, self._unforced = self.read(), []
+        else:
+            self._unforced.append(writes)
 
     def lose_power(self, chance: Random) -> None:
         """Lose some of the commits that were not forced, from the end, and boot the host again."""
         self.knew = max(self.knew, self.position)
         self.boots += 1
-        if self._unforced and self._database is not None:
-            state, known = chance.choice(self._unforced)
+        if self._forced is not None and self._database is not None:
+            kept = chance.choice(range(1 + len(self._unforced)))
+            state, known = self._forced
             database = self._database
             if database.in_transaction:
                 database.rollback()
@@ -84,7 +93,9 @@ class SimDisk:
             if state is not None:
                 database.execute("INSERT INTO state VALUES (1, ?)", (state,))
             database.executemany("INSERT INTO meta VALUES (?, ?)", list(known.items()))
-            self._unforced = [(state, known)]
+            for write in (write for commit in self._unforced[:kept] for write in commit):
+                database.execute(*write)
+            self._forced, self._unforced = self.read(), []
 
 
 class _Connection:
@@ -93,6 +104,8 @@ class _Connection:
     def __init__(self, database: sqlite3.Connection, disk: SimDisk) -> None:
         self._database, self._disk = database, disk
         self._forced = True
+        self._writes: list[Write] = []
+        """What matters of what the transaction wrote so far."""
         self._alive = disk.writer
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
@@ -105,8 +118,12 @@ class _Connection:
             self._forced = statement.endswith("FULL")
             return self._database.cursor()  # The database is in memory, so there is nothing to set.
         done = self._database.execute(statement, values)
-        if writes and not self._database.in_transaction:
-            self._disk.committed(forced=self._forced)
+        if statement.startswith(_KEPT):
+            self._writes.append((statement, values))
+        if not self._database.in_transaction:
+            if writes:
+                self._disk.committed(self._writes, forced=self._forced)
+            self._writes = []
         return done
 
     def executemany(self, statement: str, values: Any) -> sqlite3.Cursor:
@@ -115,7 +132,7 @@ class _Connection:
         if not self._alive():
             raise sqlite3.OperationalError("this process was killed")
         done = self._database.executemany(statement, values)
-        self._disk.committed(forced=self._forced)
+        self._disk.committed([(statement, one) for one in values], forced=self._forced)
         return done
 
     def executescript(self, script: str) -> sqlite3.Cursor:
