@@ -34,9 +34,9 @@ class SimDisk:
         self._name = name
         self._database: sqlite3.Connection | None = None
         self._forced: Content | None = None
-        """What is found after a power loss at least; ``None``: nothing was written yet."""
+        """Content that is found after a power loss at least; ``None``: nothing was written yet."""
         self._unforced: list[list[Write]] = []
-        """What each commit since then wrote, the last of which a power loss may undo."""
+        """Writes of each commit since then, the last of which a power loss may undo."""
         self.knew = (0, 0)
         """The position of the newest journal that was on the disk before power failed."""
 
@@ -105,7 +105,7 @@ class _Connection:
         self._database, self._disk = database, disk
         self._forced = True
         self._writes: list[Write] = []
-        """What matters of what the transaction wrote so far."""
+        """Writes of the transaction so far."""
         self._alive = disk.writer
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
