@@ -289,7 +289,7 @@ class RemoteLocation:
                 self._files.rm(path, recursive=True)
 
     def _identity(self, path: str) -> str | None:
-        """Return what tells one content of a file from another; ``None`` if there is no such file."""
+        """Return a text that differs for each content of a file; ``None`` if there is no such file."""
         with self._translate_errors("read"):
             self._files.invalidate_cache()
             try:

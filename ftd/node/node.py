@@ -247,12 +247,7 @@ class Node:
 
     def _prepare(self, effect: effects.PrepareTrainer) -> None:
         try:
-            try:
-                arena, limit_bytes = self.snapshots.prepare(effect.job, effect.device)
-            except OSError as error:  # Without this the trainer would wait for its instruction forever.
-                why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-                self.publish_event("SnapshotsUnavailable", why, {"device": effect.device})
-                arena, limit_bytes = "", None
+            arena, limit_bytes = self.snapshots.prepare(effect.job, effect.device)
             # One device's trainer is enough, since every trainer has the whole model.
             describe = bool(effect.job.checkpoint.url) and effect.device == 0
             frame = make_prepare_instruction(

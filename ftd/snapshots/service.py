@@ -124,10 +124,16 @@ class SnapshotService:
         self._checkpoint_url = job.checkpoint.url
         if not job.snapshot.every_steps:
             return "", None
-        if not self.storage.acquire():
+        try:
+            if self.storage.acquire():
+                return self._arena_of(job, device)
             reason = f"another daemon of this name uses {self.storage.root}"
-            self._publish_event("SnapshotsUnavailable", reason, {"device": device})
-            return "", None
+        except OSError as error:  # The trainer waits for its instruction.
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        self._publish_event("SnapshotsUnavailable", reason, {"device": device})
+        return "", None
+
+    def _arena_of(self, job: Job, device: int) -> tuple[str, int | None]:
         self.storage.remove_others(job.job_id)
         self.storage.begin_copies(job.job_id)
         own_bytes = self.storage.device_limit_bytes

@@ -76,7 +76,7 @@ class ImagePreparation:
         size = known.get("size")
         is_short_edge = isinstance(size, int) or (isinstance(size, dict) and "shortest_edge" in size)
         self._keeps_ratio = is_cropped and is_short_edge
-        """Whether the size is that of the shorter edge; without a crop, images would have unequal shapes."""
+        """True if the size is that of the shorter edge; without a crop, images would have unequal shapes."""
         self._resample: int | None = known.get("resample")
         channels = getattr(model.config, "num_channels", 3)
         self._mode = "L" if channels == 1 else "RGB"

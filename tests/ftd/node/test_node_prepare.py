@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+from ftd.config.daemon import parse_daemon_config
 from ftd.node.node import Node
+from ftd.snapshots.service import SnapshotService
 from planner.values import Policy
 from statemachine.effects import PrepareTrainer
 from statemachine.messages.trainer import PrepareJob
-from statemachine.messages.values import Job
+from statemachine.messages.values import Job, SnapshotPolicy
 
 
 def test_a_trainer_prepares_although_the_memory_for_its_snapshots_cannot_be_used(tmp_path: Path) -> None:
@@ -18,10 +20,16 @@ def test_a_trainer_prepares_although_the_memory_for_its_snapshots_cannot_be_used
     published: list[tuple[str, str, dict[str, Any]]] = []
     lock = tmp_path / "lock"
     failure = FileNotFoundError(2, "No such file or directory", str(lock))
-    node = SimpleNamespace(
-        snapshots=SimpleNamespace(prepare=Mock(side_effect=failure)),
-        supervisor=SimpleNamespace(send=lambda device, frame: sent.append((device, frame))),
+    snapshots = SnapshotService(
+        parse_daemon_config({"node": {"name": "n", "host": "127.0.0.1"}}, directory=tmp_path),
+        Mock(acquire=Mock(side_effect=failure)),
+        driver=Mock(),
         publish_event=lambda *event: published.append(event),
+        trainers=Mock(),
+    )
+    node = SimpleNamespace(
+        snapshots=snapshots,
+        supervisor=SimpleNamespace(send=lambda device, frame: sent.append((device, frame))),
         _config=SimpleNamespace(device_memory_bytes=None),
     )
     training = {
@@ -29,7 +37,12 @@ def test_a_trainer_prepares_although_the_memory_for_its_snapshots_cannot_be_used
         "precision": "float64", "arguments": {},
     }  # fmt: skip
     job = Job(
-        job_id="j", name="j", steps=3, policy=Policy(global_batch=8, microbatch_rows=4), training=training
+        job_id="j",
+        name="j",
+        steps=3,
+        policy=Policy(global_batch=8, microbatch_rows=4),
+        training=training,
+        snapshot=SnapshotPolicy(every_steps=1),
     )
     Node._prepare(cast(Node, node), PrepareTrainer(cause="c", device=1, job=job, profile=False))
     ((device, frame),) = sent
