@@ -9,14 +9,13 @@ import pytest
 
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
-from tests.helpers.playground import FROZEN, RELATIVE, Playground, Run, playground, tiny_job, training_data
+from tests.helpers.playground import FROZEN, RELATIVE, Playground, Run, tiny_job, training_data
 from tests.helpers.reference import load, reference_losses
+from tests.helpers.shared_cluster import FAILED, SharedCluster
 
 REFERENCE_STEPS = 200
 USUAL_DEVICES = 2
 NEVER_S = 86400.0
-FAILED = pytest.StashKey[bool]()
-"""The key of a test's result: true if the function of the test raised."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,35 +38,6 @@ def devices_of(item: pytest.Item) -> int:
     return int(marker.args[0]) if marker else USUAL_DEVICES
 
 
-class SharedCluster:
-    """One cluster at a time, which stays up while tests want the same number of devices."""
-
-    def __init__(self) -> None:
-        self._open = contextlib.ExitStack()
-        self._ground: Playground | None = None
-
-    def of(self, devices: int) -> Playground:
-        """Return a cluster whose nodes have this number of devices.
-
-        Its nodes are not set aside for repeated failures, since those that tests cause add up. They do not
-        become stragglers, because a busy machine slows one of them or another down.
-        """
-        if self._ground is None or self._ground.devices != devices:
-            self.close()
-            self._ground = self._open.enter_context(
-                playground(
-                    devices_per_node=devices,
-                    quarantine=False,
-                    timing={"scrub_s": 0.5, "straggler_s": NEVER_S},
-                )
-            )
-        return self._ground
-
-    def close(self) -> None:
-        self._ground = None
-        self._open.close()
-
-
 @pytest.fixture(scope="session")
 def shared() -> Iterator[SharedCluster]:
     if find_mosquitto() is None:
@@ -78,20 +48,15 @@ def shared() -> Iterator[SharedCluster]:
 
 @pytest.fixture
 def ground(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
-    """Return the shared cluster with four idle nodes; afterwards, check what it published against the
-    contract. After a failure the next test gets another cluster, so that it does not fail for the same reason.
+    """Lend the usual cluster of four nodes.
+
+    Its nodes are not set aside for repeated failures, since those that tests cause add up. They do not become
+    stragglers, because a busy machine slows one of them or another down.
     """
-    ground = shared.of(devices_of(request.node))
-    try:
-        ground.tidy()
-    except BaseException:
-        shared.close()
-        raise
-    yield ground
-    if request.node.stash[FAILED]:
-        shared.close()
-    else:
-        ground.contract_is_kept()
+    timing = {"scrub_s": 0.5, "straggler_s": NEVER_S}
+    devices = devices_of(request.node)
+    with shared.lent(request.node, devices_per_node=devices, quarantine=False, timing=timing) as ground:
+        yield ground
 
 
 @pytest.fixture(scope="session")

@@ -15,35 +15,25 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.config.job import load_job_data
-from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
 from runtime.checkpoint_reader import FtdCheckpointReader
 from storage.checkpoint import CheckpointStore
-from tests.helpers.playground import FROZEN, HOME, RELATIVE, Json, Playground, Run, playground, write_job
+from tests.helpers.playground import FROZEN, HOME, RELATIVE, Json, Playground, Run, write_job
+from tests.helpers.shared_cluster import SharedCluster
 from tests.helpers.tiny import build
 
 SameLosses = Callable[[Run], None]
 Reference = Callable[[int], list[float]]
 
 
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[Playground]:
-    """Yield a cluster of nodes with two devices and slow disks that does not wait long for hosts that never
+@pytest.fixture
+def ground(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
+    """Lend a cluster of nodes with two devices and slow disks that does not wait long for hosts that never
     return.
     """
-    if find_mosquitto() is None:
-        pytest.skip("mosquitto is not installed")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("FTD_NODE_CHECKPOINT_RATE_MIB_S", "1")
-        with playground(devices_per_node=2, timing={"lost_state_s": 0.5}) as ground:
-            yield ground
-
-
-@pytest.fixture
-def ground(impatient: Playground) -> Iterator[Playground]:
-    impatient.tidy()
-    yield impatient
-    impatient.contract_is_kept()
+    environment, timing = {"FTD_NODE_CHECKPOINT_RATE_MIB_S": "1"}, {"lost_state_s": 0.5}
+    with shared.lent(request.node, devices_per_node=2, environment=environment, timing=timing) as ground:
+        yield ground
 
 
 @pytest.fixture

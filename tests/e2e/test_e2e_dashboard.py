@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.transport.mqtt.mosquitto import find_mosquitto
 from tests.helpers.browser import Browser, Page, chromium, find_chromium
-from tests.helpers.playground import Playground, playground, write_job
+from tests.helpers.playground import Playground, write_job
+from tests.helpers.shared_cluster import SharedCluster
 
 TOKEN = "open-sesame-and-more"
 CHIP = "document.querySelector('.chip[data-node=\"{}\"]')?.dataset.state"
@@ -36,30 +36,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Playground]:
-    """Yield three nodes that train with snapshots, and a coordinator that serves its page."""
-    if find_mosquitto() is None:
-        pytest.skip("mosquitto is not installed")
-    with playground(nodes=3, dashboard=True) as made:
-        yield made
-
-
 @pytest.fixture
-def ground(cluster: Playground, tmp_path: Path) -> Playground:
-    """Wait until all three nodes are in the plan and there is a snapshot."""
+def ground(shared: SharedCluster, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Playground]:
+    """Lend three nodes that train with snapshots, and a coordinator that serves its page."""
     tables = "[snapshot]\nevery_steps = 10\n[evaluation]\nevery_steps = 10\n"
     path = write_job(tmp_path, delay_s=0.02, arguments="held_out = 16", tables=tables)
-    for name in ("node-0", "node-1", "node-2"):
-        if not cluster.cluster.processes.running(name):
-            cluster.on_loop(cluster.cluster.start_node(name))
-    cluster.until(
-        lambda: [n["state"] for n in cluster.state.get("nodes", {}).values()] == ["HEALTHY"] * 3, "nodes"
-    )
-    cluster.submit(load_job_data(path))
-    cluster.until(lambda: all(n["in_plan"] for n in cluster.state["nodes"].values()), "all in the plan")
-    cluster.until_event("SnapshotCompleted")
-    return cluster
+    with shared.lent(request.node, nodes=3, dashboard=True) as ground:
+        ground.submit(load_job_data(path))
+        ground.until(lambda: all(n["in_plan"] for n in ground.state["nodes"].values()), "all in the plan")
+        ground.until_event("SnapshotCompleted")
+        yield ground
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
-from tests.helpers.playground import PROFILE_FILE, RELATIVE, Playground, Run, nodes_of, playground, write_job
+from tests.helpers.playground import PROFILE_FILE, RELATIVE, Playground, Run, nodes_of, write_job
+from tests.helpers.shared_cluster import SharedCluster
 
 SameLosses = Callable[[Run], None]
 Reference = Callable[[int], list[float]]
@@ -26,12 +26,10 @@ every_steps = 10
 """
 
 
-@pytest.fixture(scope="module")
-def wide() -> Iterator[Playground]:
-    """Yield a cluster of two nodes of four devices."""
-    if find_mosquitto() is None:
-        pytest.skip("mosquitto is not installed")
-    with playground(nodes=2, devices_per_node=4, timing={"lost_state_s": 0.5}) as ground:
+@pytest.fixture
+def wide(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
+    """Lend a cluster of two nodes of four devices."""
+    with shared.lent(request.node, nodes=2, devices_per_node=4, timing={"lost_state_s": 0.5}) as ground:
         yield ground
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
-from tests.helpers.playground import Playground, playground, write_job
+from tests.helpers.playground import Playground, write_job
+from tests.helpers.shared_cluster import SharedCluster
 from tests.helpers.tracking_logs import plotted_run, record_of, steps_of
 from tests.helpers.wandb_files import offline_history
 
@@ -25,12 +25,10 @@ mlflow = {{}}
 """
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Playground]:
-    """Yield a cluster of its own with two coordinators."""
-    if find_mosquitto() is None:
-        pytest.skip("mosquitto is not installed")
-    with playground(nodes=2, coordinators=2, timing={"leader_silence_s": 2.0}) as ground:
+@pytest.fixture
+def pair(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
+    """Lend a cluster with two coordinators."""
+    with shared.lent(request.node, nodes=2, coordinators=2, timing={"leader_silence_s": 2.0}) as ground:
         yield ground
 
 
@@ -38,10 +36,6 @@ def logged_job(directory: Path) -> JobData:
     path = write_job(directory, arguments="held_out = 32")
     path.write_text(path.read_text() + LOGGING)
     return load_job_data(path)
-
-
-def standing_by(ground: Playground) -> None:
-    ground.until(lambda: len(ground.state.get("standbys", [])) == 1, "one stands by")
 
 
 def run_of(ground: Playground, directory: Path) -> Path:
@@ -97,7 +91,7 @@ def is_locked(path: Path) -> bool:
 
 def test_the_logs_have_every_step_once_when_leaders_hang_and_die(pair: Playground, tmp_path: Path) -> None:
     """A leader hangs, is deposed and wakes up; the next leader is killed together with its child processes."""
-    standing_by(pair)
+    pair.until_standby()
     pair.submit(logged_job(tmp_path))
     run = run_of(pair, tmp_path)
     pair.until(lambda: len(record_of(run)) > 10, "steps are logged")
@@ -106,7 +100,7 @@ def test_the_logs_have_every_step_once_when_leaders_hang_and_die(pair: Playgroun
     second = pair.until_event("LeaderElected")["details"]["leader"]
     pair.further()
     os.kill(pair.cluster.pid(first), signal.SIGCONT)
-    standing_by(pair)
+    pair.until_standby()
     pair.further()
     pair.on_loop(pair.cluster.kill(second))
     assert pair.until_event("LeaderElected", times=2)["details"]["leader"] == first

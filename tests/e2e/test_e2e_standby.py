@@ -16,9 +16,9 @@ import pytest
 from ftd.config.job import load_job_data
 from ftd.local.cluster import BROKER
 from ftd.processes import module_command
-from ftd.transport.mqtt.mosquitto import find_mosquitto
 from statemachine.cluster.durable import durable
-from tests.helpers.playground import Playground, Run, playground, tiny_job, write_job
+from tests.helpers.playground import Playground, Run, tiny_job, write_job
+from tests.helpers.shared_cluster import SharedCluster
 
 SameLosses = Callable[[Run], None]
 SILENCE_S = 2.0
@@ -29,23 +29,13 @@ FROZEN_S = 6.0
 SNAPSHOTS = '[snapshot]\nevery_steps = 8\nprotection = "aec"\n'
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Playground]:
-    """Yield a cluster of its own with two coordinators."""
-    if find_mosquitto() is None:
-        pytest.skip("mosquitto is not installed")
-    timing = {"leader_silence_s": SILENCE_S, "lost_record_timeout_s": LOST_RECORD_S}
-    with playground(coordinators=2, dashboard=True, timing=timing) as ground:
-        yield ground
-
-
 @pytest.fixture
-def ground(pair: Playground) -> Iterator[Playground]:
-    """Yield the cluster with a leader, a follower and four idle nodes."""
-    pair.until(lambda: len(pair.state.get("standbys", [])) == 1, "one stands by")
-    pair.tidy()
-    yield pair
-    pair.contract_is_kept()
+def ground(shared: SharedCluster, request: pytest.FixtureRequest) -> Iterator[Playground]:
+    """Lend a cluster with a leader, a follower and four idle nodes."""
+    timing = {"leader_silence_s": SILENCE_S, "lost_record_timeout_s": LOST_RECORD_S}
+    with shared.lent(request.node, coordinators=2, dashboard=True, timing=timing) as ground:
+        ground.until_standby()
+        yield ground
 
 
 def elected(ground: Playground, before: str, times: int = 1) -> str:

@@ -81,7 +81,9 @@ class Run:
 class Playground:
     """A cluster and its client, controlled from a plain thread."""
 
-    def __init__(self, directory: Path, options: ClusterOptions) -> None:
+    def __init__(self, directory: Path, home: tuple[str, ...], options: ClusterOptions) -> None:
+        self.home = home
+        """The nodes that are up at the start of each test."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="playground")
         self._thread.start()
@@ -213,6 +215,10 @@ class Playground:
             ),
             f"{', '.join(nodes)} train",
         )
+
+    def until_standby(self) -> None:
+        """Wait until one coordinator leads and another one stands by."""
+        self.until(lambda: len(self.state.get("standbys", [])) == 1, "one stands by")
 
     def until_phase(self, phase: str) -> None:
         self.until(lambda: self.state.get("phase") == phase, f"phase {phase}")
@@ -363,9 +369,11 @@ class Playground:
         self.run = None
         for name in self.cluster.central_services:
             assert self.cluster.processes.running(name), f"{name} is gone\n{self.describe()}"
-        strangers = [n for n in self.cluster.nodes if n not in HOME and self.cluster.processes.running(n)]
+        strangers = [
+            n for n in self.cluster.nodes if n not in self.home and self.cluster.processes.running(n)
+        ]
         self.on_loop(self.cluster.processes.terminate(strangers, grace_s=10.0))
-        for name in HOME:
+        for name in self.home:
             if not self.cluster.processes.running(name):
                 for device in range(self.devices):
                     self.pids.pop((name, device), None)
@@ -373,8 +381,8 @@ class Playground:
         self.until(self._in_order, "home nodes healthy, others gone")
 
     def _in_order(self) -> bool:
-        warm = all((name, device) in self.pids for name in HOME for device in range(self.devices))
-        return warm and self.healthy == set(HOME)
+        warm = all((name, device) in self.pids for name in self.home for device in range(self.devices))
+        return warm and self.healthy == set(self.home)
 
     def contract_is_kept(self) -> None:
         """Check that all messages so far conform to the contract for other tools."""
@@ -389,14 +397,22 @@ def nodes_of(pipelines: list[Json]) -> list[int]:
 
 
 @contextlib.contextmanager
-def playground(nodes: int = len(HOME), **options: Any) -> Iterator[Playground]:
-    """Start a cluster and its home nodes; remove everything at the end, however the test ends."""
+def playground(
+    nodes: int = len(HOME), environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[Playground]:
+    """Start a cluster and its home nodes; remove everything at the end, however the test ends.
+
+    :param environment: additional environment variables of the cluster's processes.
+    :param options: those of ``ClusterOptions`` that differ from what tests usually need.
+    """
     with private_directory() as directory:
         timing = {"silence_s": SILENCE_S, **options.pop("timing", {})}
-        ground = Playground(directory, ClusterOptions(**{"broker": "mosquitto", "timing": timing, **options}))
+        made = ClusterOptions(**{"broker": "mosquitto", "timing": timing, **options})
+        ground = Playground(directory, HOME[:nodes], made)
+        ground.cluster.processes.environment |= environment or {}
         try:
             ground.open()
-            for name in HOME[:nodes]:
+            for name in ground.home:
                 ground.on_loop(ground.cluster.start_node(name))
             yield ground
         finally:
