@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ftd.garbage import rare_collections
+from ftd.imports import quick_imports
 
 
 def node(
@@ -27,11 +27,12 @@ def node(
 
     Example: ftd node --config /etc/ftd/ftd.toml
     """
-    with rare_collections():  # Modules stay: searching them takes a tenth of the time that they take to load.
+    with quick_imports():
         import uvloop
 
         from ftd.config.daemon import load_daemon_config
         from ftd.logs import configure_logs
+
         from ftd.node.daemon import NodeDaemon
         from ftd.snapshots.snapshot_agent.daemon import SnapshotAgentDaemon
     gc.freeze()

@@ -7,7 +7,10 @@ import asyncio
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -21,8 +24,6 @@ from ftd.node.ports import NodeObserver, Ports
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.starvation import StarvationMonitor
 from ftd.node.trainer_processes import LocalProcesses, ZygoteTrainers
-from ftd.observe.metrics.node import NodeMetrics, NodeSample
-from ftd.observe.metrics.server import MetricsServer
 from ftd.processes import (
     become_subreaper,
     prepare_compile_cache,
@@ -35,7 +36,13 @@ from ftd.transport.http_server import listen
 from ftd.transport.mqtt.session import MqttSession
 from planner.reasons import count_noun
 from runtime.wire.store_protocol import secret_fingerprint
+from statemachine.effects import Effect
+from statemachine.events import Event
 from statemachine.messages.values import NodeFacts
+
+if TYPE_CHECKING:
+    from ftd.observe.metrics.node import NodeSample
+    from ftd.observe.metrics.server import MetricsServer
 
 log = structlog.get_logger("ftd.node")
 
@@ -51,11 +58,11 @@ class NodeDaemon:
         self._secret = config.require_secret()
         self._directory = config.runtime_dir / str(os.getpid())
         self._compile_cache: dict[str, str] = {}
-        self._metrics = NodeMetrics(config.devices, self._now)
-        self._metrics_server = MetricsServer(config.node_metrics, self._metrics.registry)
         self._rendezvous = RendezvousServer(
             self._secret, host=config.listening_host, port=config.rendezvous_port
         )
+        self._metrics_server: MetricsServer | None = None
+        observer, watch = self._new_observer(config)
         self._node = node = Node(
             config,
             Ports(
@@ -69,13 +76,9 @@ class NodeDaemon:
                 ),
                 snapshots=LocalSnapshotStorage(config),
                 facts=self._facts,
-                observer=NodeObserver(
-                    on_event=self._metrics.count_own_event,
-                    on_acknowledged=self._metrics.broker_round_trip.observe,
-                    on_heartbeat=lambda *beat: self._starvation.record_heartbeat(*beat),  # noqa: PLW0108  # made later
-                ),
+                observer=observer,
             ),
-            watch=self._metrics.observe,
+            watch=watch,
         )
         self._starvation = StarvationMonitor(node.supervisor.pids, node.driver)
         self._signals = 0
@@ -93,7 +96,8 @@ class NodeDaemon:
         background: list[asyncio.Future[None]] = []
         try:
             await listen(self._rendezvous.start(), self._config.rendezvous_port, field="node.rendezvous_port")
-            await self._metrics_server.start()
+            if self._metrics_server is not None:
+                await self._metrics_server.start()
             await self._node.start()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
@@ -109,8 +113,30 @@ class NodeDaemon:
             await cancel_all(background)
             await self._node.close()
             await self._rendezvous.close()
-            await self._metrics_server.close()
+            if self._metrics_server is not None:
+                await self._metrics_server.close()
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _new_observer(
+        self, config: DaemonConfig
+    ) -> tuple[NodeObserver, Callable[[Event | Effect], None] | None]:
+        """Return the callbacks for what this node has, and the one for its driver: the modules for metrics are
+        loaded only if they are served.
+        """
+        observer = NodeObserver(
+            on_heartbeat=lambda *beat: self._starvation.record_heartbeat(*beat)  # noqa: PLW0108  # made later
+        )
+        if config.node_metrics is None:
+            return observer, None
+        from ftd.observe.metrics.node import NodeMetrics
+        from ftd.observe.metrics.server import MetricsServer
+
+        metrics = NodeMetrics(config.devices, self._now)
+        self._metrics_server = MetricsServer(config.node_metrics, metrics.registry)
+        counting = replace(
+            observer, on_event=metrics.count_own_event, on_acknowledged=metrics.broker_round_trip.observe
+        )
+        return counting, metrics.observe
 
     # --- start -------------------------------------------------------------------------------------
 
@@ -172,7 +198,9 @@ class NodeDaemon:
             self._node.exit(128 + number)
         self._node.leave(signal.Signals(number).name)
 
-    def _now(self) -> NodeSample:
+    def _now(self) -> "NodeSample":
+        from ftd.observe.metrics.node import NodeSample
+
         node = self._node
         return NodeSample(
             connected=node.connected,

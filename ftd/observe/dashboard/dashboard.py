@@ -36,22 +36,17 @@ class Dashboard:
     ``await close()``.
     """
 
-    def __init__(self, address: DashboardAddress | None, *, cluster: str) -> None:
-        """:param address: host, port and token; ``None`` disables the dashboard."""
-        self._server: DashboardServer | None = None
+    def __init__(self, address: DashboardAddress, *, cluster: str) -> None:
         self._last_message_at = time.monotonic()
-        if address is not None:
-            self._model = DashboardModel()
-            self._feed = DeltaFeed(self._model.take_delta, secrets.token_hex(4), quiet_s=self._quiet_s)
-            self._server = DashboardServer(address, self._model, self._feed, cluster=cluster)
+        self._model = DashboardModel()
+        self._feed = DeltaFeed(self._model.take_delta, secrets.token_hex(4), quiet_s=self._quiet_s)
+        self._server = DashboardServer(address, self._model, self._feed, cluster=cluster)
 
     async def start(self, journal: EventHistory, state: Mapping[str, Any]) -> None:
         """Load the journal's newest events and steps, then serve.
 
         :raises ConfigurationError: the configured address cannot be bound.
         """
-        if self._server is None:
-            return
         rows, _ = journal.events(after=0, limit=_REMEMBERED_EVENTS, newest=True)
         steps, stride = journal.sampled_steps(MAX_POINTS // 2)
         try:
@@ -63,8 +58,7 @@ class Dashboard:
 
     async def close(self) -> None:
         """Close the server and its connections."""
-        if self._server is not None:
-            await self._server.close()
+        await self._server.close()
 
     def on_broker_message(self) -> None:
         """Record that the broker delivered any message, so the state shown is current."""
@@ -74,8 +68,6 @@ class Dashboard:
         """Add a published event.
         :param own: whether the coordinator published it.
         """
-        if self._server is None:
-            return
         try:
             self._model.on_event(message, own=own)
             self._feed.changed()
@@ -84,8 +76,6 @@ class Dashboard:
 
     def on_state(self, state: Mapping[str, Any]) -> None:
         """Replace the cluster's public state."""
-        if self._server is None:
-            return
         try:
             self._model.on_state(state)
             self._feed.changed()

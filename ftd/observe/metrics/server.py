@@ -34,11 +34,9 @@ class MetricsServer:
     ``start``.
     """
 
-    def __init__(self, address: MetricsAddress | None, registry: CollectorRegistry) -> None:
-        """:param address: host, port and token; ``None`` serves nothing."""
+    def __init__(self, address: MetricsAddress, registry: CollectorRegistry) -> None:
         self._address, self._registry = address, registry
-        token = address.token if address is not None else None
-        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._authorization = None if address.token is None else f"Bearer {address.token}".encode()
         self._rejected = Counter(
             "ftd_metrics_unauthorised",
             "Requests for metrics without the token or with a wrong one.",
@@ -61,8 +59,6 @@ class MetricsServer:
 
         :raises ConfigurationError: the address cannot be bound.
         """
-        if self._address is None:
-            return
         try:
             await self._http_server.start(self._address.host, self._address.port)
         except OSError as error:
