@@ -1,4 +1,4 @@
-"""How the daemons import their modules."""
+"""Imports of the modules of a daemon."""
 
 import sys
 from collections.abc import Iterator

@@ -4,48 +4,73 @@ Exit codes: 0 success; 1 failure, or a rejected request; 2 wrong configuration o
 cluster answers.
 """
 
+import functools
+import importlib
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
 import ftd
 from ftd.errors import ConfigurationError, FtdError
 from ftd.garbage import rare_collections
 
-with rare_collections():  # Modules stay: searching them takes a tenth of the time that they take to load.
-    from ftd.cli import chaos, checkpoint, config, data, snapshot
-    from ftd.cli.acl import acl
-    from ftd.cli.bridge import bridge
-    from ftd.cli.client import drain, events, readmit, status, stop, story, submit
-    from ftd.cli.contract import contract
-    from ftd.cli.coordinator import coordinator
-    from ftd.cli.doctor import doctor
-    from ftd.cli.init import init
-    from ftd.cli.install import install
-    from ftd.cli.local import local
-    from ftd.cli.node import node
-    from ftd.cli.plan import plan
-    from ftd.cli.profile import profile
-    from ftd.cli.reliability import reliability
-    from ftd.cli.replay import replay
-    from ftd.cli.report import report
-    from ftd.cli.sim import sim
-    from ftd.cli.top import top
-    from ftd.cli.trace import trace
+_OF_A_CLIENT = ("submit", "status", "events", "story", "drain", "readmit", "stop")
+_COMMANDS = (
+    *("init", "local", "coordinator", "node", *_OF_A_CLIENT, "top", "report", "trace", "bridge"),
+    *("plan", "profile", "reliability", "replay", "acl", "contract", "install", "doctor", "sim"),
+)
+_GROUPS = ("snapshot", "chaos", "checkpoint", "data", "config")
+
+
+@functools.cache
+def _load(name: str) -> Any:
+    """Import a command or a group of commands."""
+    with rare_collections():  # Modules stay: searching them takes a tenth of the time that they take to load.
+        module = importlib.import_module(f"ftd.cli.{'client' if name in _OF_A_CLIENT else name}")
+        loaded = typer.Typer(rich_markup_mode=None)
+        if name in _GROUPS:
+            loaded.add_typer(module.group)
+        else:
+            loaded.command()(getattr(module, name))
+        return get_group(loaded).commands[name]
+
+
+class _Commands(Mapping[str, Any]):
+    """All commands by name. Each is imported when it is used: all together take three times as long as one."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return _load(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _COMMANDS or name in _GROUPS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_COMMANDS, *_GROUPS))
+
+    def __len__(self) -> int:
+        return len(_COMMANDS) + len(_GROUPS)
+
+
+class _Group(TyperGroup):
+    """The command line: a group of all commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**(options | {"commands": _Commands()}))
+
 
 app = typer.Typer(
     name="ftd",
+    cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_OF_A_CLUSTER = (submit, status, events, story, drain, readmit, stop, top, report, trace, bridge)
-_WITHOUT_CLUSTER = (plan, profile, reliability, replay, acl, contract, install, doctor, sim)
-for command in (init, local, coordinator, node, *_OF_A_CLUSTER, *_WITHOUT_CLUSTER):
-    app.command()(command)
-for module in (snapshot, chaos, checkpoint, data, config):
-    app.add_typer(module.group)
 
 
 def _print_version(requested: bool) -> None:

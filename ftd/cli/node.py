@@ -32,7 +32,6 @@ def node(
 
         from ftd.config.daemon import load_daemon_config
         from ftd.logs import configure_logs
-
         from ftd.node.daemon import NodeDaemon
         from ftd.snapshots.snapshot_agent.daemon import SnapshotAgentDaemon
     gc.freeze()
