@@ -441,7 +441,7 @@ def test_a_tolerance_too_large_for_the_nodes_names_the_field_and_what_works(tmp_
 
 @pytest.mark.parametrize(
     "module",
-    ["ftd.cli.main", "ftd.coordinator.daemon", "ftd.cli.plan", "ftd.transport.client", "planner.planner"],
+    ["ftd.coordinator.daemon", "ftd.node.daemon", "ftd.cli.plan", "ftd.transport.client", "planner.planner"],
 )
 def test_our_processes_do_not_load_torch(module: str) -> None:
     script = f"import sys, {module}; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"
@@ -451,13 +451,28 @@ def test_our_processes_do_not_load_torch(module: str) -> None:
     assert done.stdout.strip() == ""
 
 
-def test_the_command_line_does_not_load_modules_that_only_daemons_need() -> None:
+def test_no_command_loads_modules_for_its_help_that_only_daemons_need() -> None:
     heavy = {"pyomo", "numpy", "scipy", "aiomqtt", "rich", "uvloop", "torch", "amqtt"}
-    script = "import sys, ftd.cli.main; print(*sys.modules)"
+    script = (
+        "import sys\nfrom typer.main import get_command\nfrom ftd.cli.main import app\n"
+        "assert len(dict(get_command(app).commands)) > 25\nprint(*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=240
     )
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_a_coordinator_does_not_load_what_it_does_not_serve() -> None:
+    script = (
+        "import sys\nfrom ftd.imports import quick_imports\n"
+        "with quick_imports():\n    import ftd.coordinator.daemon\n"
+        "print(*{'aiohttp', 'prometheus_client', 'rich'} & set(sys.modules))\nimport rich"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=240
+    )
+    assert done.stdout.strip() == ""
 
 
 def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
