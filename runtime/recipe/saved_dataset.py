@@ -1,13 +1,10 @@
 """Data sets that ``datasets.Dataset.save_to_disk`` wrote, as samples of a model."""
 
 import inspect
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from runtime.recipe.models import HuggingFaceModel
@@ -39,7 +36,7 @@ class SavedDataset:
         if model.task == "image-classification" and "pixel_values" not in dataset.column_names:
             images = [name for name, kind in dataset.features.items() if isinstance(kind, package.Image)]
             if images:
-                self._image, self._preparation = images[0], ImagePreparation(model)
+                self._image, self._preparation = images[0], image_preparation(model)
         taken = [name for name in dataset.column_names if name in _inputs(model)]
         _check_columns(place, dataset.column_names, taken, self._image, model)
         self._dataset = dataset.select_columns([*taken, *filter(None, [self._image])]).with_format(
@@ -58,44 +55,48 @@ class SavedDataset:
         return sample
 
 
-class ImagePreparation:
-    """The preparation of images of any size for a model: resizing, cropping, and normalisation channel by channel."""
+def image_preparation(model: HuggingFaceModel) -> Callable[[Any], Tensor]:
+    """Return the function that turns a PIL image of any size into float32 of shape (channels, height, width).
 
-    def __init__(self, model: HuggingFaceModel) -> None:
-        """Read sizes, mean and deviation from the model's directory, or use the usual ones."""
-        path = Path(model.table.huggingface or "") / "preprocessor_config.json"
-        known: dict[str, Any] = {}
+    It prepares images as the ``preprocessor_config.json`` in the model's directory says. Without one it resizes them
+    to the size in the model's configuration, and maps 0 … 255 to -1 … 1.
+
+    :raises DataError: the file cannot be used, or makes images of unequal shapes.
+    """
+    from PIL import Image
+    from transformers import AutoImageProcessor
+    from transformers.image_processing_backends import PilBackend
+
+    path = Path(model.table.huggingface or "") / "preprocessor_config.json"
+    channels = getattr(model.config, "num_channels", 3)
+    mode = "L" if channels == 1 else "RGB"
+    try:
         if model.table.huggingface is not None and path.is_file():
-            try:
-                known = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise DataError(f"{path} cannot be read: {error}") from error
-        self._size = _size(known.get("size"), getattr(model.config, "image_size", _USUAL_IMAGE_SIZE))
-        is_cropped = bool(known.get("do_center_crop"))
-        self._crop = _size(known.get("crop_size") if is_cropped else None, self._size)
-        size = known.get("size")
-        is_short_edge = isinstance(size, int) or (isinstance(size, dict) and "shortest_edge" in size)
-        self._keeps_ratio = is_cropped and is_short_edge
-        """True if the size is that of the shorter edge; without a crop, images would have unequal shapes."""
-        self._resample: int | None = known.get("resample")
-        channels = getattr(model.config, "num_channels", 3)
-        self._mode = "L" if channels == 1 else "RGB"
-        is_normalised = known.get("do_normalize") is not False
-        self._mean = _channels(known.get("image_mean") if is_normalised else [0.0] * channels, channels)
-        self._deviation = _channels(known.get("image_std") if is_normalised else [1.0] * channels, channels)
+            processor = AutoImageProcessor.from_pretrained(path.parent, backend="pil")
+        else:
+            processor = PilBackend(
+                do_resize=True,
+                size=getattr(model.config, "image_size", _USUAL_IMAGE_SIZE),
+                resample=Image.Resampling.BICUBIC,
+                do_rescale=True,
+                rescale_factor=1 / 255,
+                do_normalize=True,
+                image_mean=[0.5] * channels,
+                image_std=[0.5] * channels,
+            )
 
-    def __call__(self, image: Any) -> Tensor:
-        """Return a PIL image as float32 of shape (channels, height, width)."""
-        height, width = self._size
-        rows, columns = min(self._crop[0], height), min(self._crop[1], width)
-        if self._keeps_ratio:
-            width, height = (height * edge // min(image.size) for edge in image.size)
-        resized = image.convert(self._mode).resize((width, height), self._resample)
-        top, left = (height - rows) // 2, (width - columns) // 2
-        cropped = resized.crop((left, top, left + columns, top + rows))
-        pixels = np.asarray(cropped, dtype=np.float32) / 255.0
-        values = torch.from_numpy(np.atleast_3d(pixels)).permute(2, 0, 1).contiguous()
-        return (values - self._mean) / self._deviation
+        def prepare(image: Any) -> Tensor:
+            values: Tensor = processor(image.convert(mode), return_tensors="pt")["pixel_values"][0]
+            return values
+
+        shapes = {prepare(Image.new(mode, size)).shape for size in ((96, 64), (64, 96))}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DataError(f"images cannot be prepared as {path} says: {error}") from error
+    if len(shapes) > 1:
+        raise DataError(
+            f"{path} makes images of unequal shapes: give size a height and a width, or set do_center_crop"
+        )
+    return prepare
 
 
 def _inputs(model: HuggingFaceModel) -> Sequence[str]:
@@ -117,21 +118,3 @@ def _check_columns(
             f"the data set in {place} has no column that the model takes: it has {', '.join(columns)}, and the "
             f"model takes {', '.join(_inputs(model))}"
         )
-
-
-def _size(size: Any, otherwise: Any) -> tuple[int, int]:
-    """Return height and width, which configurations give as a number, a pair, or a table."""
-    match size if size is not None else otherwise:
-        case {"height": int(height), "width": int(width)}:
-            return height, width
-        case {"shortest_edge": int(edge)} | int(edge):
-            return edge, edge
-        case [int(height), int(width)]:
-            return height, width
-        case other:
-            raise DataError(f"the size of images {other!r} cannot be used; write it as height and width")
-
-
-def _channels(values: Any, channels: int) -> Tensor:
-    """Return one number for each channel; 0.5 if there are none."""
-    return torch.tensor(values if values is not None else [0.5] * channels).reshape(-1, 1, 1)

@@ -18,7 +18,8 @@ from runtime.recipe import build
 from runtime.recipe.datasets import Split, byte_tokenizer
 from runtime.recipe.models import load_model
 from runtime.recipe.optimization import make_optimizer, make_scheduler, schedule_factor
-from runtime.recipe.saved_dataset import ImagePreparation
+from runtime.recipe.saved_dataset import image_preparation
+from runtime.sources.errors import DataError
 from runtime.sources.tokenizer import load_tokenizer
 from runtime.sources.used_files import count_files
 from runtime.training import Training, load_training
@@ -438,6 +439,7 @@ def test_images_are_cropped_and_not_normalised_where_the_models_directory_says_s
 
     place = Path(saved(tmp_path / "model", "resnet"))
     numbers = {
+        "image_processor_type": "ViTImageProcessor",
         "size": {"height": 8, "width": 12},
         "do_center_crop": True,
         "crop_size": {"height": 4, "width": 6},
@@ -447,7 +449,7 @@ def test_images_are_cropped_and_not_normalised_where_the_models_directory_says_s
     (place / "preprocessor_config.json").write_text(json.dumps(numbers))
     model = load_model(ModelTable(huggingface=str(place), task="image-classification"), None)
     ramp = np.broadcast_to(np.arange(12, dtype=np.uint8)[None, :, None] * 20, (8, 12, 3))
-    values = ImagePreparation(model)(LiveFrame.fromarray(ramp.copy()))
+    values = image_preparation(model)(LiveFrame.fromarray(ramp.copy()))
     assert values.shape == (3, 4, 6)
     assert values[0, 0].tolist() == pytest.approx([n * 20 / 255 for n in range(3, 9)])
 
@@ -465,8 +467,43 @@ def test_images_that_are_cropped_keep_their_ratio_where_the_size_is_that_of_the_
     model = load_model(ModelTable(huggingface=str(place), task="image-classification"), None)
     pixels = np.zeros((16, 48, 3), dtype=np.uint8)
     pixels[:, 18:30] = 255
-    values = ImagePreparation(model)(LiveFrame.fromarray(pixels.swapaxes(0, 1).copy() if turned else pixels))
+    values = image_preparation(model)(LiveFrame.fromarray(pixels.swapaxes(0, 1).copy() if turned else pixels))
     assert values.shape == (3, 6, 6) and bool((values == 1).all())
+
+
+def test_images_are_neither_resized_nor_rescaled_where_the_models_directory_says_so(tmp_path: Path) -> None:
+    from PIL import Image as LiveFrame
+
+    place = Path(saved(tmp_path / "model", "resnet"))
+    kept = {"image_processor_type": "ViTImageProcessor", "do_resize": False, "do_normalize": False}
+    numbers = kept | {"do_center_crop": True, "crop_size": 6, "rescale_factor": 0.5}
+    (place / "preprocessor_config.json").write_text(json.dumps(numbers))
+    model = load_model(ModelTable(huggingface=str(place), task="image-classification"), None)
+    values = image_preparation(model)(LiveFrame.new("RGB", (20, 20), (0, 100, 200)))
+    assert values.shape == (3, 6, 6)
+    assert values[:, 0, 0].tolist() == pytest.approx([0, 50, 100])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "problem"),
+    [
+        (
+            {"size": {"shortest_edge": 8}},
+            "unequal shapes: give size a height and a width, or set do_center_crop",
+        ),
+        ({"size": {"height": "tall"}}, "cannot be prepared as .*preprocessor_config.json says"),
+        ({"image_processor_type": "Unknown"}, "cannot be prepared as .*preprocessor_config.json says"),
+    ],
+)
+def test_a_preparation_of_images_that_cannot_be_used_is_rejected(
+    tmp_path: Path, numbers: dict[str, Any], problem: str
+) -> None:
+    place = Path(saved(tmp_path / "model", "resnet"))
+    kind = {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}
+    (place / "preprocessor_config.json").write_text(json.dumps(kind | numbers))
+    model = load_model(ModelTable(huggingface=str(place), task="image-classification"), None)
+    with pytest.raises(DataError, match=problem):
+        image_preparation(model)
 
 
 def test_columns_of_a_saved_data_set_are_those_that_the_model_takes(tmp_path: Path) -> None:
