@@ -319,6 +319,14 @@ def _with_valid_values(file: DaemonFile, collector: ErrorCollector) -> DaemonFil
                 default = next(f.default for f in msgspec.structs.fields(owner) if f.name == key)
                 valid = msgspec.structs.replace(owner, **{key: default})
                 file = msgspec.structs.replace(file, **{table: valid}) if table else valid
+    if file.node.snapshot_port and file.node.snapshot_port == file.node.rendezvous_port:
+        collector.add(
+            ConfigurationError(
+                f"{file.node.snapshot_port} is the value of node.rendezvous_port, too",
+                field="node.snapshot_port",
+                remedy="choose another port, or 0 for any free one",
+            )
+        )
     return file
 
 

@@ -114,13 +114,6 @@ def check_names(config: DaemonConfig) -> CheckResult:
 def check_ports(config: DaemonConfig) -> Iterator[CheckResult]:
     """Check that the configured ports are free or used by a running daemon."""
     named = {"rendezvous_port": config.rendezvous_port, "snapshot_port": config.snapshot_port}
-    if config.rendezvous_port and config.rendezvous_port == config.snapshot_port:
-        yield failed(
-            "ports",
-            f"rendezvous_port and snapshot_port are both {config.snapshot_port}",
-            "choose another node.snapshot_port",
-        )
-        return
     for field, port in named.items():
         if not port:
             continue

@@ -115,6 +115,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         ({"dashboard": {"listen": "a..b:9650"}}, "dashboard.listen", "127.0.0.1:9650"),
         ({"node": {"rendezvous_port": 70000}}, "node.rendezvous_port", "65535"),
         ({"node": {"snapshot_port": -1}}, "node.snapshot_port", "65535"),
+        ({"node": {"snapshot_port": 7000, "rendezvous_port": 7000}}, "node.snapshot_port", "another port"),
         ({"node": {"snapshot_limit_mib": 0}}, "node.snapshot_limit_mib", "above 0"),
         ({"node": {"snapshot_limit_mib": 2**62}}, "node.snapshot_limit_mib", "from 0.001 to 2^42"),
         ({"node": {"device_memory_mib": 1e305}}, "node.device_memory_mib", "from 0.001 to 2^42"),
