@@ -345,11 +345,12 @@ class RetainSnapshot(Message, frozen=True, kw_only=True):
 
     job_id: str
     step: Counter
-    pinned: Counter = 0  # Step of a snapshot that is being persisted; 0: none.
-    lineage: Counter = (
-        0  # Lineage of the coordinator. A rollback may have gone to an earlier step than a node retains.
-    )
-    restore: Restore | None = None  # Its parts, for repairs; ``None``: unchanged.
+    pinned: Counter = 0
+    """Step of a snapshot that is being persisted; 0: none."""
+    lineage: Counter = 0
+    """Lineage of the coordinator. A rollback may have gone to an earlier step than a node retains."""
+    restore: Restore | None = None
+    """Its parts, for repairs; ``None``: unchanged."""
 
 
 class Persist(Message, frozen=True, kw_only=True):
