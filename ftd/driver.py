@@ -187,10 +187,13 @@ class Driver:
         for effect in effects:
             self._notify_observer(effect)
             try:
-                if isinstance(effect, SetTimer):
-                    self._set_timer(effect.name, effect.delay_s)
-                elif isinstance(effect, CancelTimer):
-                    self._cancel_timer(effect.name)
+                if isinstance(effect, (SetTimer, CancelTimer)):
+                    if (former := self._timers.pop(effect.name, None)) is not None:
+                        former[1].cancel()
+                    if isinstance(effect, SetTimer):
+                        timer = _ExpiredTimer(effect.name)
+                        handle = asyncio.get_running_loop().call_later(effect.delay_s, self.feed, timer)
+                        self._timers[effect.name] = timer, handle
                 elif (pending := self._perform(effect)) is not None:
                     await pending
             except JournalError:
@@ -216,17 +219,9 @@ class Driver:
 
     def stop_timers(self) -> None:
         """Cancel all timers. Call it when the daemon ends."""
-        for name in list(self._timers):
-            self._cancel_timer(name)
-
-    def _set_timer(self, name: str, delay_s: float) -> None:
-        self._cancel_timer(name)
-        timer = _ExpiredTimer(name)
-        self._timers[name] = timer, asyncio.get_running_loop().call_later(delay_s, self.feed, timer)
-
-    def _cancel_timer(self, name: str) -> None:
-        if (entry := self._timers.pop(name, None)) is not None:
-            entry[1].cancel()
+        for _, handle in self._timers.values():
+            handle.cancel()
+        self._timers.clear()
 
     def _expire(self, timer: _ExpiredTimer) -> TimerFired | None:
         entry = self._timers.get(timer.name)

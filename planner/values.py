@@ -418,7 +418,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(d.node for d in self.devices))
+        return tuple(dict.fromkeys(d.node for p in self.pipelines for s in p.stages for d in s.devices))
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):

@@ -257,12 +257,13 @@ class Coordinator:
         }
 
     def _handler_of_node(self, topic: str) -> _Handler:
-        node = self.topics.node_of(topic)
-        if node is not None and topic == self.topics.node_signal(node):
-            return partial(self._handle_signal, node)
-        if node is not None and topic == self.topics.node_state(node):
-            return partial(self._handle_node_state, node)
-        return lambda payload, retained: None
+        match self.topics.parse_node(topic):
+            case node, "signal":
+                return partial(self._handle_signal, node)
+            case node, "state":
+                return partial(self._handle_node_state, node)
+            case _:
+                return lambda payload, retained: None
 
     def _handle_signal(self, node: str, payload: bytes, _: bool) -> None:
         message = decode_from_node(payload, node)

@@ -591,15 +591,15 @@ def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
     """Return the Resume of the current generation, also for a node that has to receive it again."""
     resumption, job = group.resumption, c.current_job
     plan = msgspec.structs.replace(resumption.plan, considered=())  # They are for people only.
-    hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
-    first = c.nodes[plan.devices[0].node].facts
+    nodes = plan.nodes
+    first = c.nodes[nodes[0]].facts
     return Resume(
         generation=resumption.generation,
         job_id=job.job_id,
         step=resumption.step,
         vote=resumption.vote,
         plan=plan,
-        hosts=hosts,
+        hosts={name: c.nodes[name].facts.host for name in nodes},
         rendezvous=f"{first.host}:{first.rendezvous_port}",
         lineage=resumption.lineage,
         protection=resumption.protection,

@@ -315,9 +315,11 @@ class Script:
             match effect:
                 case SendCommand():
                     found.append(effect.message)
-                case BroadcastCommand(message=message):
-                    to_each = (message.addressed(*receiver) for receiver in message.receivers.items())
-                    found += [to_one for to_one in to_each if to_one is not None]
+                case BroadcastCommand(receivers=receivers, command=command, cause=cause):
+                    found += [
+                        ToNode(node=node, incarnation=incarnation, command=command, cause=cause)
+                        for node, incarnation in receivers.items()
+                    ]
                 case _:
                     pass
         return [to_one for to_one in found if isinstance(to_one.command, kind)]

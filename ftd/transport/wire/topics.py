@@ -86,11 +86,19 @@ class Topics:
         """Return the topic of answers to one client (JSON)."""
         return f"{self.root}/reply/{client}"
 
-    def node_of(self, topic: str) -> str | None:
-        """Return the node's name in a topic of this cluster that belongs to one node, else None."""
-        levels = topic.removeprefix(self.root + "/").split("/")
-        match levels:
-            case ["node", name, "state" | "signal" | "command"] | ["chaos" | "trace", name]:
-                return name
+    def parse_node(self, topic: str) -> tuple[str, str] | None:
+        """Return the node's name in a topic of this cluster that belongs to one node, and which of its topics it
+        is, such as ``signal``; else None.
+        """
+        match topic.removeprefix(self.root + "/").split("/"):
+            case ["node", name, ("state" | "signal" | "command") as kind]:
+                return name, kind
+            case [("chaos" | "trace") as kind, name]:
+                return name, kind
             case _:
                 return None
+
+    def node_of(self, topic: str) -> str | None:
+        """Return the node's name in a topic of this cluster that belongs to one node, else None."""
+        found = self.parse_node(topic)
+        return None if found is None else found[0]

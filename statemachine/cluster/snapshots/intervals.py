@@ -12,7 +12,6 @@ from statistics import median
 from planner.intervals import IntervalCost, choose_interval
 from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import checkpoint_intervals
-from statemachine.cluster.snapshots.snapshot_state import SnapshotCosts
 from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Stepped
 from statemachine.messages.values import Job
@@ -62,20 +61,15 @@ def note_snapshot(c: Cluster, *, stall_s: float) -> None:
         return
     step_s = median(costs.plain_s)
     slower_s = median(costs.copying_s) - step_s if costs.copying_s else 0.0
-    _choose(c, step_s, max(median(costs.stall_s), slower_s))
+    choose(c, step_s, max(median(costs.stall_s), slower_s))
 
 
-def restart_measurements(c: Cluster) -> None:
-    """Start new measurements, since a new generation has other stages and costs. Until they are known the old
-    ones count.
+def choose(c: Cluster, step_s: float, cost_s: float) -> None:
+    """Choose the interval of snapshots, if that is ftd's to choose.
+
+    :param step_s: duration of a step without a snapshot.
+    :param cost_s: time that a snapshot costs.
     """
-    snapshots = c.snapshots
-    snapshots.costs = SnapshotCosts()
-    if snapshots.measured is not None:
-        _choose(c, snapshots.measured.step_s, snapshots.measured.cost_s)
-
-
-def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
     job, settled = c.current_job, c.snapshots.measured is not None
     nodes = len(c.planned) or sum(1 for node in c.alive() if node.ready)
     expected_s = c.horizon_s(nodes)

@@ -16,7 +16,7 @@ from statemachine.cluster.progress import learn, publish_steps
 from statemachine.cluster.replicas import is_verified
 from statemachine.cluster.snapshots import intervals, requests
 from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, key_of, same_snapshot
-from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
+from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot, SnapshotCosts
 from statemachine.cluster.spikes import is_judged
 from statemachine.cluster.state import SNAPSHOT, Cluster
 from statemachine.messages.cluster import Heartbeat, Hello, RetainSnapshot, SnapshotCompleted
@@ -252,7 +252,10 @@ def interrupt(c: Cluster, why: str) -> None:
     snapshots.last_order_step = snapshots.newest.step if snapshots.newest is not None else 0
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
-    intervals.restart_measurements(c)
+    # The next group has other stages and costs. Until they are measured, the old ones count.
+    snapshots.costs = SnapshotCosts()
+    if snapshots.measured is not None:
+        intervals.choose(c, snapshots.measured.step_s, snapshots.measured.cost_s)
 
 
 def abandon(c: Cluster, why: str) -> None:
