@@ -61,9 +61,9 @@ def image_preparation(model: HuggingFaceModel) -> Callable[[Any], Tensor]:
     It prepares images as the ``preprocessor_config.json`` in the model's directory says. Without one it resizes them
     to the size in the model's configuration, and maps 0 … 255 to -1 … 1.
 
-    :raises DataError: the file cannot be used, or makes images of unequal shapes.
+    :raises DataError: the file cannot be used or makes images of unequal shapes, or Pillow is missing.
     """
-    from PIL import Image
+    images = import_package("PIL.Image", "a column of images")
     from transformers import AutoImageProcessor
     from transformers.image_processing_backends import PilBackend
 
@@ -71,13 +71,13 @@ def image_preparation(model: HuggingFaceModel) -> Callable[[Any], Tensor]:
     channels = getattr(model.config, "num_channels", 3)
     mode = "L" if channels == 1 else "RGB"
     try:
-        if model.table.huggingface is not None and path.is_file():
+        if is_described := model.table.huggingface is not None and path.is_file():
             processor = AutoImageProcessor.from_pretrained(path.parent, backend="pil")
         else:
             processor = PilBackend(
                 do_resize=True,
                 size=getattr(model.config, "image_size", _USUAL_IMAGE_SIZE),
-                resample=Image.Resampling.BICUBIC,
+                resample=images.Resampling.BICUBIC,
                 do_rescale=True,
                 rescale_factor=1 / 255,
                 do_normalize=True,
@@ -89,9 +89,10 @@ def image_preparation(model: HuggingFaceModel) -> Callable[[Any], Tensor]:
             values: Tensor = processor(image.convert(mode), return_tensors="pt")["pixel_values"][0]
             return values
 
-        shapes = {prepare(Image.new(mode, size)).shape for size in ((96, 64), (64, 96))}
+        shapes = {prepare(images.new(mode, size)).shape for size in ((96, 64), (64, 96))}
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise DataError(f"images cannot be prepared as {path} says: {error}") from error
+        what = f"as {path} says" if is_described else "to the size in the model's configuration"
+        raise DataError(f"images cannot be prepared {what}: {error}") from error
     if len(shapes) > 1:
         raise DataError(
             f"{path} makes images of unequal shapes: give size a height and a width, or set do_center_crop"
