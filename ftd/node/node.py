@@ -31,6 +31,7 @@ from statemachine.agent.events import (
     CommandArrived,
     TerminationRequested,
     TrainerConnected,
+    TrainerFailed,
     TrainerReported,
 )
 from statemachine.agent.machine import AgentMachine
@@ -179,7 +180,10 @@ class Node:
                 self._ports.observer.on_heartbeat(event.device, event.at)
             case TrainerReported(report=Resumed(generation=generation)):
                 self.snapshots.stager.resumed(event.device, generation)
+            case TrainerFailed():
+                self._traces.on_trainer_ended(event.device)
             case TrainerConnected():
+                self._traces.on_trainer_ended(event.device)  # The former one may have been retired.
                 self.publish_event(
                     "TrainerStarted",
                     f"process {event.pid}",

@@ -88,6 +88,15 @@ class TraceService:
         detail = f"{count_noun(len(traced.spans), 'span')} of rank {traced.rank}"
         self._send_answer(request, accepted=True, detail=detail, data=msgspec.to_builtins(data))
 
+    def on_trainer_ended(self, device: int) -> None:
+        """Answer the requests that the device's trainer has taken with it."""
+        for number, (request, timer) in list(self._waiting.items()):
+            if request.device == device:
+                timer.cancel()
+                del self._waiting[number]
+                detail = f"the trainer of {self._node}/{device} ended before it had recorded the steps"
+                self._send_answer(request, accepted=False, detail=detail)
+
     def close(self) -> None:
         """Drop the requests that are not answered yet."""
         for _, timer in self._waiting.values():
