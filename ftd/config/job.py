@@ -7,7 +7,6 @@ script under the same absolute path, so it must be there on every host.
 
 import math
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +29,7 @@ from ftd.config.validation import (
     require_memory,
     require_name,
     require_positive,
+    single_values,
 )
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.wire.public import (
@@ -385,10 +385,11 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
         ("training.arguments", file.training.arguments),
         ("model.overrides", file.model.overrides if file.model is not None else {}),
     ):
-        for place in _not_finite(table, field):
-            collector.reject(
-                "messages carry no number that is not finite", field=place, remedy="write a finite number"
-            )
+        for place, value in single_values(table, field):
+            if isinstance(value, float) and not math.isfinite(value):  # It would arrive as null.
+                collector.reject(
+                    "messages carry no number that is not finite", field=place, remedy="write a finite number"
+                )
     with collector.collect():
         update_policy(file.training, snapshots=file.snapshot.every_steps != 0)
     with collector.collect():
@@ -401,19 +402,6 @@ def _check_values(file: JobFile, collector: ErrorCollector) -> None:
         check_snapshot(file.snapshot, zero1=file.training.zero1)
     with collector.collect():
         check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
-
-
-def _not_finite(value: Any, place: str) -> Iterator[str]:
-    """Yield the place of each infinity and NaN in a value of a job file, which would arrive as null."""
-    match value:
-        case dict():
-            for key, inner in value.items():
-                yield from _not_finite(inner, f"{place}.{key}")
-        case list():
-            for index, inner in enumerate(value):
-                yield from _not_finite(inner, f"{place}[{index}]")
-        case float() if not math.isfinite(value):
-            yield place
 
 
 def update_policy(options: TrainingOptions, *, snapshots: bool) -> UpdatePolicy:

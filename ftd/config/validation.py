@@ -11,7 +11,7 @@ import os
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -168,23 +168,29 @@ def _has_small_integers(value: Any, place: str, collector: ErrorCollector) -> bo
     """Return whether 64 bits hold each whole number in ``value``, as TOML and the journal require; otherwise add an
     error about the first that is larger.
     """
-    stack: list[tuple[str, Any]] = [(place, value)]
-    while stack:
-        where, part = stack.pop()
-        match part:
-            case dict():
-                stack += [(f"{where}.{key}", inner) for key, inner in reversed(part.items())]
-            case list() | tuple():
-                stack += [(f"{where}[{index}]", part[index]) for index in reversed(range(len(part)))]
-            case int() if not -(2**63) <= part < 2**63:
-                error = ConfigurationError(
-                    "the number does not fit into 64 bits",
-                    field=where,
-                    remedy="write a number from -2^63 to 2^63 - 1",
-                )
-                collector.add_invalid_key(error, where)
-                return False
+    for where, single in single_values(value, place):
+        if isinstance(single, int) and not -(2**63) <= single < 2**63:
+            error = ConfigurationError(
+                "the number does not fit into 64 bits",
+                field=where,
+                remedy="write a number from -2^63 to 2^63 - 1",
+            )
+            collector.add_invalid_key(error, where)
+            return False
     return True
+
+
+def single_values(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield each value in ``value`` that is neither a table nor a list, after its place."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                yield from single_values(inner, f"{place}.{key}")
+        case list() | tuple():
+            for index, inner in enumerate(value):
+                yield from single_values(inner, f"{place}[{index}]")
+        case _:
+            yield place, value
 
 
 def _explained(message: str, kind: Any, place: str) -> ConfigurationError:
