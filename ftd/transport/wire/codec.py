@@ -197,7 +197,7 @@ def _signal(envelope: _FromNode) -> Any:
         # The message has no protocol number, so it is older than that field, whose default would be our own
         # number.
         signal = replace(signal, facts=replace(signal.facts, protocol=0))
-    _check_numbers(signal)
+    _check_contents(signal)
     return signal
 
 
@@ -235,7 +235,7 @@ def _command(name: str, body: msgspec.Raw) -> Any:
     command = _body(_COMMANDS, name, body)
     if name == Resume.__name__:
         command = _unpacked(command)
-    _check_numbers(command)
+    _check_contents(command)
     return command
 
 
@@ -300,7 +300,7 @@ def _check_node(claimed: str, topic: str | None) -> None:
         raise WireError(f"{claimed[:64]!r} is not the name of a node")
 
 
-def _check_numbers(message: Any) -> None:
+def _check_contents(message: Any) -> None:
     """Check what types cannot express.
 
     :raises WireError: a part of the state, a profile or the name of a node is impossible.
