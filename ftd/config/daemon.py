@@ -253,6 +253,12 @@ def _checked(data: dict[str, Any], directory: Path, collector: ErrorCollector) -
     """Return the configuration of ``data``; wrong values become errors and are replaced by defaults."""
     file = msgspec.convert(keep_valid_fields(data, DaemonFile, collector), DaemonFile)
     file = _with_valid_values(file, collector)
+    if file.node.snapshot_port and file.node.snapshot_port == file.node.rendezvous_port:
+        collector.reject(
+            f"{file.node.snapshot_port} is the value of node.rendezvous_port, too",
+            field="node.snapshot_port",
+            remedy="choose another port, or 0 for any free one",
+        )
     broker = _broker(file.broker, directory, collector)
     host = socket.gethostname().split(".")[0]
     node = file.node.name if file.node.name is not None else host
@@ -319,14 +325,6 @@ def _with_valid_values(file: DaemonFile, collector: ErrorCollector) -> DaemonFil
                 default = next(f.default for f in msgspec.structs.fields(owner) if f.name == key)
                 valid = msgspec.structs.replace(owner, **{key: default})
                 file = msgspec.structs.replace(file, **{table: valid}) if table else valid
-    if file.node.snapshot_port and file.node.snapshot_port == file.node.rendezvous_port:
-        collector.add(
-            ConfigurationError(
-                f"{file.node.snapshot_port} is the value of node.rendezvous_port, too",
-                field="node.snapshot_port",
-                remedy="choose another port, or 0 for any free one",
-            )
-        )
     return file
 
 

@@ -91,7 +91,7 @@ class CoordinatorDaemon:
 
             metrics = ClusterMetrics(
                 state=lambda: self._coordinator.machine.public_state(),  # noqa: PLW0108  # machines are replaced
-                clock=SystemClock().monotonic_s,
+                clock=SystemClock.monotonic_s,
                 connected=lambda: self._coordinator.leadership.online,
                 leading=lambda: self._coordinator.leadership.connected,
                 internal_errors=lambda: self._coordinator.driver.bugs,

@@ -35,13 +35,13 @@ class SharedCluster:
         try:
             self._ground.tidy()
             yield self._ground
-            if not item.stash.get(FAILED, True):
+            if item.stash.get(FAILED, True):
+                self.close()
+            else:
                 self._ground.contract_is_kept()
         except BaseException:
             self.close()
             raise
-        if item.stash.get(FAILED, True):
-            self.close()
 
     def close(self) -> None:
         self._ground = None
