@@ -290,7 +290,8 @@ small microbatch.
 def preserve_generators(device: torch.device = CPU) -> Iterator[None]:
     """Return a context after which this process's generators have their earlier states: those of torch on the
     host and on ``device``, of random and of numpy. (numpy draws normal values in pairs; the second value of a
-    pair that was begun is dropped.)
+    pair that was begun is dropped.) The generators belong to the process: contexts of several threads that overlap
+    end with one of these states, which nobody else draws from.
     """
     own = random.getstate(), mtrand.get_bit_generator()
     spare = _SPARE_GENERATORS.pop() if _SPARE_GENERATORS else np.random.MT19937(0)
@@ -300,5 +301,7 @@ def preserve_generators(device: torch.device = CPU) -> Iterator[None]:
             yield
         finally:
             random.setstate(own[0])
+            # If another context that has not ended found the spare generator in use, it will bring it back.
+            if mtrand.get_bit_generator() is spare:
+                _SPARE_GENERATORS.append(spare)
             mtrand.set_bit_generator(own[1])
-            _SPARE_GENERATORS.append(spare)

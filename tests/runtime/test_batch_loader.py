@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.random import mtrand
 from torch import Tensor
 
 from runtime.data.batches import leaves_of
@@ -109,6 +110,17 @@ def test_generators_are_preserved_within_each_other() -> None:
             assert [drawn(), drawn()] == wanted[:2]
         assert drawn() == wanted[1]
     assert [drawn(), drawn()] == wanted[1:]
+
+
+def test_generators_are_preserved_after_contexts_that_overlapped() -> None:
+    own = mtrand.get_bit_generator()
+    try:
+        one, other = preserve_generators(), preserve_generators()
+        one.__enter__(), other.__enter__()
+        one.__exit__(None, None, None), other.__exit__(None, None, None)
+        test_generators_are_preserved_within_each_other()
+    finally:
+        mtrand.set_bit_generator(own)
 
 
 def test_random_numbers_follow_from_the_sample_and_the_epoch() -> None:
