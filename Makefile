@@ -81,7 +81,7 @@ dist: setup
 # names it, also one that ended its worker; that may happen twice at most.
 test:
 	@$(MAKE) --no-print-directory --jobs 4 setup mosquitto promtool chromium compiler check
-	$(BIN)/pytest -n 3 --reruns 1 --rerun-show-tracebacks --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+	$(BIN)/pytest -n 3 --reruns 1 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 quick: setup
 	$(BIN)/pytest -n 3 --quick
@@ -98,7 +98,7 @@ ON_GPUS := $(addsuffix .py,$(addprefix tests/e2e/test_e2e_,zero failures snapsho
 emulated-gpu-test: setup mosquitto compiler
 	$(BIN)/python -m tests.helpers.emulated_gpu $(BIN)/pytest -n 0 tests/gpu/test_cuda.py
 	for backend in nccl gloo; do FTD_TEST_BACKEND=$$backend $(BIN)/python -m tests.helpers.emulated_gpu \
-		$(BIN)/pytest -n 1 --reruns 1 --rerun-show-tracebacks $(ON_GPUS) || exit 1; done
+		$(BIN)/pytest -n 1 --reruns 1 $(ON_GPUS) || exit 1; done
 
 mutants: setup
 	$(BIN)/python -m tools.mutants --json mutants.json

@@ -152,6 +152,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print why tests failed that ran once more, since the second run may pass and nobody can repeat the first."""
     for report in terminalreporter.getreports("rerun"):
         terminalreporter.section(f"first run of {report.nodeid}")
+        # A long traceback may be shortened by whatever keeps this output, in its middle or at its end.
+        reason = getattr(report.longrepr, "reprcrash", None)
+        terminalreporter.write_line(
+            "" if reason is None else f"{reason.path}:{reason.lineno}: {reason.message}"
+        )
         terminalreporter.write_line(report.longreprtext)
         for name, content in report.sections:
             terminalreporter.section(name, sep="-")
