@@ -105,6 +105,7 @@ def test_a_killed_node_is_shown_with_the_reason_on_open_and_later_pages(
         await page.until("document.querySelector('#recovery-now').innerText.includes('node-2 lost')", "why")
         await page.until("!document.querySelector('.stage[data-state=OFFLINE]')", "a plan without it")
         lost = "[...document.querySelectorAll('.event')].find((e) => e.innerText.includes('node lost'))"
+        await page.until(lost, "the event of its loss")
         await page.value(f"{lost}.querySelector('button').click()")
         await page.until(
             "document.querySelector('.story')?.innerText.includes('recovery completed')", "its story"

@@ -116,18 +116,18 @@ def without_the_dead(
 
 
 @pytest.mark.parametrize(
-    ("mutant", "expected"),
+    ("mutant", "expected", "first"),
     [
-        (without_roll_forward, "published as committed"),
-        (without_gradients, "live trainers hold all"),
-        (without_the_dead, "published as committed"),
+        (without_roll_forward, "published as committed", 32),
+        (without_gradients, "live trainers hold all", 17),
+        (without_the_dead, "published as committed", 0),
     ],
 )
 def test_a_broken_roll_forward_rule_is_found(
-    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Decision], expected: str
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Decision], expected: str, first: int
 ) -> None:
     monkeypatch.setattr(recovery, "decide", mutant)
-    found(expected, overrides=SeedOverrides(at_commits=EXITS))
+    found(expected, seeds_from(first), SeedOverrides(at_commits=EXITS))
 
 
 def test_gradients_that_count_for_layers_without_any_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,15 +162,15 @@ def published_under_new_ids(stream: EventStream, outbox: Any, plan_in_words: Any
 
 
 @pytest.mark.parametrize(
-    ("mutant", "expected"),
-    [(lambda *_: None, "but never published"), (published_under_new_ids, "was published")],
+    ("mutant", "expected", "first"),
+    [(lambda *_: None, "but never published", 3), (published_under_new_ids, "was published", 22)],
     ids=["lost", "published twice"],
 )
 def test_events_that_a_killed_coordinator_loses_or_publishes_under_new_ids_are_found(
-    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., None], expected: str
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., None], expected: str, first: int
 ) -> None:
     monkeypatch.setattr(EventStream, "publish_unacknowledged", mutant)
-    found(expected)
+    found(expected, seeds_from(first))
 
 
 def test_events_that_leave_the_outbox_before_the_broker_has_them_are_found(
@@ -183,7 +183,7 @@ def test_events_that_leave_the_outbox_before_the_broker_has_them_are_found(
         stream._session.publish(stream._topic, encode_event(message))
 
     monkeypatch.setattr(EventStream, "_publish", publish)
-    found("but never published", overrides=SeedOverrides(coordinators=2))
+    found("but never published", seeds_from(13), SeedOverrides(coordinators=2))
 
 
 def test_events_that_are_decided_after_the_journal_is_written_are_found(
@@ -240,7 +240,7 @@ def test_a_driver_that_drops_simultaneous_events_is_found(monkeypatch: pytest.Mo
 
     real = Driver.process
     monkeypatch.setattr(Driver, "process", process)
-    found("", range(3, 4 * SEEDS, 4))
+    found("", range(23, 4 * SEEDS, 4))
 
 
 def test_a_journal_that_loses_used_generations_with_its_end_is_found(
@@ -252,7 +252,7 @@ def test_a_journal_that_loses_used_generations_with_its_end_is_found(
         ("PlanChosen", power_cut, 2),
         ("Quiesced", power_cut, 2),
     )
-    found("was used twice", overrides=SeedOverrides(coordinators=1, triggered_faults=triggered))
+    found("was used twice", seeds_from(18), SeedOverrides(coordinators=1, triggered_faults=triggered))
 
 
 def test_a_journal_that_loses_the_resumed_plan_with_its_end_is_found(
@@ -267,7 +267,7 @@ def test_a_journal_that_loses_the_resumed_plan_with_its_end_is_found(
     overrides = SeedOverrides(
         coordinators=1, zero1=False, rare_faults=False, at_commits=cuts, triggered_faults=triggered
     )
-    found("", seeds_from(113), overrides)
+    found("", seeds_from(121), overrides)
 
 
 def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
@@ -284,7 +284,7 @@ def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
     triggered = tuple(("StepCommitted", fault, 2 * passed) for passed, fault in enumerate(leader_faults))
     found(
         "in which another coordinator led",
-        seeds_from(40),
+        seeds_from(47),
         SeedOverrides(coordinators=3, triggered_faults=triggered),
     )
 
@@ -299,7 +299,7 @@ def test_a_deposed_leader_whose_messages_arrive_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(SimNetwork, "publish", publish)
     leader_faults = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
     triggered = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(leader_faults))
-    found("generation", seeds_from(30), SeedOverrides(coordinators=3, triggered_faults=triggered))
+    found("generation", seeds_from(44), SeedOverrides(coordinators=3, triggered_faults=triggered))
 
 
 def test_a_deposed_leader_that_leads_again_with_its_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,16 +322,16 @@ def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
     """
     with monkeypatch.context() as patch:
         patch.setattr(durable, "skip_unseen_generations", lambda journal, incarnation: journal)
-        found("was used twice", overrides=RESTORED_BROKER)
+        found("was used twice", seeds_from(26), RESTORED_BROKER)
     monkeypatch.setattr(election, "is_outdated", lambda newest, others: False)
-    found("which is connected, has", seeds_from(53), RESTORED_BROKER)
+    found("which is connected, has", seeds_from(140), RESTORED_BROKER)
 
 
 def test_a_lost_build_order_that_is_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
     lossy = tuple(("JobSubmitted", faults.lose_messages, 0) for _ in range(3))
     submitted = (("NodeJoined", faults.lose_messages, 0), ("NodeJoined", faults.lose_messages, 1))
-    found("to build", seeds_from(56), SeedOverrides(rare_faults=False, triggered_faults=(*lossy, *submitted)))
+    found("to build", seeds_from(63), SeedOverrides(rare_faults=False, triggered_faults=(*lossy, *submitted)))
 
 
 def upgrade_and_lose_power(sim: Simulation) -> None:
@@ -377,7 +377,7 @@ def test_a_coordinator_that_leads_from_an_older_journal_is_found(
             Takeover, "save_copy", lambda self, copy: "" if unread(self, copy) else keep(self, copy)
         )
         monkeypatch.setattr(Takeover, "begin", begin_without)
-        found("", seeds_from(57), SeedOverrides(coordinators=3, upgrades=True))
+        found("", seeds_from(60), SeedOverrides(coordinators=3, upgrades=True))
         return
     monkeypatch.setattr(simulation_run, "HEAL_S", 70.0)
     lost = SeedOverrides(
@@ -458,7 +458,7 @@ def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pyte
     cuts = tuple(("TrainingResumed", faults.cut_node, passed) for passed in (0, 0, 1, 2))
     found(
         "",
-        seeds_from(154),
+        seeds_from(162),
         overrides=SeedOverrides(
             coordinators=1, triggered_faults=(*cuts, ("NodeLost", faults.exit_trainer, 0))
         ),
@@ -555,7 +555,7 @@ def test_a_rollback_that_undoes_nothing_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_trainers_that_do_not_learn_what_to_retain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_snapshots, "send_retained", lambda a, device: None)
-    found("overwrites its shard of the newest snapshot", seeds_from(95))
+    found("overwrites its shard of the newest snapshot", seeds_from(100))
 
 
 def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,7 +569,7 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
     monkeypatch.setattr(agent_commands, "prepare", prepare)
     # Otherwise it would be repaired.
     monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
-    found("no progress after the healing", seeds_from(108), SeedOverrides(duplicates=0.1))
+    found("no progress after the healing", seeds_from(116), SeedOverrides(duplicates=0.1))
 
 
 def test_a_snapshot_that_counts_with_a_wrong_protection_is_found(
@@ -584,14 +584,14 @@ def test_a_snapshot_that_counts_with_a_wrong_protection_is_found(
 
     real = snapshots.record_complete
     monkeypatch.setattr(snapshots, "record_complete", complete)
-    found("counts as")
+    found("counts as", seeds_from(23))
 
 
 def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         boundaries, "reconfigure", lambda c, why, mode, record: recovery.reconfigure(c, why, "abort", record)
     )
-    found("is switched, but steps are computed again")
+    found("is switched, but steps are computed again", seeds_from(17))
 
 
 def test_a_snapshot_reported_complete_before_the_replica_peer_has_it_is_found(
@@ -605,33 +605,38 @@ def test_a_snapshot_reported_complete_before_the_replica_peer_has_it_is_found(
 
     real = agent_snapshots.note_written
     monkeypatch.setattr(agent_snapshots, "note_written", wrote)
-    found("has no copy of")
+    found("has no copy of", seeds_from(11))
 
 
 def test_snapshot_copies_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "held_copies", lambda *everything, **others: {})
     crashes = tuple(("SnapshotCompleted", faults.crash_node, passed) for passed in (1, 2))
     alone = SeedOverrides(zero1=False, protection="aec+buddy", checkpoints=False, triggered_faults=crashes)
-    found("and replica peers of", seeds_from(85), alone)
+    found("and replica peers of", seeds_from(180), alone)
 
 
 # --- names that never come back ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "mutant", "expected"),
+    ("module", "name", "mutant", "expected", "first"),
     [
-        (membership, "needed_nodes", lambda c: frozenset(), "the job's journal names it"),
-        (machine, "remove_absent", lambda c: None, "is gone for good, but is listed"),
-        (recovery, "remove_unknown", lambda c, name: None, "is gone for good, but its state is retained"),
+        (membership, "needed_nodes", lambda c: frozenset(), "the job's journal names it", 4),
+        (machine, "remove_absent", lambda c: None, "is gone for good, but is listed", 0),
+        (recovery, "remove_unknown", lambda c, name: None, "is gone for good, but its state is retained", 36),
     ],
     ids=["nodes it needs", "none", "none at the broker"],
 )
 def test_a_coordinator_that_removes_nodes_it_needs_or_none_is_found(
-    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mutant: Callable[..., Any], expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    mutant: Callable[..., Any],
+    expected: str,
+    first: int,
 ) -> None:
     monkeypatch.setattr(module, name, mutant)
-    found(expected, overrides=SeedOverrides(churn=True))
+    found(expected, seeds_from(first), SeedOverrides(churn=True))
 
 
 # --- evaluations ------------------------------------------------------------------------------------
@@ -767,7 +772,7 @@ def test_endless_rollbacks_to_a_corrupt_checkpoint_are_found(
     )
     found(
         "no progress after the healing",
-        seeds_from(30),
+        seeds_from(36),
         SeedOverrides(checkpoints=True, triggered_faults=triggered),
     )
 
@@ -781,7 +786,7 @@ def test_a_checkpoint_location_that_is_not_tried_again_is_found(monkeypatch: pyt
     monkeypatch.setattr(rollback, "_note_unreadable", lambda c: False)
     found(
         "intact checkpoints",
-        range(10, 2 * SEEDS),
+        range(24, 2 * SEEDS),
         SeedOverrides(checkpoints=True, triggered_faults=(lost, *closed)),
     )
 
@@ -794,7 +799,7 @@ def test_endless_requests_for_a_corrupt_shard_are_found(monkeypatch: pytest.Monk
     triggered = tuple(("SnapshotCompleted", f, 0) for f in (faults.corrupt_shards, faults.fail_all_trainers))
     found(
         "no progress after the healing",
-        seeds_from(12),
+        seeds_from(15),
         SeedOverrides(protection="none", zero1=False, triggered_faults=triggered),
     )
 
