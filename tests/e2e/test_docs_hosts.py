@@ -7,8 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ import pytest
 from ftd.local.cluster import free_port
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from tests.helpers.docs_pages import ALL, ROOT, blocks
-from tests.helpers.docs_reader import ELSEWHERE, PATIENCE_S, Reader
+from tests.helpers.docs_reader import ELSEWHERE, Reader
 from tests.helpers.playground import write_job
+from tests.helpers.waiting import PATIENCE_S, until
 
 TWO_HOSTS = (ROOT / "docs" / "tutorials" / "two-hosts.md").read_text()
 
@@ -87,12 +87,20 @@ def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Pa
     for letter, command in prompts("two-hosts.md"):
         hosts[letter].begin(command)
     status = "ftd status --json --config ftd.toml"
-    until(lambda: len(answer(hosts["A"], status).get("nodes", {})) == 2, hosts)
+    until(
+        lambda: len(answer(hosts["A"], status).get("nodes", {})) == 2,
+        describe=lambda: said(hosts),
+        every_s=0.2,
+    )
     [submitting] = [
         b for b in blocks(ROOT / "docs" / "tutorials" / "two-hosts.md") if b.startswith("ftd submit")
     ]
     assert hosts["A"].run([("two-hosts.md", line) for line in submitting.splitlines()]) == []
-    until(lambda: all(n["in_plan"] for n in answer(hosts["A"], status)["nodes"].values()), hosts)
+    until(
+        lambda: all(n["in_plan"] for n in answer(hosts["A"], status)["nodes"].values()),
+        describe=lambda: said(hosts),
+        every_s=0.2,
+    )
     [(page, metrics)] = [(page, command) for page, command in ALL if "host-a:9641" in command]
     asked = metrics.replace("host-a:9641", f"127.0.0.1:{metrics_port}")
     assert hosts["A"].run([(page, f"{asked} | grep -c ^ftd_")]) == []
@@ -134,13 +142,6 @@ def said(hosts: dict[str, Reader]) -> str:
     return "\n".join(f"{k}$ {c}\n{f.read_text()}" for k, r in hosts.items() for c, _, f in r.background)
 
 
-def until(holds: Callable[[], object], hosts: dict[str, Reader]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, said(hosts)
-        time.sleep(0.2)
-
-
 @pytest.mark.timeout(600)
 def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Reader]) -> None:
     page = [command for name, command in ALL if name == "snapshotter.md"]
@@ -162,7 +163,9 @@ def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Re
             "FTD_SNAPSHOT_AGENT": str(host.place / "memory" / "snapshot-agent.sock"),
             "FIRST": "127.0.0.1",
         }
-        until((host.place / "memory" / "snapshot-agent.sock").exists, hosts)
+        until(
+            (host.place / "memory" / "snapshot-agent.sock").exists, describe=lambda: said(hosts), every_s=0.2
+        )
     # A lookup of a host's name may take long or fail.
     once = (
         script.replace("29400", str(port)).replace(" --max", " --local-addr 127.0.0.1 --max") + " --steps 12"

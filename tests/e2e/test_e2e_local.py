@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,8 @@ from ftd.observe.view.document import Report
 from ftd.observe.view.live.view import PROGRESS_EVERY_S
 from ftd.processes import descendant_pids, is_alive
 from tests.helpers.local_commands import FTD, ftd, leftovers
-from tests.helpers.playground import LIMIT_S, write_job
+from tests.helpers.playground import write_job
+from tests.helpers.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -73,13 +73,6 @@ def processes_of(pid: int, config: str) -> list[int]:
     return found
 
 
-def until(holds: Callable[[], Any], what: str, every_s: float = 0.05) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(every_s)
-
-
 def until_training(home: dict[str, str]) -> None:
     """Wait for the first step. Ask rarely: a command takes half a second of a processor, which the starting
     cluster needs.
@@ -111,7 +104,7 @@ def test_a_run_with_a_kill_and_a_new_node(
     run = start("local", job, "--nodes", 4, "--devices-per-node", 2, *options)
     until(lambda: shared_memory(home), "nodes have memory for snapshots")
     memory = shared_memory(home)
-    printed, _ = run.communicate(timeout=LIMIT_S)
+    printed, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, printed
     report = Report.from_json(json.loads(path.read_text()))
     assert report.outcome == "finished"
@@ -147,7 +140,7 @@ def test_nothing_is_left_however_it_ends(
     memory = shared_memory(home)
     assert memory
     run.send_signal(how)
-    printed, _ = run.communicate(timeout=LIMIT_S)
+    printed, _ = run.communicate(timeout=PATIENCE_S)
     until(lambda: not any(is_alive(pid) for pid in below), "every process has ended")
     until(lambda: set(leftovers(home)) <= {"local-ftd.json"}, "the directory is gone")
     assert not any(path.exists() for path in memory)
@@ -193,12 +186,16 @@ def test_other_commands_reach_it_while_it_runs(
     refused = ftd("chaos", "run", scenario, home=home)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "nothing was injected" in refused.stderr
-    until(lambda: "NodeReleased" in ftd("events", "--json", home=home).stdout, "node-1 has left")
+    until(lambda: "NodeReleased" in ftd("events", "--json", home=home).stdout, "node-1 has left", every_s=0.5)
     assert "node-2" in ftd("story", "node-2", home=home).stdout
     os.kill(process_of(run.pid, "/coordinator.toml"), signal.SIGKILL)  # This is the leader.
-    until(lambda: '"coordinator-2"' in ftd("status", "--json", home=home).stdout, "the other one leads")
-    until(lambda: ftd("stop", "tiny", home=home).returncode == 0, "the job is stopped")
-    printed, _ = run.communicate(timeout=LIMIT_S)
+    until(
+        lambda: '"coordinator-2"' in ftd("status", "--json", home=home).stdout,
+        "the other one leads",
+        every_s=0.5,
+    )
+    until(lambda: ftd("stop", "tiny", home=home).returncode == 0, "the job is stopped", every_s=0.5)
+    printed, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 1  # A stopped job has not finished.
     assert "stopped" in printed
     assert "coordinator has ended; coordinator-2 still running" in printed
@@ -217,7 +214,7 @@ def test_a_command_changes_only_the_cluster_that_it_names(
     until_training(home)
     second = start("local", jobs[1], "--nodes", 2, "--no-view", "--cluster", "other")
     until((Path(home["XDG_RUNTIME_DIR"]) / "ftd" / "local-other.json").exists, "both are announced")
-    until(lambda: ftd("status", home=home).returncode == 2, "both are there")
+    until(lambda: ftd("status", home=home).returncode == 2, "both are there", every_s=0.5)
     for command in (["status"], ["chaos", "kill", "node-1"], ["stop", "tiny"]):
         refused = ftd(*command, home=home)
         assert refused.returncode == 2
@@ -225,7 +222,7 @@ def test_a_command_changes_only_the_cluster_that_it_names(
         assert f"other ({jobs[1]}" in refused.stderr
         assert "--cluster" in refused.stderr
     there = ("--cluster", "other")
-    until(lambda: '"RUNNING"' in ftd("status", "--json", *there, home=home).stdout, "both train", every_s=1.0)
+    until(lambda: '"RUNNING"' in ftd("status", "--json", *there, home=home).stdout, "both train", every_s=0.5)
     killed = ftd("chaos", "kill", "node-1", *there, home=home)
     assert killed.returncode == 0
     assert "ftd: cluster other at mqtt://127.0.0.1:" in killed.stderr
@@ -233,14 +230,14 @@ def test_a_command_changes_only_the_cluster_that_it_names(
     def seen(*where: str) -> str:
         return ftd("events", "--last", 1000, "--json", *where, home=home).stdout
 
-    until(lambda: "NodeLost" in seen(*there), "the other cluster lost its node")
+    until(lambda: "NodeLost" in seen(*there), "the other cluster lost its node", every_s=0.5)
     assert "NodeLost" not in seen("--cluster", "ftd")
     stopped = ftd("stop", "tiny", "--cluster", "ftd", "--json", home=home)
     assert json.loads(stopped.stdout)["cluster"] == "ftd"
-    first.communicate(timeout=LIMIT_S)
+    first.communicate(timeout=PATIENCE_S)
     assert ftd("status", home=home).returncode == 0  # The only one left needs no name.
     second.kill()
-    until(lambda: ftd("status", home=home).returncode == 2, "a killed one does not count")
+    until(lambda: ftd("status", home=home).returncode == 2, "a killed one does not count", every_s=0.5)
 
 
 def test_a_job_that_cannot_run_says_why(tmp_path: Path, home: dict[str, str]) -> None:

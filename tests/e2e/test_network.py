@@ -26,11 +26,10 @@ from ftd.transport.mqtt.mosquitto import find_mosquitto
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.hosts import Programs, programs
 from tests.helpers.reference import load, reference_losses
+from tests.helpers.waiting import PATIENCE_S
 
 HUB = "hub"
 NODES = ("node-a", "node-b", "node-c", "node-d")
-LIMIT_S = 100.0
-COMMAND_S = 60.0
 POLL_S = 0.05
 RELATIVE = 1e-9
 STEPS = 300
@@ -125,7 +124,7 @@ class Deployment:
         subprocess.run(
             ["mosquitto_passwd", "-b", "-c", str(passwords), "ftd", self._password],
             check=True,
-            timeout=COMMAND_S,
+            timeout=PATIENCE_S,
         )
         config = self._directory / "mosquitto.conf"
         config.write_text(BROKER.format(password_file=passwords))
@@ -156,7 +155,7 @@ class Deployment:
         false.
         """
         command = self._network.command(HUB, *self._ftd(*arguments, "--config", self._config(HUB)))
-        done = subprocess.run(command, check=False, capture_output=True, timeout=COMMAND_S, text=True)
+        done = subprocess.run(command, check=False, capture_output=True, timeout=PATIENCE_S, text=True)
         assert done.returncode == 0 or not must, f"{arguments}: {done.stderr}\n{self.describe()}"
         return done.stdout if done.returncode == 0 else ""
 
@@ -221,13 +220,13 @@ class Deployment:
         return [e["details"]["recovery"] for e in self.named("RecoveryCompleted")]
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             self._read()
             if holds():
                 return
             assert not self._programs.ended(), f"{self._programs.ended()} ended\n{self.describe()}"
-            assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}\n{self.describe()}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}\n{self.describe()}"
             time.sleep(POLL_S)
 
     def until_step(self, step: int) -> None:

@@ -10,8 +10,7 @@ from ftd.driver import Driver, EventRateLimiter
 from ftd.errors import JournalError
 from statemachine.effects import CancelTimer, Effect, EmitEvent, PersistState, PublishCluster, SetTimer
 from statemachine.events import BrokerConnected, BrokerDisconnected, Event, TimerFired
-
-PATIENCE_S = 60.0
+from tests.helpers.waiting import PATIENCE_S
 
 
 def emit(name: str) -> EmitEvent:

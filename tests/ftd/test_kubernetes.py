@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port
+from tests.helpers.waiting import PATIENCE_S
 
 HERE = Path(__file__).parents[2] / "examples" / "kubernetes"
 BIN = Path(sys.executable).parent
 HOSTS = ("host-a", "host-b")
-PATIENCE_S = 180.0
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("FTD_")} | {
     "PATH": f"{BIN}:{os.environ['PATH']}"
 }

@@ -21,9 +21,9 @@ import pytest
 from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES, envelope
 from ftd.transport.wire.duplicates import REMEMBERED
 from tests.helpers.brokers import RunningBroker
+from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60.0
 CLUSTER = "ftd-2"
 COMMANDS = re.findall(
     r"^```sh\n(.*?)^```", (ROOT / "docs" / "how-to" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL
@@ -92,7 +92,7 @@ def need(*programs: str) -> None:
 
 def publish(broker: RunningBroker, recipe: Running, events: list[str], enough: int) -> list[str]:
     """Publish events until the recipe has printed ``enough`` lines, as it does not say when it has subscribed."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + PATIENCE_S
     messages = [
         (
             f"ftd/v2/{CLUSTER}/events",
@@ -137,7 +137,7 @@ def test_the_recipe_for_nodes(mosquitto: RunningBroker, environment: dict[str, s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert json.loads(done.stdout) == {"node-3": "HEALTHY"}
@@ -158,7 +158,7 @@ def test_the_contract_is_kept_and_compared(environment: dict[str, str], tmp_path
         env=environment,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "this version is compatible with kept.json\n"), done.stderr

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from ftd.transport.mqtt.mosquitto import find_mosquitto, free_port
+from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "ftd.sbatch"
-PATIENCE_S = 240.0
 
 STUBS = {
     "scontrol": 'printf "localhost\\nhost-b\\n"',

@@ -17,10 +17,10 @@ from typing import Any
 
 import aiohttp
 
+from tests.helpers.waiting import PATIENCE_S
+
 Json = dict[str, Any]
 
-START_S = 60.0
-ANSWER_S = 60.0
 MOST_MESSAGE_BYTES = 64 * 1024 * 1024
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -30,7 +30,7 @@ def find_chromium() -> str | None:
     """Return the path of Chromium if it is installed and starts; a stub that asks for a snap does not."""
     for name in _NAMES:
         if path := shutil.which(name):
-            done = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=START_S)
+            done = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=PATIENCE_S)
             if done.returncode == 0:
                 return path
     return None
@@ -61,7 +61,7 @@ class Page:
             raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def until(self, expression: str, what: str, limit_s: float = ANSWER_S) -> None:
+    async def until(self, expression: str, what: str, limit_s: float = PATIENCE_S) -> None:
         """Wait until the expression is true; evaluate it in the page every 20 ms."""
         deadline = asyncio.get_running_loop().time() + limit_s
         while True:
@@ -118,7 +118,7 @@ class Browser:
         self._waiting[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params}
         await self._socket.send_json(message | ({"sessionId": session} if session else {}))
-        return await asyncio.wait_for(self._waiting[number], ANSWER_S)
+        return await asyncio.wait_for(self._waiting[number], PATIENCE_S)
 
     async def page(self) -> Page:
         """Open a new tab with its own profile."""
@@ -141,7 +141,7 @@ class Browser:
         await self.call("Tracing.start", transferMode="ReportEvents", categories=categories)
         yield events
         await self.call("Tracing.end")
-        await asyncio.wait_for(self._trace_over.wait(), ANSWER_S)
+        await asyncio.wait_for(self._trace_over.wait(), PATIENCE_S)
         self._traced = None
 
     async def listen(self) -> None:
@@ -185,7 +185,7 @@ async def chromium() -> AsyncIterator[Browser]:
             start_new_session=True,
         )
         try:
-            url = await asyncio.wait_for(_address(process), START_S)
+            url = await asyncio.wait_for(_address(process), PATIENCE_S)
             async with (
                 aiohttp.ClientSession() as client,
                 client.ws_connect(url, max_msg_size=MOST_MESSAGE_BYTES) as socket,

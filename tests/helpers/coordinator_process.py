@@ -37,11 +37,9 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import Prepared, Quiesce, Resumed
 from statemachine.messages.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
+from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-PATIENCE_S = 60.0
 
 
 LAYERS = 3

@@ -7,12 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 180.0
-
+from tests.helpers.waiting import PATIENCE_S, until
 
 ELSEWHERE = r"^torchrun|^export TORCH|^ftd (coordinator|node)\b|^ftd submit train|host-a:9641"
 """Pattern of commands for several hosts, which ``test_docs_hosts`` runs."""
@@ -67,10 +65,7 @@ class Reader:
         self.environment |= {"DASHBOARD": page, "FTD_BROKER": broker}
 
     def until(self, holds: Any, command: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < deadline, f"{command}: {self.said(command)[-2000:]}"
-            time.sleep(0.1)
+        until(holds, command, describe=lambda: self.said(command)[-2000:], every_s=0.1)
 
     def run(self, commands: list[tuple[str, str]]) -> list[str]:
         """Run commands one after the other; return a description of each that failed."""

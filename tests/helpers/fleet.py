@@ -20,8 +20,9 @@ from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages import trainer as p
 from statemachine.messages.values import Evaluation, Vote
 from tests.helpers.devices import BACKEND, DEVICE
-from tests.helpers.harness import PATIENCE_S, TOKEN, ServerThread
+from tests.helpers.harness import TOKEN, ServerThread
 from tests.helpers.snapshots import Layers
+from tests.helpers.waiting import PATIENCE_S
 from tests.helpers.zero import Pipelines, held_of
 
 

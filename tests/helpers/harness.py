@@ -32,10 +32,9 @@ from runtime.wire import zygote_protocol as z
 from statemachine.messages import trainer as p
 from statemachine.messages.common import Prepared, Quiesce, Resumed
 from statemachine.messages.values import Vote
+from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
-"""Longest wait for anything; generous, because machines that run tests are busy."""
 TOKEN = "a token for tests"
 
 FrameType = TypeVar("FrameType", bound=frames.Frame)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ftd.local.namespaces import NamespaceNetwork
 from ftd.processes import die_with_parent, read_tail
+from tests.helpers.waiting import PATIENCE_S
 
 PREFIX = "ftdtest"
-GONE_S = 30.0
 
 
 class Programs:
@@ -64,11 +64,11 @@ class Programs:
         for pid in self._left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + GONE_S
+        deadline = time.monotonic() + PATIENCE_S
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.02)
         if left:
-            raise RuntimeError(f"processes {sorted(left)} did not end within {GONE_S:g} s of SIGKILL")
+            raise RuntimeError(f"processes {sorted(left)} did not end within {PATIENCE_S:g} s of SIGKILL")
 
     def _left(self) -> set[int]:
         """Return the processes on the hosts; all are ours, because the hosts are."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from runtime.wire import store_protocol
 from runtime.wire.frames import Decoder
+from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
 _LISTEN = "0A"
 _ACCEPTS = 1 << 16
 """``__SO_ACCEPTCON`` in /proc/net/unix."""

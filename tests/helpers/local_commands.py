@@ -4,14 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.playground import LIMIT_S
+from tests.helpers.waiting import PATIENCE_S
 
 FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]
 
 
 def ftd(*arguments: object, home: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [*FTD, *map(str, arguments)]
-    return subprocess.run(command, env=home, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
+    return subprocess.run(
+        command, env=home, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
+    )
 
 
 def leftovers(home: dict[str, str]) -> list[str]:

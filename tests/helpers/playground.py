@@ -34,8 +34,8 @@ from ftd.transport.wire.public import DrainRequest, JobData, ReadmitRequest, Sto
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.contract_witness import ContractWitness
 from tests.helpers.devices import BACKEND, DEVICE
+from tests.helpers.waiting import PATIENCE_S
 
-LIMIT_S = 200.0
 RELATIVE = 1e-9
 """Largest relative error of a loss."""
 SILENCE_S = 3.0
@@ -97,7 +97,7 @@ class Playground:
     async def _make(self, directory: Path, options: ClusterOptions) -> LocalCluster:
         return LocalCluster(directory, options)
 
-    def on_loop(self, work: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
+    def on_loop(self, work: Coroutine[Any, Any, T], limit_s: float = PATIENCE_S) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
 
     # --- life ------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Playground:
 
     # --- waiting -----------------------------------------------------------------------------------
 
-    def until(self, holds: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> None:
+    def until(self, holds: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> None:
         """Wait until ``holds()`` is true; check at each message, and at least twice a second."""
 
         async def wait() -> None:
@@ -338,7 +338,7 @@ class Playground:
         """Wait for something that is published while the broker cannot be reached: the journal has it in any
         case.
         """
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < deadline, f"not in the journal: {what}\n{self.describe()}"
             with contextlib.suppress(FtdError):  # Nobody answers while the broker is down.

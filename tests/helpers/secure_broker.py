@@ -11,8 +11,8 @@ import trustme
 from ftd.transport.address import BrokerAddress, Tls
 from ftd.transport.mqtt.acl import Users, acl_text
 from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port
+from tests.helpers.waiting import PATIENCE_S
 
-PATIENCE_S = 60.0
 USERS = Users(nodes=["host-a", "host-b"], operators=["alice"], tools=["grafana"], chaos=["mallory"])
 NAMES = (USERS.coordinator, *USERS.nodes, *USERS.operators, *USERS.tools, *USERS.chaos)
 

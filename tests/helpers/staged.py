@@ -15,8 +15,7 @@ from runtime.groups.communicator import Communicator
 from runtime.groups.staged import StagedGlooCommunicator
 from runtime.groups.store import Rendezvous
 from tests.helpers.harness import TOKEN, ServerThread
-
-LIMIT_S = 60.0
+from tests.helpers.waiting import PATIENCE_S
 
 
 @contextlib.contextmanager
@@ -48,7 +47,7 @@ def on_all(ranks: Sequence[StagedGlooCommunicator]) -> list[Any]:
             return run_operations(one, one._runtime)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return [future.result(LIMIT_S) for future in [pool.submit(run, one) for one in ranks]]
+        return [future.result(PATIENCE_S) for future in [pool.submit(run, one) for one in ranks]]
 
 
 def run_operations(one: Communicator, runtime: DeviceRuntime) -> list[list[float]]:

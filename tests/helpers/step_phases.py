@@ -1,11 +1,11 @@
 """Moments of a step at which a test kills a trainer."""
 
-import time
 from collections.abc import Callable
 
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import CommunicationAborted
 from tests.helpers.fleet import Fleet
+from tests.helpers.waiting import until
 
 
 def in_compute(fleet: Fleet, victim: Engine) -> None:
@@ -40,10 +40,11 @@ def in_gather(fleet: Fleet, victim: Engine) -> None:
 
     def died(*_: object) -> None:
         others = [engine for engine in fleet.engines if engine is not victim]
-        deadline = time.monotonic() + 30.0
-        while all(engine.committed_step < victim.committed_step for engine in others):
-            assert time.monotonic() < deadline, "no other rank committed the step"
-            time.sleep(0.001)
+        until(
+            lambda: any(engine.committed_step >= victim.committed_step for engine in others),
+            "another rank commits the step",
+            every_s=0.001,
+        )
         death()
 
     victim.sharding.gather_parameters = died  # type: ignore[method-assign]

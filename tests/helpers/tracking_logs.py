@@ -5,8 +5,7 @@ import resource
 import select
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from ftd.observe.tracking.writer import INCOMPLETE, TrackingWriter
 from ftd.observe.tracking.writer_process import COMMAND
 from ftd.transport.wire.public import EventMessage
 from statemachine.messages.values import LoggingPolicy
+from tests.helpers.waiting import PATIENCE_S
 
 JOB = "gpt-1"
-LIMIT_S = 60.0
 
 
 def row(step: int, loss: float | None = None, **details: Any) -> LoggedRow:
@@ -133,7 +132,7 @@ class WriterThread:
         return self.await_end()
 
     def await_end(self) -> int:
-        self._thread.join(LIMIT_S)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return 0 if self._complete else INCOMPLETE
 
@@ -186,14 +185,14 @@ class WriterProcess:
             self.send(LoggedJobEnded(outcome=outcome))
         assert self.process.stdin is not None
         self.process.stdin.close()
-        code = self.process.wait(LIMIT_S)
+        code = self.process.wait(PATIENCE_S)
         self.read_reports()
         self._close()
         return code
 
     def await_exit(self) -> int:
         """Wait until the writer ends by itself; return its exit status."""
-        code = self.process.wait(LIMIT_S)
+        code = self.process.wait(PATIENCE_S)
         self._close()
         return code
 
@@ -201,13 +200,6 @@ class WriterProcess:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-
-
-def until(holds: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.02)
 
 
 def record_of(run: Path) -> list[tuple[int, float]]:

@@ -27,6 +27,7 @@ from runtime.data.loader import BatchLoader
 from runtime.data.reading import BatchReader, MicrobatchKey, preserve_generators
 from runtime.data.sampling import Sampler, sample_indices
 from runtime.errors import TrainingError
+from tests.helpers.waiting import until
 
 ROWS = 4
 GLOBAL_BATCH = 12
@@ -215,13 +216,6 @@ class Logged:
         }
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_workers_read_ahead_in_the_order_of_the_plan_and_no_further(tmp_path: Path) -> None:
     dataset = Logged(tmp_path)
     taken = 0
@@ -235,11 +229,11 @@ def test_workers_read_ahead_in_the_order_of_the_plan_and_no_further(tmp_path: Pa
 
     with loader(dataset, workers=2) as shared:
         shared.plan(planned(endless()))
-        eventually(lambda: dataset.microbatches_read() == {(1, 0), (1, 1), (1, 2), (2, 0)})
+        until(lambda: dataset.microbatches_read() == {(1, 0), (1, 1), (1, 2), (2, 0)})
         time.sleep(0.1)
         assert len(dataset.microbatches_read()) == 4 and taken <= 4
         shared.load(1, 0)
-        eventually(lambda: len(dataset.microbatches_read()) == 5)
+        until(lambda: len(dataset.microbatches_read()) == 5)
         assert (2, 1) in dataset.microbatches_read()
 
 
@@ -247,10 +241,10 @@ def test_a_new_plan_reuses_what_is_needed_and_waits_for_nothing(tmp_path: Path) 
     dataset, sampler = Logged(tmp_path), Sampler(LENGTH, GLOBAL_BATCH, 7)
     with loader(dataset, workers=2) as shared:
         shared.plan(planned(keys_of(1, 2, 3)))
-        eventually(lambda: len(dataset.microbatches_read()) == 4)
+        until(lambda: len(dataset.microbatches_read()) == 4)
         shared.load(1, 0)
         wanted = {*sampler.indices(1), *sampler.indices(2)[: 2 * ROWS]}
-        eventually(lambda: set(dataset.read()) == wanted)
+        until(lambda: set(dataset.read()) == wanted)
         time.sleep(0.1)
         before = len(dataset.read())
         dataset.gate.touch()
@@ -271,11 +265,11 @@ def test_a_step_that_is_redone_is_read_by_all_workers_though_later_ones_are_read
     dataset = Logged(tmp_path)
     with loader(dataset, workers=2) as shared:
         shared.plan(planned(keys_of(2, 3)))
-        eventually(lambda: len(dataset.microbatches_read()) == 4)
+        until(lambda: len(dataset.microbatches_read()) == 4)
         time.sleep(0.1)
         dataset.gate.touch()
         shared.plan(planned(keys_of(1, 2, 3)))
-        eventually(lambda: len(dataset.microbatches_read() & {(1, 0), (1, 1)}) == 2)
+        until(lambda: len(dataset.microbatches_read() & {(1, 0), (1, 1)}) == 2)
         dataset.gate.unlink()
         loaded = [shared.load(*key) for key in keys_of(1, 2)]
     sampler = Sampler(LENGTH, GLOBAL_BATCH, 7)
@@ -287,7 +281,7 @@ def test_a_read_in_progress_that_is_not_needed_is_dropped(tmp_path: Path) -> Non
     with loader(dataset, workers=2) as shared:
         dataset.gate.touch()
         shared.plan(planned(keys_of(1)))
-        eventually(lambda: len(dataset.microbatches_read()) == 2)
+        until(lambda: len(dataset.microbatches_read()) == 2)
         shared.plan(planned(keys_of(3)))
         shared.plan(planned(keys_of(1)))
         dataset.gate.unlink()
@@ -552,7 +546,7 @@ def test_without_the_server_a_lost_worker_ends_the_job(others: set[int]) -> None
         [server] = new_children(others)
         workers = children_of(server)
         os.kill(server, signal.SIGKILL)
-        eventually(lambda: not any(lives(worker) for worker in workers))
+        until(lambda: not any(lives(worker) for worker in workers))
         with pytest.raises(
             TrainingError, match=rf"process {server}, from which data workers are forked, has ended"
         ):
@@ -564,13 +558,13 @@ def test_closing_ends_everything_at_once_and_twice(tmp_path: Path, others: set[i
     dataset.gate.touch()
     with loader(dataset, workers=2) as shared:
         shared.plan(planned(keys_of(1)))
-        eventually(lambda: len(dataset.read()) == 2)
+        until(lambda: len(dataset.read()) == 2)
         [server] = new_children(others)
         started = time.monotonic()
         shared.close()
         assert time.monotonic() - started < 2
-        eventually(lambda: not lives(server))
-    eventually(lambda: not any(lives(worker) for worker in new_children(others)))
+        until(lambda: not lives(server))
+    until(lambda: not any(lives(worker) for worker in new_children(others)))
     with pytest.raises(RuntimeError, match="closed"):
         shared.load(1, 0)
 
@@ -615,9 +609,9 @@ time.sleep(60)
         # Only the trainer has its connections, so that peers see them closed as soon as it ends.
         pairs = list(itertools.combinations((trainer.pid, server, *workers), 2))
         assert len(sockets_of(trainer.pid)) > 1
-        eventually(lambda: not any(sockets_of(one) & sockets_of(other) for one, other in pairs))
+        until(lambda: not any(sockets_of(one) & sockets_of(other) for one, other in pairs))
         trainer.kill()
         trainer.wait()
         assert connection.recv(1) == b""
         connection.close()
-    eventually(lambda: not any(lives(pid) for pid in (server, *workers)))
+    until(lambda: not any(lives(pid) for pid in (server, *workers)))

@@ -37,6 +37,7 @@ from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.nccl import NcclCommunicator
 from runtime.groups.store import Rendezvous, RendezvousStore
 from tests.helpers.harness import ROOT, TOKEN, ServerThread
+from tests.helpers.waiting import until
 
 FAR_S = 300.0
 """A group timeout that no test reaches: a thread that is free earlier was freed by the abort."""
@@ -90,13 +91,6 @@ def communication_threads() -> set[threading.Thread]:
 def others() -> set[threading.Thread]:
     """Return the threads that earlier tests have left waiting."""
     return communication_threads()
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("numel", [12, 7, 1], ids=["equal runs", "unequal runs", "empty runs"])
@@ -185,7 +179,7 @@ def test_abort_frees_every_kind_of_wait(server: ServerThread, others: set[thread
             one.send(torch.ones(1), 1, "state")
         one.close()
         two.close()
-    eventually(lambda: communication_threads() <= others)
+    until(lambda: communication_threads() <= others)
 
 
 def test_abort_while_a_group_is_forming(server: ServerThread, others: set[threading.Thread]) -> None:
@@ -196,7 +190,7 @@ def test_abort_while_a_group_is_forming(server: ServerThread, others: set[thread
     with pytest.raises(CommunicationAborted):
         blocked.result(60)
     one.close()
-    eventually(lambda: communication_threads() <= others)
+    until(lambda: communication_threads() <= others)
     early = make(server, 0, 2, generation=2, timeout_s=FAR_S)
     early.abort()
     with pytest.raises(CommunicationAborted):
@@ -270,13 +264,13 @@ def test_fifty_formations_leave_nothing_behind(server: ServerThread, others: set
 
     for generation in range(1, 5):
         round_of(generation)
-    eventually(lambda: communication_threads() <= others)
+    until(lambda: communication_threads() <= others)
     before = descriptors()
     for generation in range(5, 55):
         round_of(generation)
-    eventually(lambda: communication_threads() <= others)
-    eventually(lambda: descriptors() <= before + 2)
-    eventually(lambda: server.server.generations == ())
+    until(lambda: communication_threads() <= others)
+    until(lambda: descriptors() <= before + 2)
+    until(lambda: server.server.generations == ())
 
 
 def test_a_world_of_one_needs_no_rendezvous() -> None:
@@ -431,7 +425,7 @@ def test_an_abort_frees_a_rank_that_waits_for_a_peer_that_never_connects(
     one, _ = lazy_peers(server, monkeypatch, 2, [])
     monkeypatch.setattr(one, "_check_devices", lambda _: None)  # The peer does not come.
     blocked = start(lambda: one.form([], [("activation", 0, 1)]))
-    eventually(lambda: one._groups.keys() >= {("activation", True), ("state", False), (0, 1)})
+    until(lambda: one._groups.keys() >= {("activation", True), ("state", False), (0, 1)})
     assert not blocked.done()
     one.abort()
     with pytest.raises(CommunicationAborted):
@@ -455,7 +449,7 @@ def test_an_abort_while_nccl_connects_to_the_rendezvous_leaves_no_connection(
     monkeypatch.setattr("runtime.groups.nccl.RendezvousStore", Store)
     with pytest.raises(CommunicationAborted):
         one.form([])
-    eventually(lambda: stores[0]._connection._socket.fileno() == -1)
+    until(lambda: stores[0]._connection._socket.fileno() == -1)
 
 
 def test_an_abort_ends_every_nccl_group_including_one_that_is_forming(
@@ -477,13 +471,13 @@ def test_an_abort_ends_every_nccl_group_including_one_that_is_forming(
     one = NcclCommunicator(rendezvous, 0, 2, torch.device("cpu"))
     monkeypatch.setattr(one, "_check_devices", lambda _: None)  # The other rank does not come.
     blocked = start(lambda: one.form([]))
-    eventually(lambda: len(made) == 7 and made[-1].started.is_set())
+    until(lambda: len(made) == 7 and made[-1].started.is_set())
     assert [os.environ[name] for name in watchdog] == ["0", "0"], "or a peer's death ends this process, too"
     one.abort()
     one.close()  # The main thread does so at once.
     with pytest.raises(CommunicationAborted):
         blocked.result(30)
-    eventually(lambda: all(group.aborted.is_set() for group in made))
+    until(lambda: all(group.aborted.is_set() for group in made))
 
 
 def test_an_nccl_group_that_cannot_be_aborted_does_not_keep_others() -> None:
@@ -496,7 +490,7 @@ def test_an_nccl_group_that_cannot_be_aborted_does_not_keep_others() -> None:
     )
     one._groups = {"activation": stuck, "gradient": in_turn, "state": second}
     one.abort()
-    eventually(lambda: first.aborted.is_set() and second.aborted.is_set())
+    until(lambda: first.aborted.is_set() and second.aborted.is_set())
     one.close()
 
 

@@ -15,9 +15,9 @@ from runtime.script.copier import ScriptCapture, SnapshotCopier
 from runtime.script.tensor_image import CopyRange, CopyUnit
 from runtime.side_stream import SideStreams
 from storage.arena import Slot
+from tests.helpers.waiting import PATIENCE_S
 
 DEVICE = torch.device("cuda", 0)
-LIMIT_S = 60.0
 
 
 class SlowStreams(SideStreams):
@@ -44,7 +44,7 @@ class SlowStreams(SideStreams):
 
     def finish(self, devices: set[torch.device]) -> None:
         self.asked.set()
-        assert self.arrive.wait(LIMIT_S)
+        assert self.arrive.wait(PATIENCE_S)
 
     def pin(self, number: int, view: Any) -> None:
         pass
@@ -77,7 +77,7 @@ def test_a_step_runs_after_copies_that_the_device_has_not_finished() -> None:
     )
     try:
         copier.begin(capture(torch.arange(64, dtype=torch.uint8)))
-        assert streams.asked.wait(LIMIT_S), "every unit was asked for"
+        assert streams.asked.wait(PATIENCE_S), "every unit was asked for"
         copier.finish()
         assert streams.held == [{DEVICE}] and not done
     finally:

@@ -5,7 +5,7 @@ recovery.
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tests.helpers.harness import Cluster, TrainerHandle, pipeline
 from tests.helpers.pipelines import LAYERS, THREE_AND_ONE, TWO_AND_TWO, finish, losses_of, replicas_agree
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for, gpt_data, script
+from tests.helpers.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +37,6 @@ def start(cluster: Cluster, count: int, job: p.TrainingData) -> list[TrainerHand
         assert (report.committed_step, report.ready_step, report.vote) == (0, None, None)
         assert report.held == tuple(range(LAYERS))
     return trainers
-
-
-def until(come: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not come():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 SPLIT_ROWS = (pipeline((0, 2, [0, 1, 2]), (2, 4, [3, 4]), first_microbatch=0, microbatches=4),)

@@ -33,8 +33,6 @@ from tests.helpers.snapshots import decoded, kept
 from tests.helpers.snapshots import stage as stage_layers
 from tests.helpers.staged import results_are_right, staged_world
 
-LIMIT_S = 60.0
-
 
 @pytest.fixture
 def late() -> Iterator[LateRuntime]:

@@ -13,6 +13,7 @@ from runtime.groups.store import Rendezvous, RendezvousStore, StoreConnection, S
 from runtime.wire import frames
 from runtime.wire import store_protocol as s
 from tests.helpers.harness import TOKEN, ServerThread
+from tests.helpers.waiting import until
 
 
 @pytest.fixture
@@ -27,13 +28,6 @@ def meeting(server: ServerThread, generation: int = 1, token: str = TOKEN) -> Re
 
 def store(server: ServerThread, generation: int = 1, timeout_s: float = 60.0) -> RendezvousStore:
     return RendezvousStore(meeting(server, generation), 0, timeout_s)
-
-
-def eventually(condition: object, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def test_everything_a_store_does(server: ServerThread) -> None:
@@ -121,7 +115,7 @@ def test_the_keys_of_a_generation_are_removed_with_its_last_connection(server: S
     one.set("key", b"value")
     assert server.server.generations == (1,)
     one.close()
-    eventually(lambda: server.server.generations == ())
+    until(lambda: server.server.generations == ())
 
 
 def test_a_wrong_token_is_rejected(server: ServerThread) -> None:

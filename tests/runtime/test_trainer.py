@@ -5,7 +5,7 @@ parent.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,21 +19,15 @@ from statemachine.messages import trainer as p
 from statemachine.messages.common import Prepared
 from statemachine.messages.values import BuildProgress, BuildStage
 from storage.description import ModelDescription, decode_description
-from tests.helpers.harness import PATIENCE_S, Cluster, pipeline
+from tests.helpers.harness import Cluster, pipeline
 from tests.helpers.runtime_support import data_for, gpt_data, script
+from tests.helpers.waiting import until
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster() as cluster:
         yield cluster
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -94,7 +88,7 @@ def test_an_error_of_the_user_is_reported_and_output_is_captured(cluster: Cluste
     assert raised.where == "prepare"
     assert "KeyError: 'no such thing'" in raised.detail and "mine.py, line" in raised.detail
     assert cluster.wait_exit(trainer.pid) == 1
-    eventually(lambda: b"to stdout" in trainer.output and b"to stderr" in trainer.output)
+    until(lambda: b"to stdout" in trainer.output and b"to stderr" in trainer.output)
 
 
 def test_a_layer_that_raises_while_training_ends_its_trainer(cluster: Cluster, tmp_path: Path) -> None:
@@ -163,9 +157,9 @@ def test_a_trainer_reports_its_build_progress_until_it_is_prepared(cluster: Clus
     (trainer,) = cluster.fork(1)
     trainer.send(p.PrepareJob(job_id="job", training=data_for("mine.py:build", tmp_path), profile=True))
     measuring = BuildProgress(stage=BuildStage.MEASURING, done=1, total=2)
-    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress == measuring)
+    until(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress == measuring)
     trainer.take(Prepared)
-    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress is None)
+    until(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress is None)
 
 
 def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_path: Path) -> None:
@@ -240,7 +234,7 @@ def test_a_step_that_takes_longer_than_the_timeout_of_a_group_is_committed_in_th
     while not trainers[1].sent(p.Finished):
         reports = cluster.quiesce(trainers)
         cluster.resume(trainers, plan, step=reports[0].committed_step)
-        eventually(partial(ended, cluster.generation))
+        until(partial(ended, cluster.generation))
         expired += trainers[1].sent(p.PeerSuspected, generation=cluster.generation)
         assert expired < 4
     assert expired > 1
@@ -292,7 +286,7 @@ def test_a_model_that_cannot_be_described_is_trained_anyway(cluster: Cluster, tm
     trainer.send(p.PrepareJob(job_id="job", training=data, profile=False, describe=True))
     assert trainer.take(p.ModelDescribed).description == b""
     trainer.take(Prepared)
-    eventually(lambda: b"keep no configuration of the model: ArithmeticError: boom" in trainer.output)
+    until(lambda: b"keep no configuration of the model: ArithmeticError: boom" in trainer.output)
     trainer.close()
 
 
@@ -300,7 +294,7 @@ def test_a_sleeping_main_thread_shows_in_the_heartbeats(cluster: Cluster) -> Non
     trainers = cluster.fork(1)
     (trainer,) = trainers
     cluster.prepare(trainers, gpt_data(steps=1_000_000))
-    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.waiting)
+    until(lambda: trainer.last_beat is not None and trainer.last_beat.waiting)
     cluster.quiesce(trainers)
     cluster.resume(trainers, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),), step=0)
     trainer.take(p.TrainerStepped)
@@ -313,16 +307,16 @@ def test_a_sleeping_main_thread_shows_in_the_heartbeats(cluster: Cluster) -> Non
         assert before is not None and beat is not None
         return not beat.waiting and beat is not before and beat.progress == before.progress
 
-    eventually(stands_still)
+    until(stands_still)
     trainer.kill()
 
 
 def test_a_sleep_reaches_an_idle_trainer(cluster: Cluster) -> None:
     trainers = cluster.fork(1)
     (trainer,) = trainers
-    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.waiting)
+    until(lambda: trainer.last_beat is not None and trainer.last_beat.waiting)
     trainer.send(p.Sleep(seconds=3600.0))
-    eventually(lambda: trainer.last_beat is not None and not trainer.last_beat.waiting)
+    until(lambda: trainer.last_beat is not None and not trainer.last_beat.waiting)
     trainer.kill()
 
 
@@ -350,7 +344,7 @@ def test_nothing_outlives_the_zygote() -> None:
     with Cluster() as cluster:
         pids = [trainer.pid for trainer in cluster.fork(2)]
         cluster.zygote.kill()
-        eventually(lambda: not any(alive(pid) for pid in pids))
+        until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_fifty_reconfigurations_leave_no_threads_and_no_descriptors(cluster: Cluster) -> None:
@@ -373,7 +367,7 @@ def test_fifty_reconfigurations_leave_no_threads_and_no_descriptors(cluster: Clu
         trainers[0].take(p.TrainerStepped, step=step + 1)
         if count == 4:
             before = sizes()
-    eventually(
+    until(
         lambda: all(
             now[0] <= then[0] + 2 and now[1] <= then[1] + 2 for now, then in zip(sizes(), before, strict=True)
         )

@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,8 +24,7 @@ from runtime.process.zygote_request import (
 from runtime.process.zygote_server import Server, become_zygote
 from runtime.wire.frames import Decoder, encode
 from runtime.wire.zygote_protocol import CheckDevice, NotForked, Spawn, ZygoteNotice, ZygoteReady
-
-LIMIT_S = 60.0
+from tests.helpers.waiting import PATIENCE_S, until
 
 
 class Asked:
@@ -49,7 +47,7 @@ class Asked:
 
     def end(self) -> tuple[int, str]:
         """Return the exit status and what was written to stderr."""
-        _, stderr = self.process.communicate(timeout=LIMIT_S)
+        _, stderr = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, stderr.decode()
 
 
@@ -76,13 +74,6 @@ class Ended(subprocess.Popen[bytes]):
     def __exit__(self, *_: object) -> None:
         self.kill()
         self.wait()
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def gone(pid: int) -> bool:

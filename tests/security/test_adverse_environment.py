@@ -29,11 +29,11 @@ from statemachine.messages.cluster import Command, FromNode, Hello, Reject, Requ
 from statemachine.messages.values import NodeFacts
 from tests.helpers.commands import ftd_here
 from tests.helpers.secure_broker import SecureBroker, needs_mosquitto
+from tests.helpers.waiting import PATIENCE_S, until
 
 pytestmark = needs_mosquitto
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
 USER = '[broker]\nusername = "u"\n'
 SHIFTED = """
 import datetime, sys, time
@@ -74,10 +74,8 @@ class Coordinator:
         return self.log.read_text()
 
     def until(self, word: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while word not in self.said:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said
-            time.sleep(0.05)
+        until(lambda: word in self.said or self.process.poll() is not None, word, describe=lambda: self.said)
+        assert word in self.said, self.said
 
     def end(self) -> None:
         self.process.kill()

@@ -32,12 +32,12 @@ from runtime.groups.store import Rendezvous, StoreConnection, StoreError
 from runtime.wire import frames, store_protocol
 from tests.helpers.fuzzing import deep, garbled, seeded, twisted
 from tests.helpers.listening import Door, answer, documented, doors_of, refusal, undocumented
+from tests.helpers.waiting import PATIENCE_S
 from tests.helpers.wire_messages import Wire, compressed_command
 
 pytestmark = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
 SECRET, TOKEN = "a secret of this test", "a-token-of-this-test"
 EFFORT = int(os.environ.get("FTD_FUZZ", "1"))
 T = Topics(cluster="lab")

@@ -38,6 +38,7 @@ from statemachine.messages.common import Prepared, Resumed
 from statemachine.messages.values import ClusterPhase, DeviceReport, NodeState
 from statemachine.timing import Timing
 from tests.helpers.transcripts import POLICY, PROFILE, committed, facts, job, report
+from tests.helpers.waiting import PATIENCE_S
 
 MOST_FUNCTIONS, MOST_FILES = 173, 40
 MOST_ADDED, MOST_ADDED_FILES = 60, 20
@@ -49,7 +50,6 @@ PACKAGES = tuple(
 NAMES = ("node-0", "node-1", "node-2", "node-3")
 LATER_S = 1e6
 """The cluster's state is not published within the test, and no heartbeat or tick is due, however slow the host is."""
-PATIENCE_S = 10.0
 
 
 class RecoveryPath:

@@ -33,6 +33,7 @@ from storage.manifest import digest_of, encode_record
 from storage.rate_limit import RateLimiter
 from storage.values import job_mark
 from tests.helpers.kept_checkpoints import DESCRIPTION, LAYERS, about, holds, in_chunks, layer_state, write
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
 STEP_7 = "step-000000000007"
@@ -465,10 +466,7 @@ def test_a_writer_killed_while_writing_is_reported_as_unfinished(store: Checkpoi
         [sys.executable, "-c", slow, store.location.url], cwd=ROOT, stdout=subprocess.PIPE
     )
     draft = root_of(store) / ".step-000000000100.1.partial"
-    deadline = time.monotonic() + 60
-    while not any(path.stat().st_size > 1e6 for path in draft.glob(".layer-*")):
-        assert time.monotonic() < deadline and writer.poll() is None
-        time.sleep(0.01)
+    until(lambda: any(path.stat().st_size > 1e6 for path in draft.glob(".layer-*")), describe=writer.poll)
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
     assert store.steps() == (7,)

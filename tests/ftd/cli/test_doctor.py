@@ -19,7 +19,8 @@ from ftd.cli.checks.configuration import check_configuration, is_broker_known
 from ftd.cli.checks.host import check_directory, check_memory, check_names, check_ports, check_torch
 from ftd.config.daemon import examine_daemon_config, parse_daemon_config
 from ftd.transport.mqtt.mosquitto import free_port
-from tests.helpers.secure_broker import PATIENCE_S, SecureBroker, needs_mosquitto
+from tests.helpers.secure_broker import SecureBroker, needs_mosquitto
+from tests.helpers.waiting import PATIENCE_S
 
 FTD = str(Path(sys.executable).parent / "ftd")
 

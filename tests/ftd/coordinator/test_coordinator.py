@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +39,6 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Prepared, Quiesce
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.coordinator_process import (
-    PATIENCE_S,
     PROFILE,
     ROOT,
     Daemon,
@@ -49,6 +47,7 @@ from tests.helpers.coordinator_process import (
     state_when,
 )
 from tests.helpers.profile_files import profile_document
+from tests.helpers.waiting import PATIENCE_S, until, until_async
 
 
 @pytest.fixture
@@ -161,15 +160,10 @@ def test_a_saved_profile_is_not_measured_and_its_plans_are_cached(daemon: Daemon
     def read_from_disk() -> int:
         return daemon.said().count('"event": "cache_read"')
 
-    async def until(true: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not true():  # noqa: ASYNC110  # files have no events
-                await asyncio.sleep(0.02)
-
     async def scene() -> None:
         async with ClusterClient(daemon.address) as client, PlayedNode(daemon, "node-0") as node:
             # Templates are made for a few nodes more than are known: the first job must know as many.
-            await until(lambda: "NodeJoined" in daemon.said())
+            await until_async(lambda: "NodeJoined" in daemon.said())
             for read, batch in enumerate((16, 16, 20)):
                 job_data(tmp_path)
                 text = path.read_text().replace("global_batch = 16", f"global_batch = {batch}")
@@ -181,14 +175,14 @@ def test_a_saved_profile_is_not_measured_and_its_plans_are_cached(daemon: Daemon
                 node.say(Prepared(job_id=job_id, profile=None))
                 await node.expect(Quiesce)
                 assert read_from_disk() == min(read, 1)
-                await until(lambda: len(list(plans.glob("*.plan"))) == (2 if batch == 20 else 1))  # noqa: B023
+                await until_async(lambda: len(list(plans.glob("*.plan"))) == (2 if batch == 20 else 1))  # noqa: B023
                 if batch == 16:
                     await client.request(StopRequest(**client.envelope(), job=job_id))
                     node.job_id = None
             await asyncio.to_thread(daemon.end)
             await asyncio.to_thread(daemon.start)
             await node.expect(RequestHello)
-            await until(lambda: read_from_disk() == 2)
+            await until_async(lambda: read_from_disk() == 2)
 
     asyncio.run(scene())
 
@@ -454,10 +448,7 @@ def test_a_broker_that_freezes_for_longer_than_keep_alive_loses_no_node(
 def test_without_a_broker_it_logs_that_and_waits(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, free_port())
     daemon.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while "not_connected" not in daemon.said():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: "not_connected" in daemon.said())
     assert daemon.process is not None and daemon.process.poll() is None
     assert "refused" in daemon.said()
     assert daemon.end(signal.SIGTERM) == 0

@@ -31,9 +31,9 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.messages.values import PROTOCOL
 from statemachine.timing import Timing
 from tests.helpers.brokers import RunningBroker
+from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_S = 60.0
 OLD, NEW = durable.SCHEMA, durable.SCHEMA + 1
 PROGRAM = Program(version=ftd.__version__, schema=OLD)
 OF_SCHEMA = """

@@ -22,7 +22,6 @@ from statemachine.messages.values import DeviceReport
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.coordinator_process import (
     LAYERS,
-    PATIENCE_S,
     PROFILE,
     ROOT,
     Daemon,
@@ -30,6 +29,7 @@ from tests.helpers.coordinator_process import (
     job_data,
     state_when,
 )
+from tests.helpers.waiting import PATIENCE_S
 
 KILLED = """
 import os, signal, sys

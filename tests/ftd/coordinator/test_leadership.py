@@ -28,8 +28,8 @@ from statemachine.election.leadership import Leader, Peer
 from statemachine.election.peer_knowledge import FORGOTTEN_TERMS
 from statemachine.timing import Timing
 from tests.helpers.brokers import RunningBroker
+from tests.helpers.waiting import PATIENCE_S, until_async
 
-PATIENCE_S = 60.0
 TOPICS = Topics(cluster="t")
 TIMING = Timing(leader_heartbeat_s=0.1, leader_silence_s=2.0, election_s=0.2)
 COMMAND = TOPICS.node_command("node-0")
@@ -110,13 +110,6 @@ class Coordinator:
         self.leadership.publish(COMMAND, word)
 
 
-async def until(holds: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.01)
-
-
 class Proxy:
     """A proxy between a coordinator and its broker; ``cut`` stops all bytes and closes nothing."""
 
@@ -185,16 +178,18 @@ def test_a_standby_continues_from_the_leaders_journal(broker: RunningBroker) -> 
         anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
         async with listener(broker.address) as commands:
             anna.start()
-            await until(lambda: anna.connections == 1, "anna leads")
+            await until_async(lambda: anna.connections == 1, "anna leads")
             bert.start()
-            await until(lambda: ["bert"] in anna.standbys_published, "anna publishes that bert is there")
+            await until_async(
+                lambda: ["bert"] in anna.standbys_published, "anna publishes that bert is there"
+            )
             for number in range(20):
                 anna.say(b"%d" % number)
-            await until(lambda: commands and commands[-1] == b"19", "the node receives anna's command")
+            await until_async(lambda: commands and commands[-1] == b"19", "the node receives anna's command")
             await anna.end()  # It sends no goodbye, as if it had been killed.
             anna.leadership._follower_session.session.interrupt()
             bert.leadership.machine.peers.pop(1, None)
-            await until(lambda: bert.connections == 1, "bert leads")
+            await until_async(lambda: bert.connections == 1, "bert leads")
             [(leader, copy)] = bert.begun
             assert copy is not None and copy.state == b"19" and copy.position == (1, 21)
             assert leader.term in (2, 1 + FORGOTTEN_TERMS) and bert.events == ["LeaderLost", "LeaderElected"]
@@ -218,7 +213,9 @@ def test_after_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBrok
         await watching.wait_connected(PATIENCE_S)
         anna = Coordinator("anna", 1, mosquitto.address)
         anna.start()
-        await until(lambda: any(topic == TOPICS.leader_heartbeat for topic, _ in received), "anna leads")
+        await until_async(
+            lambda: any(topic == TOPICS.leader_heartbeat for topic, _ in received), "anna leads"
+        )
         assert mosquitto.process is not None
         mosquitto.process.send_signal(signal.SIGSTOP)
         leaving = asyncio.ensure_future(anna.leadership.leave(b"{}", PATIENCE_S))
@@ -229,7 +226,7 @@ def test_after_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBrok
             mosquitto.process.send_signal(signal.SIGCONT)
         await leaving
         await anna.end()
-        await until(lambda: (TOPICS.cluster_state, b"{}") in received, "the goodbye is received")
+        await until_async(lambda: (TOPICS.cluster_state, b"{}") in received, "the goodbye is received")
         await asyncio.sleep(0.1)
         assert received[-1] == (TOPICS.cluster_state, b"{}")
         task.cancel()
@@ -249,22 +246,22 @@ def test_a_disconnected_leader_cannot_publish_and_returns_as_a_follower(
         )
         async with listener(mosquitto.address) as commands:
             anna.start()
-            await until(lambda: anna.connections == 1, "anna leads")
+            await until_async(lambda: anna.connections == 1, "anna leads")
             bert.start()
-            await until(lambda: bert.copies, "bert keeps anna's journal")
+            await until_async(lambda: bert.copies, "bert keeps anna's journal")
             anna.say(b"anna")
-            await until(lambda: commands == [b"anna"], "the node receives anna's command")
+            await until_async(lambda: commands == [b"anna"], "the node receives anna's command")
             proxy.cut()
             await asyncio.sleep(0)
             anna.say(b"anna, cut off")
-            await until(lambda: bert.connections == 1, "bert leads")
+            await until_async(lambda: bert.connections == 1, "bert leads")
             bert.say(b"bert")
             anna.say(b"anna, still cut off")
             proxy.heal()
-            await until(lambda: anna.ended, "anna learns of bert")
+            await until_async(lambda: anna.ended, "anna learns of bert")
             anna.say(b"anna, deposed")
             bert.say(b"bert again")
-            await until(
+            await until_async(
                 lambda: commands and commands[-1] == b"bert again", "the node receives bert's command"
             )
             assert commands == [b"anna", b"bert", b"bert again"]
@@ -280,14 +277,14 @@ def test_a_leader_continues_after_the_broker_lost_everything(mosquitto: RunningB
     async def play() -> None:
         anna, bert = (Coordinator(name, n, mosquitto.address) for n, name in ((1, "anna"), (2, "bert")))
         anna.start()
-        await until(lambda: anna.connections == 1, "anna leads")
+        await until_async(lambda: anna.connections == 1, "anna leads")
         bert.start()
-        await until(lambda: bert.copies, "bert keeps anna's journal")
+        await until_async(lambda: bert.copies, "bert keeps anna's journal")
         mosquitto.kill()
         mosquitto.start()
-        await until(lambda: anna.connections + bert.connections == 2, "somebody leads again")
+        await until_async(lambda: anna.connections + bert.connections == 2, "somebody leads again")
         assert anna.connections == 2 and len(anna.begun) == 1 and not anna.ended
-        await until(
+        await until_async(
             lambda: len(bert.copies) >= 2 and bert.copies[-1].term == 1 + FORGOTTEN_TERMS,
             "the journal is back",
         )
@@ -306,9 +303,9 @@ def test_a_coordinator_of_another_version_is_named_with_the_remedy(
         anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
         bert.leadership._follower_session._version = "0.0.1"
         anna.start()
-        await until(lambda: anna.connections == 1, "anna leads")
+        await until_async(lambda: anna.connections == 1, "anna leads")
         bert.start()
-        await until(lambda: len(said) >= 2, "each complains of the other one")
+        await until_async(lambda: len(said) >= 2, "each complains of the other one")
         await asyncio.gather(anna.end(), bert.end())
 
     run(play())
@@ -332,7 +329,7 @@ def test_many_coordinators_that_start_at_once_agree(
                 one.leadership.machine.leader == leading[0].leadership.machine.leader for one in all_of_them
             )
 
-        await until(agreed, "one leads, and all know it")
+        await until_async(agreed, "one leads, and all know it")
         terms = [leader.term for one in all_of_them for leader, _ in one.begun]
         assert len(terms) == len(set(terms))
         await asyncio.gather(*(one.end() for one in all_of_them))
@@ -356,8 +353,8 @@ def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBr
         anna = Coordinator("anna", 1, mosquitto.address)
         anna.journal.position = (3, 7)
         anna.start()
-        await until(lambda: anna.connections == 1, "anna leads")
-        await until(lambda: len(seen) >= 2, "both sessions have shown anna")
+        await until_async(lambda: anna.connections == 1, "anna leads")
+        await until_async(lambda: len(seen) >= 2, "both sessions have shown anna")
         await anna.end()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -372,17 +369,17 @@ def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None
     async def play() -> None:
         anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
         anna.start()
-        await until(lambda: anna.connections == 1, "anna leads")
+        await until_async(lambda: anna.connections == 1, "anna leads")
         bert.full = True
         bert.start()
-        await until(
+        await until_async(
             lambda: bert.leadership.machine.leader is not None and ["bert"] in anna.standbys_published,
             "bert follows",
         )
-        await until(lambda: bert.leadership._follower_session._began, "bert has read everything")
+        await until_async(lambda: bert.leadership._follower_session._began, "bert has read everything")
         await anna.leadership.leave(b"{}", PATIENCE_S)
         await anna.end()
-        await until(lambda: bert.connections == 1, "bert leads")
+        await until_async(lambda: bert.connections == 1, "bert leads")
         await bert.end()
 
     run(play())

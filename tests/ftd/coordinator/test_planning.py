@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,11 @@ from statemachine.events import (
     TemplatesReady,
 )
 from statemachine.messages.values import Job, ProfiledJob
+from tests.helpers.waiting import PATIENCE_S, until, until_async
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 60.0
 LAYER = LayerProfile(
     forward_ms=10.0,
     backward_ms=20.0,
@@ -109,14 +108,9 @@ class Scene:
             pid for pid in child_pids() if is_alive(pid) and Path(f"/proc/{pid}/cmdline").read_bytes() == line
         }
 
-    async def until(self, true: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not true():  # noqa: ASYNC110  # a process has no event for this
-                await asyncio.sleep(0.005)
-
     async def settled(self) -> None:
         """Wait until nothing is being built."""
-        await self.until(lambda: not self.service.building)
+        await until_async(lambda: not self.service.building)
 
 
 def play(scene: Scene, story: Callable[[Scene], Coroutine[Any, Any, None]]) -> None:
@@ -155,7 +149,7 @@ def program(directory: Path, code: str) -> list[str]:
 def test_templates_from_another_process_make_a_plan(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         scene.service.build(build())
-        await scene.until(scene.pids)
+        await until_async(scene.pids)
         ready = await scene.fed.get()
         assert isinstance(ready, TemplatesReady) and (ready.job_id, ready.cause) == ("gpt-1", "c-b")
         plan = await scene.ask(asking(4, generation=3))
@@ -243,7 +237,7 @@ def test_an_unneeded_process_that_was_started_in_advance_ends(tmp_path: Path, en
                 await scene.service.close()
             case _:
                 assert isinstance(await scene.ask(build()), TemplatesReady)
-        await scene.until(lambda: not is_alive(pid))
+        await until_async(lambda: not is_alive(pid))
 
     play(Scene(tmp_path), story)
 
@@ -328,13 +322,13 @@ def test_a_speculative_plan_is_used_when_it_is_requested(tmp_path: Path) -> None
             left = {name: 1 for name in first.plan.nodes if name not in ("node-1", lost)}
             foreseen = PlanAhead(cause="c", devices=left, previous=first.plan, speeds={}, horizon_s=None)
             scene.service.compute(foreseen)
-        await scene.until(lambda: planned)
+        await until_async(lambda: planned)
         asked = expected_situation(foreseen)
         answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=asked))
         assert isinstance(answer, PlanReady) and answer.plan == plan(asked)
         assert planned == [asked]
         scene.service.compute(foreseen)
-        await scene.until(lambda: len(planned) == 2)
+        await until_async(lambda: len(planned) == 2)
         other = replace(asked, speeds={"node-0": 0.5})
         answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=other))
         assert isinstance(answer, PlanReady) and answer.plan == plan(other)
@@ -365,7 +359,7 @@ def test_likely_losses_after_a_plan_are_planned_for(tmp_path: Path, monkeypatch:
         assert isinstance(answer, PlanReady)
         planner = scene.service._planner
         assert planner is not None
-        await scene.until(lambda: not scene.service._work)
+        await until_async(lambda: not scene.service._work)
         assert scene.fed.empty(), "nothing is fed"
         made = len(planner.instantiator(22)._of)
         losses = list(likely_losses(situation(22), answer.plan))
@@ -453,7 +447,7 @@ def test_a_plan_needs_neither_all_templates_nor_the_event_loop(tmp_path: Path) -
         scene.service.cancel(CancelTemplates(cause="c", job_id="another"))
         assert is_alive(pid)
         scene.service.cancel(CancelTemplates(cause="c", job_id="gpt-1"))
-        await scene.until(lambda: not is_alive(pid))
+        await until_async(lambda: not is_alive(pid))
 
     play(Scene(tmp_path, slow(tmp_path, 30.0)), story)
 
@@ -504,7 +498,7 @@ def test_the_process_ends_with_the_service(tmp_path: Path) -> None:
         pids.extend(scene.pids())
 
     play(Scene(tmp_path, slow(tmp_path, 30.0)), story)
-    gone(pids[0])
+    until(lambda: not is_alive(pids[0]))
 
 
 def test_the_process_ends_with_a_coordinator_that_is_killed(tmp_path: Path) -> None:
@@ -533,14 +527,8 @@ asyncio.run(main())
         await parent.communicate()
         return pid
 
-    gone(asyncio.run(story()))
-
-
-def gone(pid: int) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while is_alive(pid) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not is_alive(pid)
+    pid = asyncio.run(story())
+    until(lambda: not is_alive(pid))
 
 
 # --- a process that fails ------------------------------------------------------------------------

@@ -22,15 +22,9 @@ from statemachine.agent.events import HealthCheckEnded
 from statemachine.events import Event
 from statemachine.hardware import HardwareLimits, HealthLimits
 from statemachine.messages.values import DeviceHealth, HealthReport, LinkHealth, PlantedFault, ReplicaPeer
+from tests.helpers.waiting import PATIENCE_S, until_async
 
 pytestmark = pytest.mark.processes
-LIMIT_S = 60.0
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not happened():  # noqa: ASYNC110  # processes end, and notices arrive, without an event here
-            await asyncio.sleep(0.005)
 
 
 class Checks:
@@ -42,7 +36,7 @@ class Checks:
         self.processes, self.health, self.results = processes, health, results
 
     async def result(self) -> HealthReport:
-        return await asyncio.wait_for(self.results.get(), LIMIT_S)
+        return await asyncio.wait_for(self.results.get(), PATIENCE_S)
 
     async def pids(self, *devices: int) -> list[int]:
         """Return the processes that test these devices, once they run; each of these tests must hang."""
@@ -51,7 +45,7 @@ class Checks:
             check = self.health._check
             return {} if check is None else {device: pid for pid, device in check.pids.items()}
 
-        await until(lambda: set(devices) <= running().keys())
+        await until_async(lambda: set(devices) <= running().keys())
         return [running()[device] for device in devices]
 
 
@@ -117,7 +111,7 @@ def test_a_test_that_hangs_is_killed_and_counts_as_failed() -> None:
         pids = await checks.pids(0)
         found = await checks.result()
         assert found.devices[0].failed == "its test did not end within 1 s" and not found.devices[1].failed
-        await until(lambda: not any(map(is_alive, pids)))
+        await until_async(lambda: not any(map(is_alive, pids)))
 
     run(test, limit_s=1.0)
 
@@ -141,7 +135,7 @@ def test_a_check_that_is_stopped_ends_with_its_processes_and_gives_no_result() -
         checks.health.start(1, ())
         pids = await checks.pids(0, 1)
         checks.health.stop()
-        await until(lambda: not any(map(is_alive, pids)))
+        await until_async(lambda: not any(map(is_alive, pids)))
         checks.health.plant("hung", [0, 1], 0.0)
         checks.health.start(2, ())
         assert (await checks.result()).number == 2 and checks.results.empty()

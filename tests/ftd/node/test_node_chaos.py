@@ -23,6 +23,7 @@ from ftd.transport.wire.public import Answer, encode_json
 from statemachine.error_text import same_error
 from statemachine.messages.trainer import FlipBit, RaiseError, Sleep, Slow
 from statemachine.messages.values import PlantedFault
+from tests.helpers.waiting import until_async
 
 
 class RecordedActions:
@@ -107,12 +108,6 @@ def play(
     asyncio.run(main())
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  # fakes notify nobody
-            await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sleep", "100"], start_new_session=True)
@@ -182,7 +177,7 @@ def test_a_fault_is_announced_before_it_is_injected_once(sleeper: subprocess.Pop
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="kill", target="trainer"))
-        await until(lambda: sleeper.poll() is not None)
+        await until_async(lambda: sleeper.poll() is not None)
         assert sleeper.returncode == -signal.SIGKILL
         chaos.on_request(payload(do="kill", target="trainer"))  # The client did not receive the answer.
 
@@ -198,7 +193,7 @@ def test_a_request_that_arrives_twice_at_once_is_served_once() -> None:
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="flip"))
         chaos.on_request(payload(do="flip"))
-        await until(lambda: ("flip", None) in actions.log)
+        await until_async(lambda: ("flip", None) in actions.log)
         await asyncio.sleep(0.05)
 
     play(actions, body)
@@ -214,7 +209,7 @@ def test_a_stopped_trainer_continues_after_the_duration(sleeper: subprocess.Pope
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="stop", target="trainer", for_s=0.8))
-        await until(woken)
+        await until_async(woken)
 
     play(RecordedActions({0: sleeper.pid}), body)
 
@@ -244,7 +239,7 @@ def test_a_bad_device_is_planted_in_the_health_checks_of_all_devices_or_of_one()
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="bad_device"))
         chaos.on_request(payload("b", do="bad_device", how="slow", device=1, for_s=4.0))
-        await until(lambda: len(actions.log) >= 6)
+        await until_async(lambda: len(actions.log) >= 6)
 
     play(actions, body)
     assert ("wrong", (0, 1), 60.0) in actions.log and ("slow", (1,), 4.0) in actions.log
@@ -258,7 +253,7 @@ def test_faults_that_the_daemon_carries_out() -> None:
         chaos.on_request(payload("b", do="hang", device=1))
         chaos.on_request(payload("c", do="disconnect", for_s=3.0))
         chaos.on_request(payload("d", do="term"))
-        await until(lambda: len(actions.log) >= 4 + 4 + 5)
+        await until_async(lambda: len(actions.log) >= 4 + 4 + 5)
 
     play(actions, body)
     done = [entry for entry in actions.log if entry[0] in ("sleep", "disconnect", "leave")]
@@ -284,12 +279,12 @@ def test_trainers_are_slow_until_the_duration_ends_or_a_request_ends_it() -> Non
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="slow", device=1, factor=4.0, for_s=0.05))
-        await until(lambda: slowed() == [(1, 4.0), (1, 1.0)])
+        await until_async(lambda: slowed() == [(1, 4.0), (1, 1.0)])
         actions.log.clear()
         chaos.on_request(payload("b", do="slow", device=0, factor=4.0, for_s=0.8))
-        await until(lambda: slowed() == [(0, 4.0)])
+        await until_async(lambda: slowed() == [(0, 4.0)])
         chaos.on_request(payload("c", do="slow"))
-        await until(lambda: len(slowed()) == 3)
+        await until_async(lambda: len(slowed()) == 3)
         await asyncio.sleep(0.9)
         assert slowed() == [(0, 4.0), (0, 3.0), (1, 3.0)], (
             "the end of an earlier fault does not end a later one"
@@ -304,10 +299,10 @@ def test_trainers_raise_and_link_faults_begin_and_end() -> None:
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="raise", device=1))
         chaos.on_request(payload("b", do="lossy", drop=1.0, for_s=0.8))
-        await until(lambda: ("ChaosInjected", "lossy", "node") in actions.log and len(actions.log) >= 5)
+        await until_async(lambda: ("ChaosInjected", "lossy", "node") in actions.log and len(actions.log) >= 5)
         delivered: list[str] = []
-        await until(lambda: not _delivers(chaos, delivered))
-        await until(lambda: _delivers(chaos, delivered))  # The duration is over.
+        await until_async(lambda: not _delivers(chaos, delivered))
+        await until_async(lambda: _delivers(chaos, delivered))  # The duration is over.
 
     play(actions, body)
     [(_, device, words)] = [entry for entry in actions.log if entry[0] == "raise"]
@@ -320,7 +315,7 @@ def test_raised_errors_of_numbered_requests_are_not_the_same_error_of_the_job() 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("request-1", do="raise", device=0))
         chaos.on_request(payload("request-2", do="raise", device=0))
-        await until(lambda: [entry[0] for entry in actions.log].count("raise") == 2)
+        await until_async(lambda: [entry[0] for entry in actions.log].count("raise") == 2)
 
     play(actions, body)
     one, other = (entry[2] for entry in actions.log if entry[0] == "raise")
@@ -370,7 +365,9 @@ def test_a_small_file_system_is_filled_and_released(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="No space left"):
                 (directory / "file").write_bytes(bytes(1 << 20))
             assert [path.name for path in directory.iterdir()] == ["file"]
-            await until(lambda: os.statvfs(directory).f_bavail * os.statvfs(directory).f_bsize > 6 << 20)
+            await until_async(
+                lambda: os.statvfs(directory).f_bavail * os.statvfs(directory).f_bsize > 6 << 20
+            )
             (directory / "file").write_bytes(bytes(1 << 20))
             filler.fill(directory, for_s=3600)
             filler.close()
@@ -398,7 +395,7 @@ def test_link_faults_drop_duplicate_and_delay_in_order() -> None:
         send(0, 200)
         wire.end()
         send(200, 201)  # It must not overtake messages that are under way.
-        await until(lambda: got[-1:] == [200])
+        await until_async(lambda: got[-1:] == [200])
         assert got == sorted(got)
         kept = set(got)
         assert 100 < len(kept) < 180

@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +24,9 @@ from ftd.transport.wire.codec import decode_from_node, encode_to_nodes
 from ftd.transport.wire.topics import Topics
 from statemachine.messages.cluster import FromNode, RequestSteps, Stepped, ToNodes
 from tests.helpers.brokers import RunningBroker
+from tests.helpers.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.processes
-
-LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -54,17 +51,10 @@ def command(config: Path) -> list[str]:
 
 def start_error(config: Path) -> str:
     """Return what the daemon prints when it does not start."""
-    done = subprocess.run(command(config), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(command(config), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.02)
 
 
 def test_a_node_needs_the_secret(directory: Path) -> None:
@@ -111,7 +101,7 @@ def test_it_waits_for_a_broker_and_leaves_cleanly(directory: Path) -> None:
     """It is ready for systemd without a broker, logs the problem once, and ends on SIGTERM with code 0."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(directory / "notify"))
-        manager.settimeout(LIMIT_S)
+        manager.settimeout(PATIENCE_S)
         environment = {**os.environ, "NOTIFY_SOCKET": str(directory / "notify")}
         log = directory / "log"
         with (
@@ -125,7 +115,7 @@ def test_it_waits_for_a_broker_and_leaves_cleanly(directory: Path) -> None:
                 below = descendant_pids(daemon.pid)
                 daemon.send_signal(signal.SIGTERM)
                 assert b"STOPPING=1" in manager.recv(4096)
-                assert daemon.wait(LIMIT_S) == 0
+                assert daemon.wait(PATIENCE_S) == 0
             finally:
                 daemon.kill()
     until(lambda: not any(is_alive(pid) for pid in below), "the zygote has ended")
@@ -222,7 +212,7 @@ def test_of_commands_to_all_nodes_it_handles_those_addressed_to_it(
             on_message=on_message,
         )
         running = asyncio.create_task(session.run())
-        await session.wait_connected(LIMIT_S)
+        await session.wait_connected(PATIENCE_S)
         await asyncio.to_thread(until, lambda: bool(heard), "a Hello")
         here = heard[0].incarnation
         session.publish(topics.command, b"\xc1garbage")

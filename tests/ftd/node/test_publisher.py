@@ -1,7 +1,7 @@
 """The retained state of a node: published at once or a moment later, and never an old one last."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,7 @@ from statemachine.effects import PublishNode
 from statemachine.messages.cluster import Reject, RequestHello, Stop
 from statemachine.messages.values import NodeState
 from tests.helpers.brokers import RunningBroker
-
-PATIENCE_S = 30.0
+from tests.helpers.waiting import PATIENCE_S, until_async
 
 
 def effect(state: NodeState, reason: str) -> PublishNode:
@@ -66,19 +65,13 @@ class Scene:
         """Return the reasons of the next states that are received."""
         return [(await asyncio.wait_for(self.heard.get(), PATIENCE_S)).reason for _ in range(count)]
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        end = asyncio.get_running_loop().time() + PATIENCE_S
-        while not holds():
-            assert asyncio.get_running_loop().time() < end
-            await asyncio.sleep(0.01)
-
 
 @asynccontextmanager
 async def scene(broker: RunningBroker, directory: Path) -> AsyncIterator[Scene]:
     made = Scene(broker, directory)
     listening = asyncio.ensure_future(made.listener.run())
     await made.listener.wait_connected(PATIENCE_S)
-    await made.until(lambda: made.publisher.session.connected)
+    await until_async(lambda: made.publisher.session.connected)
     try:
         yield made
     finally:
@@ -106,7 +99,7 @@ def test_a_state_is_published_at_once_and_its_reason_later(
             assert await the.reasons(1) == ["idle"]
             the.publisher.session.interrupt(0.0)
             assert await the.reasons(1) == ["the connection to the broker broke"]
-            await the.until(lambda: the.ups == 2)
+            await until_async(lambda: the.ups == 2)
             the.publisher.publish_state(effect(NodeState.HEALTHY, "back"))
             assert await the.reasons(1) == ["back"]
             the.publisher.publish_state(effect(NodeState.HEALTHY, "training"))

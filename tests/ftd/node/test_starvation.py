@@ -15,10 +15,10 @@ import pytest
 
 from ftd.node import starvation
 from ftd.node.starvation import StarvationMonitor, read_scheduling_delays
+from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.processes
 
-PATIENCE_S = 60.0
 SPIN = "print(flush=True)\nwhile True: pass"
 
 

@@ -43,9 +43,9 @@ from statemachine.messages.common import (
     SnapshotFailed,
 )
 from statemachine.messages.values import Job
+from tests.helpers.waiting import PATIENCE_S
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-LIMIT_S = 60.0
 Kind = TypeVar("Kind", bound=Event)
 
 
@@ -88,7 +88,7 @@ class Trainers:
 
     async def take(self, kind: type[Kind], where: Callable[[Kind], bool] = lambda _: True) -> Kind:
         """Remove and return the next event of this kind."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 for event in self.events:
                     if isinstance(event, kind) and where(event):
@@ -210,7 +210,7 @@ def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int 
 
 
 async def gone(pids: list[int]) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
             await asyncio.sleep(0.01)
 
@@ -354,7 +354,7 @@ def test_the_daemon_collects_the_dead_processes_that_trainers_and_the_zygote_lef
     )
 
     async def collected(pids: list[int]) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while any(Path(f"/proc/{pid}").exists() for pid in pids):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -429,7 +429,7 @@ def test_an_unknown_process_on_the_socket_is_rejected() -> None:
         ):
             reader, writer = await asyncio.open_unix_connection(str(path))
             writer.write(greeting)
-            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
             writer.close()
         assert trainers.supervisor.pids() == [up.pid]
         assert is_alive(up.pid)
@@ -471,7 +471,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
             )
             try:
                 assert daemon.stdout is not None
-                async with asyncio.timeout(LIMIT_S):  # Log lines may come before.
+                async with asyncio.timeout(PATIENCE_S):  # Log lines may come before.
                     while not (line := await daemon.stdout.readline()).startswith(b"pids"):
                         assert line, "the daemon ended"
                 pids = [int(pid) for pid in line.split()[1:]]
@@ -498,7 +498,7 @@ def test_a_zygote_that_cannot_be_started_is_reported_and_retried(monkeypatch: py
         one = zygote.Zygote()
         one.start(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
         for _ in range(2):
-            status, detail = await asyncio.wait_for(ends.get(), LIMIT_S)
+            status, detail = await asyncio.wait_for(ends.get(), PATIENCE_S)
             assert status == 1 and "Resource temporarily unavailable" in detail
         await one.close()
 
@@ -517,7 +517,7 @@ def test_the_status_of_a_zygote_that_ends_is_the_true_one(monkeypatch: pytest.Mo
         one.start(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
         try:
             for _ in range(20):
-                assert await asyncio.wait_for(ends.get(), LIMIT_S) == (-signal.SIGSEGV, "why")
+                assert await asyncio.wait_for(ends.get(), PATIENCE_S) == (-signal.SIGSEGV, "why")
         finally:
             await one.close()
 
@@ -535,9 +535,9 @@ def test_a_zygote_is_started_again_although_a_process_that_a_module_started_has_
         monkeypatch.setattr(zygote, "_RESTART_DELAYS_S", (0.0, 1000.0))
         one = zygote.Zygote()
         one.start(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
-        status, detail = await asyncio.wait_for(ends.get(), LIMIT_S)
+        status, detail = await asyncio.wait_for(ends.get(), PATIENCE_S)
         assert status == 0
-        await asyncio.wait_for(one.close(), LIMIT_S)
+        await asyncio.wait_for(one.close(), PATIENCE_S)
         os.kill(int(detail), signal.SIGKILL)
         await asyncio.sleep(0.1)  # asyncio closes its end of the pipe.
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,9 +27,9 @@ from ftd.transport.wire.contract_examples import DETAILS, envelope
 from ftd.transport.wire.public import EventMessage, decode_json
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.commands import ftd_here
+from tests.helpers.waiting import PATIENCE_S, until
 
 Json = dict[str, Any]
-LIMIT_S = 60.0
 PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "recipes.md").read_text(encoding="utf-8")
 
 
@@ -140,7 +139,7 @@ class Webhook:
                 webhook.attempts += 1
                 webhook.headers.append(dict(self.headers))
                 if webhook.answer == "stall":
-                    webhook.woken.wait(LIMIT_S)
+                    webhook.woken.wait(PATIENCE_S)
                     return
                 if webhook.answer == 200:
                     webhook.taken.append(body["alerts"][0]["fingerprint"])
@@ -191,7 +190,7 @@ class BridgeProcess:
                 stderr=log,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        until(lambda: '"bridge_started"' in self.log.read_text(), self.log.read_text)
+        until(lambda: '"bridge_started"' in self.log.read_text(), describe=self.log.read_text)
 
     def send_events(self, *events: Json) -> None:
         paho.mqtt.publish.multiple(
@@ -205,14 +204,7 @@ class BridgeProcess:
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(LIMIT_S)
-
-
-def until(holds: Callable[[], Any], describe: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.05)
+        return self.process.wait(PATIENCE_S)
 
 
 LATER = re.findall(r"^```sh\n(jq -c .body.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -245,13 +237,13 @@ def test_matching_events_arrive_once_and_in_order_despite_a_failing_webhook(
     bridge.send_events(
         event("NodeLost", 1), event("StepCommitted", 1), event("NodeLost", 1), event("RolledBack", 1)
     )
-    until(lambda: webhook.attempts >= 2, bridge.log.read_text)
+    until(lambda: webhook.attempts >= 2, describe=bridge.log.read_text)
     webhook.answer = "stall"
-    until(lambda: "no answer within 0.5 s" in bridge.log.read_text(), bridge.log.read_text)
+    until(lambda: "no answer within 0.5 s" in bridge.log.read_text(), describe=bridge.log.read_text)
     webhook.answer = 200
     bridge.send_events(event("ClusterPaused", 1))
     wanted = ["e-NodeLost-1", "e-RolledBack-1", "e-ClusterPaused-1"]
-    until(lambda: len(webhook.taken) >= 3, bridge.log.read_text)
+    until(lambda: len(webhook.taken) >= 3, describe=bridge.log.read_text)
     assert webhook.taken == wanted
     assert webhook.headers[0]["Authorization"] == "Bearer s3cret"
     assert bridge.end() == 0
@@ -262,13 +254,13 @@ def test_rejected_and_overflowing_alerts_are_in_the_dead_letter_file(start: Star
     bridge = start("--queue", "1", "--finish-s", "0.2")
     webhook.answer = 400
     bridge.send_events(event("NodeLost", 1))
-    until(lambda: len(bridge.dead_letters()) == 1, bridge.log.read_text)
+    until(lambda: len(bridge.dead_letters()) == 1, describe=bridge.log.read_text)
     assert bridge.dead_letters()[0] == ("e-NodeLost-1", "the webhook answered 400; attempts: 1")
     webhook.answer = "stall"
     bridge.send_events(event("NodeLost", 2))
-    until(lambda: webhook.attempts == 2, bridge.log.read_text)
+    until(lambda: webhook.attempts == 2, describe=bridge.log.read_text)
     bridge.send_events(event("NodeLost", 3), event("NodeLost", 4))
-    until(lambda: len(bridge.dead_letters()) == 2, bridge.log.read_text)
+    until(lambda: len(bridge.dead_letters()) == 2, describe=bridge.log.read_text)
     assert bridge.dead_letters()[1] == ("e-NodeLost-4", "the queue is full: 1 alerts wait for the webhook")
     assert bridge.end() == 1
     stopped = "the bridge was stopped before the webhook took it"
@@ -279,10 +271,10 @@ def test_sigterm_delivers_queued_alerts_first(start: Start, webhook: Webhook) ->
     bridge = start("--finish-s", "30", "--retry-for-s", "60")
     webhook.answer = 503
     bridge.send_events(event("NodeLost", 1), event("NodeLost", 2))
-    until(lambda: webhook.attempts >= 1, bridge.log.read_text)
+    until(lambda: webhook.attempts >= 1, describe=bridge.log.read_text)
     bridge.process.send_signal(signal.SIGTERM)
     webhook.answer = 200
-    assert bridge.process.wait(LIMIT_S) == 0
+    assert bridge.process.wait(PATIENCE_S) == 0
     assert webhook.taken == ["e-NodeLost-1", "e-NodeLost-2"]
 
 
@@ -292,13 +284,13 @@ def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
     bridge = start("--retry-for-s", "0")
     webhook.answer = 503
     bridge.send_events(event("NodeLost", 1))
-    until(lambda: len(bridge.dead_letters()) == 1, bridge.log.read_text)
+    until(lambda: len(bridge.dead_letters()) == 1, describe=bridge.log.read_text)
     mosquitto.kill()
     mosquitto.start()
-    until(lambda: '"events_missed"' in bridge.log.read_text(), bridge.log.read_text)
+    until(lambda: '"events_missed"' in bridge.log.read_text(), describe=bridge.log.read_text)
     webhook.answer = 200
     bridge.send_events(event("NodeLost", 2))
-    until(lambda: webhook.taken == ["e-NodeLost-2"], bridge.log.read_text)
+    until(lambda: webhook.taken == ["e-NodeLost-2"], describe=bridge.log.read_text)
     assert bridge.end() == 1
 
 
@@ -331,7 +323,7 @@ def test_the_recipe_in_the_documentation_works(start: Start, webhook: Webhook) -
     assert re.sub(r"--filter '[^']+'", "", command).split() == ["--webhook", "http://127.0.0.1:9095/alerts"]
     bridge = start(*(word for text in filters for word in ("--filter", text)))
     bridge.send_events(event("StepCommitted"), event("RecoveryCompleted"), event("NodeLost"))
-    until(lambda: len(webhook.taken) == 2, bridge.log.read_text)
+    until(lambda: len(webhook.taken) == 2, describe=bridge.log.read_text)
     assert webhook.taken == ["e-RecoveryCompleted-0", "e-NodeLost-0"]
 
 
@@ -345,6 +337,6 @@ def test_dead_letters_are_posted_later(webhook: Webhook, tmp_path: Path) -> None
     letters.write_text("".join(json.dumps({"at": "", "reason": "", "body": body}) + "\n" for body in bodies))
     [command] = LATER
     command = command.replace("http://127.0.0.1:9095/alerts", webhook.url)
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=LIMIT_S, check=True)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=PATIENCE_S, check=True)
     assert webhook.taken == ["e-NodeLost-0", "e-RolledBack-0"]
     assert not (tmp_path / "still-dead.jsonl").exists()

@@ -36,6 +36,7 @@ from tests.helpers.kept_snapshots import (
     shared_directory,
     write_group,
 )
+from tests.helpers.waiting import until_async
 
 STEP = 40
 NODES = ("n0", "n1", "n2")
@@ -96,7 +97,7 @@ class Hosts:
         persister.set_description(order.job_id, self.description)
         self.events.clear()
         persister.begin(order)
-        await self.until(lambda: self.events)
+        await until_async(lambda: self.events)
         await persister.close()
         [event] = self.events
         assert isinstance(event, PersistEnded)
@@ -112,11 +113,6 @@ class Hosts:
         event = await self.persist(node, order)
         assert isinstance(event, PersistFailed)
         return event.detail
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():  # noqa: ASYNC110  # events come from a task of the persister's own
-                await asyncio.sleep(0.01)
 
     def store(self) -> CheckpointStore:
         return CheckpointStore.at(self.url, job="gpt")
@@ -198,13 +194,13 @@ def test_layer_0_waits_for_a_trainer_that_is_still_building_the_model() -> None:
         persister = hosts.persister("n0")
         persister.set_description("job-0", encode_description(ModelDescription()))
         persister.begin(hosts.order([1]))
-        await hosts.until(lambda: hosts.events)
+        await until_async(lambda: hosts.events)
         hosts.events.clear()
         persister.begin(hosts.order([0], attempt="8"))
         await asyncio.sleep(0.1)
         assert not hosts.events
         persister.set_description(JOB, encode_description(ModelDescription(aliases={"0.w": ("4.w",)})))
-        await hosts.until(lambda: hosts.events)
+        await until_async(lambda: hosts.events)
         await persister.close()
         assert list((hosts.root / "kept").rglob("description.bin"))
 
@@ -220,7 +216,7 @@ def test_a_description_of_another_job_or_a_malformed_one_is_not_written() -> Non
         persister.set_description("job-0", encode_description(ModelDescription()))
         hosts.events.clear()
         persister.begin(hosts.order([0], attempt="8"))
-        await hosts.until(lambda: hosts.events)
+        await until_async(lambda: hosts.events)
         await persister.close()
         assert not list((hosts.root / "kept").rglob("description.bin"))
 
@@ -244,10 +240,10 @@ def test_a_stopped_order_feeds_nothing_and_the_next_one_is_written() -> None:
         persister.set_description(JOB, b"")
         draft = Path(hosts.url) / f".step-{STEP:012d}.8.partial"
         persister.begin(hosts.order([0, 1], "8"))
-        await hosts.until(lambda: draft.exists() and list(draft.iterdir()))
+        await until_async(lambda: draft.exists() and list(draft.iterdir()))
         persister.stop("7")
         persister.stop("8")
-        await hosts.until(lambda: not list(draft.iterdir()))
+        await until_async(lambda: not list(draft.iterdir()))
         assert hosts.events == []
         await persister.close()
         await hosts.checkpoint()

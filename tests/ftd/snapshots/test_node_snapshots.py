@@ -50,6 +50,7 @@ from tests.helpers.kept_snapshots import (
     shared_directory,
     write_group,
 )
+from tests.helpers.waiting import until_async
 
 STEP = 8
 GROUP = SnapshotGroup(first_layer=0, end_layer=2, owners=("n0", "n1"), protection="aec")
@@ -78,11 +79,6 @@ class Daemon:
 
     def send(self, device: int, frame: Instruction) -> bool:
         return False
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():  # noqa: ASYNC110  # events come from a task of the daemon's own
-                await asyncio.sleep(0.01)
 
 
 def job(every_steps: int = 5) -> Job:
@@ -156,7 +152,7 @@ def test_snapshots_of_earlier_daemons_are_found_and_reported() -> None:
 def test_layers_are_staged_once_for_all_devices_and_then_freed() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
         sent = stage(daemon, resume(3, {"n1": peer.address}))
-        await daemon.until(lambda: len(sent) == 2)
+        await until_async(lambda: len(sent) == 2)
         assert sent[0] == sent[1]
         directory = Path(sent[0])
         assert [path.name for path in sorted(directory.glob("layer-*"))] == [
@@ -169,7 +165,7 @@ def test_layers_are_staged_once_for_all_devices_and_then_freed() -> None:
         daemon.snapshots.stager.resumed(1, 3)
         assert not directory.exists()
         again = stage(daemon, resume(4, {"n1": peer.address}))
-        await daemon.until(lambda: len(again) == 2)
+        await until_async(lambda: len(again) == 2)
         daemon.snapshots.stager.clear()
         assert not Path(again[0]).exists()
         assert daemon.events == []
@@ -185,7 +181,7 @@ def test_a_corrupt_shard_is_repaired_after_a_restore() -> None:
         before = shard.read_bytes()
         flip(daemon.config.snapshot_dir, STEP, "group-0/shard")
         sent = stage(daemon, resume(3, {"n1": peer.address}))
-        await daemon.until(
+        await until_async(
             lambda: len(sent) == 2 and "ShardRepaired" in [name for name, _ in daemon.published]
         )
         assert shard.read_bytes() == before
@@ -199,7 +195,7 @@ def test_a_trainer_that_finds_borrowed_bytes_corrupt_gets_copies_once() -> None:
 
     async def body(daemon: Daemon, peer: Node) -> None:
         sent = stage(daemon, resume(3, {"n1": peer.address}))
-        await daemon.until(lambda: len(sent) == 2)
+        await until_async(lambda: len(sent) == 2)
         directory = Path(sent[0])
         assert payload_of(directory, 0)[2] and payload_of(directory, 1)[2]
         flip(daemon.config.snapshot_dir, STEP, "group-0/shard")
@@ -210,7 +206,7 @@ def test_a_trainer_that_finds_borrowed_bytes_corrupt_gets_copies_once() -> None:
             0, StagingCorrupted(generation=2, part="group-0/shard", detail="of another generation")
         )
         stager.handle_corrupt(0, StagingCorrupted(generation=3, part="group-0/shard", detail="wrong"))
-        await daemon.until(lambda: len(sent) == 3)
+        await until_async(lambda: len(sent) == 3)
         assert sent[2] == sent[0]
         layer = make_layer(0, [900, 77], 40)
         assert payload_of(directory, 0) == (layer.header, layer.payload.tobytes(), 0)
@@ -247,9 +243,9 @@ def test_a_trainer_gets_its_directory_as_soon_as_its_layers_are_staged(
             daemon.snapshots.stager.resume(
                 resume(3, {"n1": peer.address}), device, lambda _, device=device: published.append(device)
             )
-        await daemon.until(lambda: published == [0])
+        await until_async(lambda: published == [0])
         gate.set()
-        await daemon.until(lambda: published == [0, 1])
+        await until_async(lambda: published == [0, 1])
 
     with_daemon(body)
 
@@ -259,7 +255,7 @@ def test_a_newer_generation_ends_the_staging() -> None:
         old = stage(daemon, resume(3, {"n1": peer.address}))
         daemon.snapshots.abandon()
         new = stage(daemon, resume(4, {"n1": peer.address}))
-        await daemon.until(lambda: len(new) == 2)
+        await until_async(lambda: len(new) == 2)
         await asyncio.sleep(0.05)
         assert old == [] and new[0].endswith("staging-4")
         assert daemon.events == []
@@ -273,7 +269,7 @@ def test_a_failed_restore_is_fed_to_the_machine() -> None:
             flip(peer.root, STEP, part)
             flip(daemon.config.snapshot_dir, STEP, part)
         sent = stage(daemon, resume(3, {"n1": peer.address}))
-        await daemon.until(lambda: daemon.events)
+        await until_async(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, StagingFailed)
         assert (event.failure.generation, event.failure.bad, sent) == (3, ("n0", "n1"), [])
@@ -293,12 +289,12 @@ def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tm
             job_id=JOB, step=STEP, generation=0, groups=(), sources={}, url=str(tmp_path), job_name="gpt"
         )
         sent = stage(daemon, replace(resume(3, {}), restore=source))
-        await daemon.until(lambda: len(sent) == 2)
+        await until_async(lambda: len(sent) == 2)
         for n, layer in enumerate(layers):
             assert payload_of(Path(sent[0]), n)[1] == layer.payload.tobytes()
         (tmp_path / f"step-{STEP:012d}" / "layer-0001.bin").write_bytes(b"half")
         stage(daemon, replace(resume(4, {}), restore=source))
-        await daemon.until(lambda: daemon.events)
+        await until_async(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, StagingFailed)
         assert (
@@ -317,7 +313,7 @@ def test_an_internal_error_in_staging_is_fed_to_the_machine(monkeypatch: Any) ->
     async def body(daemon: Daemon, peer: Node) -> None:
         monkeypatch.setattr("ftd.snapshots.trainer_staging.StagingDirectory", broken)
         stage(daemon, resume(3, {"n1": peer.address}))
-        await daemon.until(lambda: daemon.events)
+        await until_async(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, StagingFailed)
         assert (event.failure.bad, "internal error" in event.failure.detail) == ((), True)
@@ -332,7 +328,7 @@ def test_missing_space_for_layers_is_reported_as_this_nodes_failure(monkeypatch:
     async def body(daemon: Daemon, peer: Node) -> None:
         monkeypatch.setattr(Path, "write_bytes", full)
         stage(daemon, resume(3, {"n1": peer.address}))
-        await daemon.until(lambda: daemon.events)
+        await until_async(lambda: daemon.events)
         [event] = daemon.events
         assert isinstance(event, StagingFailed)
         assert event.failure.bad == () and "No space left" in event.failure.detail
@@ -353,7 +349,7 @@ def test_arenas_belong_to_the_job_are_limited_and_removed_with_it() -> None:
         assert [name for name, _ in second.published] == ["SnapshotsUnavailable"]
         await second.snapshots.close()
         daemon.snapshots.remove(JOB)
-        await daemon.until(lambda: not (root / JOB).exists())
+        await until_async(lambda: not (root / JOB).exists())
 
     with_daemon(body, snapshot_limit_mib=6)
 
@@ -371,18 +367,18 @@ def test_a_snapshot_is_sent_to_the_replica_peer_and_failures_are_reported() -> N
             return event
 
         daemon.snapshots.send_copy(send_to(peer.address))
-        await daemon.until(lambda: daemon.events)
+        await until_async(lambda: daemon.events)
         failed = last()
         assert isinstance(failed, SnapshotCopyFailed)
         assert failed.failure.detail.startswith("no copy at its replica peer n1: the snapshot server of n1")
         peer.copies.begin(JOB)
         daemon.snapshots.send_copy(send_to(peer.address))
-        await daemon.until(lambda: daemon.events)
+        await until_async(lambda: daemon.events)
         sent = last()
         assert isinstance(sent, SnapshotCopyCommitted) and (sent.generation, sent.step) == (1, STEP)
         assert held_keys(peer.copies.held()) == [(STEP, 1, "n0")]
         daemon.snapshots.send_copy(send_to(peer.address, generation=2))
-        await daemon.until(lambda: daemon.events)
+        await until_async(lambda: daemon.events)
         gone = last()
         assert isinstance(gone, SnapshotCopyFailed) and gone.failure.detail.endswith(
             "not in this node's memory"
@@ -408,8 +404,8 @@ def test_copies_of_the_present_job_are_accepted_reported_retained_and_removed() 
         assert copies.is_dir()
         daemon.snapshots.retain_copies(JOB, STEP + 1)
         assert isinstance(daemon.events[-1], SnapshotCopiesChanged) and daemon.events[-1].snapshots == ()
-        await daemon.until(lambda: not copies.exists())
+        await until_async(lambda: not copies.exists())
         daemon.snapshots.remove(JOB)
-        await daemon.until(lambda: not Path(directory).parent.exists())
+        await until_async(lambda: not Path(directory).parent.exists())
 
     with_daemon(body, snapshot_limit_mib=64)

@@ -28,6 +28,7 @@ from tests.helpers.kept_snapshots import (
     shared_directory,
     write_group,
 )
+from tests.helpers.waiting import until_async
 
 STEP = 12
 SHARD = "group-0/shard"
@@ -81,11 +82,6 @@ class Host:
             for held in self.node.arenas.find(JOB, STEP)
             for part in held.manifest.parts
         }
-
-    async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():  # noqa: ASYNC110  # the scrubber is a task of its own
-                await asyncio.sleep(0.005)
 
 
 Body = Callable[[dict[str, Host]], Awaitable[None]]
@@ -150,7 +146,7 @@ def test_any_flipped_bit_of_any_part_is_found_and_repaired(
         damage(host, held, part, data.draw(st.integers(0, part.size_bytes - 1)), data.draw(st.integers(0, 7)))
         assert host.stored() != before
         host.scrubber.start(host.snapshot)
-        await host.until(lambda: host.repaired)
+        await until_async(lambda: host.repaired)
         assert host.stored() == before
         assert host.repaired == [STEP] and not host.unrepairable and len(host.published) == 2
         for details in host.named("ShardCorrupted") + host.named("ShardRepaired"):
@@ -169,7 +165,7 @@ def test_only_the_corrupt_block_is_fetched_and_the_trainer_writes_it() -> None:
         damage(host, held, part, BLOCK_BYTES + 5, 2)
         host.trainer_pids = [1]
         host.scrubber.start(host.snapshot)
-        await host.until(lambda: host.named("ShardRepaired"))
+        await until_async(lambda: host.named("ShardRepaired"))
         assert host.stored() == before
         assert [(frame.part, frame.offset, len(frame.data)) for frame in host.sent] == [
             (SHARD, BLOCK_BYTES, BLOCK_BYTES)
@@ -177,7 +173,7 @@ def test_only_the_corrupt_block_is_fetched_and_the_trainer_writes_it() -> None:
         assert host.named("ShardRepaired")[0]["size_bytes"] == BLOCK_BYTES
         # Later corruption is found when the snapshot is read again.
         damage(host, held, held.manifest.part("group-0/small"), 1, 0)
-        await host.until(lambda: len(host.named("ShardRepaired")) == 2)
+        await until_async(lambda: len(host.named("ShardRepaired")) == 2)
         assert host.stored() == before
 
     with_hosts(group_of("aec", 3), body, sizes=(9 * BLOCK_BYTES,))
@@ -189,10 +185,10 @@ def test_a_second_shard_corrupt_at_the_same_place_is_not_used() -> None:
         for name in ("n0", "n2"):
             flip(hosts[name].node.root, STEP, SHARD)
         hosts["n0"].scrubber.start(hosts["n0"].snapshot)
-        await hosts["n0"].until(lambda: hosts["n0"].named("ShardRepaired"))
+        await until_async(lambda: hosts["n0"].named("ShardRepaired"))
         assert "n2" not in hosts["n0"].named("ShardRepaired")[0]["sources"]
         hosts["n2"].scrubber.start(hosts["n2"].snapshot)
-        await hosts["n2"].until(lambda: hosts["n2"].named("ShardRepaired"))
+        await until_async(lambda: hosts["n2"].named("ShardRepaired"))
         assert {name: host.stored() for name, host in hosts.items()} == before
 
     with_hosts(group_of("aec2", 5), body)
@@ -207,7 +203,7 @@ def test_owner_and_replica_peer_repair_each_other(corrupt: str) -> None:
         for part in held.manifest.parts:
             damage(host, held, part, part.size_bytes // 2, 5)
         host.scrubber.start(host.snapshot)
-        await host.until(lambda: len(host.named("ShardRepaired")) == 2)
+        await until_async(lambda: len(host.named("ShardRepaired")) == 2)
         assert host.stored() == before
         assert all(
             {*published["sources"], corrupt} == set(hosts) for published in host.named("ShardRepaired")
@@ -223,7 +219,7 @@ def test_corruption_beyond_repair_is_reported_and_a_new_snapshot_requested() -> 
         flip(host.node.root, STEP, SHARD)
         await hosts["n1"].node.server.close()
         host.scrubber.start(host.snapshot)
-        await host.until(lambda: host.unrepairable)
+        await until_async(lambda: host.unrepairable)
         assert host.unrepairable[0] == STEP and len(host.named("ShardCorrupted")) >= 2
         assert not host.named("ShardRepaired") and not host.repaired
         await hosts["n1"].node.server.start()

@@ -13,7 +13,8 @@ from ftd.transport.address import BrokerAddress, Tls
 from ftd.transport.mqtt.acl import Users
 from ftd.transport.mqtt.session import MqttSession, Will
 from ftd.transport.wire.topics import Topics
-from tests.helpers.secure_broker import PATIENCE_S, USERS, SecureBroker, needs_mosquitto
+from tests.helpers.secure_broker import USERS, SecureBroker, needs_mosquitto
+from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = needs_mosquitto
 

@@ -23,8 +23,7 @@ from ftd.transport.mqtt.fast_path import FastPathSocket
 from ftd.transport.mqtt.mosquitto import free_port
 from ftd.transport.mqtt.session import MAX_SENDING, MqttSession, Will
 from tests.helpers.brokers import RunningBroker
-
-PATIENCE_S = 60.0
+from tests.helpers.waiting import PATIENCE_S, until_async
 
 
 class Listener:
@@ -67,13 +66,6 @@ class Listener:
         return self.heard.empty()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.01)
-
-
 def test_messages_arrive_once_and_in_order(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with (
@@ -112,7 +104,7 @@ def test_a_broken_connection_sends_the_will_and_a_goodbye_does_not(broker: Runni
             async with Listener(broker.address, "b", will=Will(topic="w/b", payload=b"dead")) as b:
                 b.session.interrupt()
                 assert await a.next() == ("w/b", b"dead", False)
-                await until(lambda: b.ups == 2)
+                await until_async(lambda: b.ups == 2)
                 assert b.downs == 1
             assert await a.silent()
             async with Listener(broker.address, "late", "w/#") as late:
@@ -178,7 +170,7 @@ def test_after_disconnecting_a_session_neither_closes_nor_sends(monkeypatch: pyt
             close.set()
             await asyncio.wait([a.task], timeout=PATIENCE_S)
             assert a.task.cancelled()
-        await until(lambda: bool(said))
+        await until_async(lambda: bool(said))
         assert b"too late" not in said[0]
         server.close()
 
@@ -218,8 +210,8 @@ def test_an_interrupted_session_stays_away_for_as_long_as_asked(broker: RunningB
         async with Listener(broker.address, "b") as b:
             b.session.interrupt(0.5)
             begun = time.monotonic()
-            await until(lambda: b.downs == 1)
-            await until(lambda: b.ups == 2)
+            await until_async(lambda: b.downs == 1)
+            await until_async(lambda: b.ups == 2)
             assert time.monotonic() - begun >= 0.45
 
     asyncio.run(scene())
@@ -232,14 +224,14 @@ def test_subscriptions_are_restored_after_a_restart_of_the_broker(broker: Runnin
             Listener(broker.address, "b") as b,
         ):
             broker.kill()
-            await until(lambda: a.downs == 1 and b.downs == 1)
+            await until_async(lambda: a.downs == 1 and b.downs == 1)
             assert not a.session.connected
             b.session.publish("t/dropped", b"")
             b.session.publish("t/kept", b"1", queue_offline=True)
             b.session.publish("t/kept", b"2", queue_offline=True)
             await asyncio.to_thread(broker.start)
-            await until(lambda: a.ups == 2)
-            await until(lambda: b.ups == 2)
+            await until_async(lambda: a.ups == 2)
+            await until_async(lambda: b.ups == 2)
             b.session.publish("t/now", b"", queue_offline=True)
             got: list[tuple[str, bytes, bool]] = []
             while not got or got[-1][0] != "t/now":
@@ -257,7 +249,7 @@ def test_queued_messages_reach_a_listener_that_stayed_connected(broker: RunningB
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
             b.session.interrupt(0.2)
-            await until(lambda: b.downs == 1)
+            await until_async(lambda: b.downs == 1)
             for index in range(3):
                 b.session.publish("t", str(index).encode(), queue_offline=True)
             b.session.publish("t", b"dropped")
@@ -299,7 +291,7 @@ def test_nothing_is_delivered_before_the_session_is_up(broker: RunningBroker) ->
             on_connected=lambda: seen.append("up"),
         )
         task = asyncio.create_task(session.run())
-        await until(lambda: len(seen) == 21)
+        await until_async(lambda: len(seen) == 21)
         assert seen[0] == "up"
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -320,7 +312,7 @@ def test_a_callback_that_raises_does_not_cost_the_connection(broker: RunningBrok
         await session.wait_connected(PATIENCE_S)
         session.publish("t", b"1")
         session.publish("t", b"2")
-        await until(lambda: heard == [b"1", b"2"])
+        await until_async(lambda: heard == [b"1", b"2"])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -365,7 +357,7 @@ def test_unacknowledged_topics_are_delivered(broker: RunningBroker) -> None:
             said = [b"%d" % index for index in range(1500)]
             for payload in said:
                 b.session.publish("t", payload)
-            await until(lambda: len(heard) >= len(said))
+            await until_async(lambda: len(heard) >= len(said))
         assert heard == said
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -405,7 +397,7 @@ def test_an_incompatible_paho_is_reported(broker: RunningBroker, monkeypatch: py
     async def scene() -> None:
         session = MqttSession(broker.address, client_id="a", on_message=lambda *_: None)
         task = asyncio.create_task(session.run())
-        await until(lambda: f"pip install {made_for}" in session.problem)
+        await until_async(lambda: f"pip install {made_for}" in session.problem)
         assert not session.connected
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -426,7 +418,7 @@ def test_messages_bypass_paho(broker: RunningBroker, monkeypatch: pytest.MonkeyP
             for index in range(20):
                 b.session.publish("t", str(index).encode(), qos=index % 2)
             assert [int((await a.next())[1]) for _ in range(20)] == list(range(20))
-            await until(lambda: len(taken) == 10)
+            await until_async(lambda: len(taken) == 10)
 
     asyncio.run(scene())
 
@@ -481,7 +473,7 @@ def test_a_missing_broker_is_a_clear_error() -> None:
         address = BrokerAddress(host="127.0.0.1", port=free_port())
         session = MqttSession(address, client_id="a", on_message=lambda *_: None)
         task = asyncio.create_task(session.run())
-        await until(lambda: "refused" in session.problem)
+        await until_async(lambda: "refused" in session.problem)
         with pytest.raises(UnreachableError, match=rf"{address.url}.*refused.*is it running"):
             await session.wait_connected(0.3)
         task.cancel()
@@ -498,9 +490,9 @@ def test_a_briefly_missing_certificate_does_not_end_a_session(tmp_path: Path) ->
         address = BrokerAddress(host="127.0.0.1", port=free_port(), tls=Tls(ca_file=authority))
         session = MqttSession(address, client_id="renewing", on_message=lambda *_: None)
         task = asyncio.create_task(session.run())
-        await until(lambda: "ca.pem cannot be used" in session.problem)
+        await until_async(lambda: "ca.pem cannot be used" in session.problem)
         trustme.CA().cert_pem.write_to_path(authority)
-        await until(lambda: "refused" in session.problem)
+        await until_async(lambda: "refused" in session.problem)
         assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -561,7 +553,7 @@ def test_embedded_ends_the_old_connection_of_an_id(
             first.session._silent_until = asyncio.get_running_loop().time() + 60
             async with Listener(broker.address, "twin", "t") as second:
                 assert (await watcher.next())[1] == b"first is gone"
-                await until(lambda: first.downs == 1)
+                await until_async(lambda: first.downs == 1)
                 second.session.publish("t", b"still here")
                 assert (await second.next())[1] == b"still here"
 

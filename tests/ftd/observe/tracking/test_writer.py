@@ -23,8 +23,8 @@ from tests.helpers.tracking_logs import (
     logged_steps,
     plotted,
     steps_of,
-    until,
 )
+from tests.helpers.waiting import until
 from tests.helpers.wandb_files import offline_history
 
 

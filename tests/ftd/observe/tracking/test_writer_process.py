@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from ftd.observe.tracking.writer_process import TrackingWriterProcess
 from planner.values import Policy
 from statemachine.messages.values import Job, LoggingPolicy
 from tests.helpers.tracking_logs import JOB, JobJournal, logged_steps, plotted, steps_of
+from tests.helpers.waiting import until_async
 
 pytestmark = pytest.mark.processes
 
@@ -30,14 +30,6 @@ def job_at(directory: Path) -> Job:
         training={"seed": 3, "arguments": {"width": 8}},
         logging=LoggingPolicy(directory=str(directory)),
     )
-
-
-async def until(holds: Callable[[], bool], what: str) -> None:
-    for _ in range(3000):
-        if holds():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"not within a minute: {what}")
 
 
 class LedJob:
@@ -69,10 +61,10 @@ def test_a_job_is_logged_from_leadership_to_its_end(tmp_path: Path) -> None:
         led_job.tracking.set_job(None, 0, None)
         led_job.job_journal.commit(1, 5)
         led_job.tracking.set_job(job, 1, None)
-        await until(lambda: logged_steps(led_job.logs) == upto(5), "steps are logged")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(5), "steps are logged")
         led_job.job_journal.commit(6, 30)
         led_job.tracking.set_job(job, 1, "FINISHED")
-        await until(lambda: logged_steps(led_job.logs) == upto(30), "all are")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(30), "all are")
         led_job.tracking.set_job(job, 1, "FINISHED")
         await led_job.close()
         assert led_job.failures == []
@@ -96,14 +88,14 @@ def test_a_deposed_leader_stops_writing(tmp_path: Path) -> None:
         led_job, job = LedJob(tmp_path), job_at(tmp_path / "logs")
         led_job.job_journal.commit(1, 5)
         led_job.tracking.set_job(job, 1, None)
-        await until(lambda: logged_steps(led_job.logs) == upto(5), "steps are logged")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(5), "steps are logged")
         led_job.tracking.set_job(None, 0, None)
-        await until(lambda: led_job.tracking.idle, "the writer is gone")
+        await until_async(lambda: led_job.tracking.idle, "the writer is gone")
         led_job.job_journal.commit(6, 9)
         await asyncio.sleep(1.0)
         assert logged_steps(led_job.logs) == upto(5)
         led_job.tracking.set_job(job, 3, None)
-        await until(lambda: logged_steps(led_job.logs) == upto(9), "it leads again")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(9), "it leads again")
         await led_job.close()
 
     asyncio.run(play())
@@ -114,12 +106,12 @@ def test_another_job_is_logged_in_another_directory(tmp_path: Path) -> None:
         led_job, job = LedJob(tmp_path), job_at(tmp_path / "logs")
         led_job.job_journal.commit(1, 3)
         led_job.tracking.set_job(job, 1, None)
-        await until(lambda: logged_steps(led_job.logs) == upto(3), "steps are logged")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(3), "steps are logged")
         led_job.job_journal.journal.set_job("gpt-2")
         led_job.job_journal.commit(1, 4)
         led_job.tracking.set_job(replace(job, job_id="gpt-2"), 1, None)
         record = tmp_path / "logs" / "gpt-2" / "steps.jsonl"
-        await until(lambda: record.exists() and record.read_text().count("\n") == 4, "the other's, too")
+        await until_async(lambda: record.exists() and record.read_text().count("\n") == 4, "the other's, too")
         await led_job.close()
         assert logged_steps(led_job.logs) == upto(3)
 
@@ -143,7 +135,7 @@ def test_a_writer_that_cannot_run_is_reported_once_and_retried(
     async def play() -> None:
         led_job, job = LedJob(tmp_path), job_at(tmp_path / "logs")
         led_job.tracking.set_job(job, 1, None)
-        await until(lambda: bool(led_job.failures), "it is reported")
+        await until_async(lambda: bool(led_job.failures), "it is reported")
         await asyncio.sleep(0.3)
         assert [(sink, expected in detail) for sink, detail in led_job.failures] == [("writer", True)]
         await led_job.close()
@@ -163,7 +155,7 @@ def test_an_ended_job_is_retried_a_limited_number_of_times(
     async def play() -> None:
         led_job, job = LedJob(tmp_path), job_at(tmp_path / "logs")
         led_job.tracking.set_job(job, 1, "FINISHED")
-        await until(lambda: led_job.tracking.idle, "it is given up")
+        await until_async(lambda: led_job.tracking.idle, "it is given up")
         led_job.tracking.set_job(job, 1, "FINISHED")
         assert led_job.tracking.idle and count.read_text() == "xxxxx"
         assert led_job.failures == [("writer", "the writer left before everything was logged")]
@@ -180,9 +172,11 @@ def test_a_sink_that_fails_at_the_end_of_a_job_receives_the_rest_later(tmp_path:
         policy = replace(job.logging, tensorboard=str(board))
         led_job.job_journal.commit(1, 9)
         led_job.tracking.set_job(replace(job, logging=policy), 1, "FINISHED")
-        await until(lambda: len(led_job.failures) == 2, "both that it fails and that it left are reported")
+        await until_async(
+            lambda: len(led_job.failures) == 2, "both that it fails and that it left are reported"
+        )
         board.unlink()
-        await until(lambda: led_job.tracking.idle, "all is logged")
+        await until_async(lambda: led_job.tracking.idle, "all is logged")
         assert steps_of(plotted(board)["train/loss"]) == upto(9)
         await led_job.close()
 
@@ -195,9 +189,9 @@ def test_steps_that_the_journal_lacks_are_requested(tmp_path: Path) -> None:
         led_job.job_journal.commit(1, 3)
         led_job.job_journal.commit(7, 9)
         led_job.tracking.set_job(job, 1, None)
-        await until(lambda: led_job.missed[:1] == [(4, 6)], "the coordinator is asked")
+        await until_async(lambda: led_job.missed[:1] == [(4, 6)], "the coordinator is asked")
         led_job.job_journal.commit(4, 6)
-        await until(lambda: logged_steps(led_job.logs) == upto(9), "it goes on")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(9), "it goes on")
         await led_job.close()
         assert led_job.failures == []
 
@@ -209,11 +203,11 @@ def test_a_writer_that_is_killed_is_replaced(tmp_path: Path) -> None:
         led_job, job = LedJob(tmp_path), job_at(tmp_path / "logs")
         led_job.job_journal.commit(1, 5)
         led_job.tracking.set_job(job, 1, None)
-        await until(lambda: logged_steps(led_job.logs) == upto(5), "steps are logged")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(5), "steps are logged")
         writer = json.loads((led_job.logs / job.job_id / "writer.json").read_bytes())
         os.kill(writer["pid"], signal.SIGKILL)
         led_job.job_journal.commit(6, 9)
-        await until(lambda: logged_steps(led_job.logs) == upto(9), "another one goes on")
+        await until_async(lambda: logged_steps(led_job.logs) == upto(9), "another one goes on")
         await led_job.close()
         assert led_job.failures == [("writer", "the writer exited with status -9")]
 
