@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from ftd.config.job import load_job_data
 from tests.helpers.browser import Browser, Page, chromium, find_chromium
 from tests.helpers.playground import Playground, write_job
 from tests.helpers.shared_cluster import SharedCluster
+from tests.helpers.tiny import learning_rate
 
 TOKEN = "open-sesame-and-more"
 CHIP = "document.querySelector('.chip[data-node=\"{}\"]')?.dataset.state"
@@ -96,9 +98,12 @@ def test_a_killed_node_is_shown_with_the_reason_on_open_and_later_pages(
         await page.until("document.querySelectorAll('.stage').length >= 3", "a stage on each node")
         await page.until("document.querySelectorAll('.bucket').length", "where the snapshot is")
         await page.until("document.querySelector('.js-plotly-plot')", "the chart")
-        for figure, said in (("held-out", "after step"), ("rate", "samples/s"), ("learning-rate", "0.003")):
+        for figure, said in (("held-out", "after step"), ("rate", "samples/s"), ("learning-rate", "at step")):
             tile = f"document.querySelector('[data-figure={figure}]')"
             await page.until(f"!{tile}.hidden && {tile}.innerText.includes('{said}')", figure)
+        shown = re.search(r"([\d.e-]+)\s+at step ([\d,]+)", await page.value(f"{tile}.innerText"))
+        assert shown is not None
+        assert float(shown[1]) == pytest.approx(learning_rate(int(shown[2].replace(",", ""))), rel=1e-2)
 
         await asyncio.to_thread(ground.on_loop, ground.cluster.kill("node-2"))
         await page.until(f"{CHIP.format('node-2')} === 'OFFLINE'", "the dead node")

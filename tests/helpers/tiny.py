@@ -28,6 +28,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from ftd import Training
 
+LEARNING_RATE, DECAY, DECAY_STEPS = 3e-3, 0.7, 50
+
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __init__(
@@ -93,6 +95,11 @@ class Slow(nn.Module):
         return value
 
 
+def learning_rate(step: int) -> float:
+    """Return the learning rate of a step; the first one is step 1."""
+    return LEARNING_RATE * DECAY ** ((step - 1) // DECAY_STEPS)
+
+
 def build(
     *,
     layers: int = 6,
@@ -132,8 +139,8 @@ def build(
     return Training(
         layers=made,
         loss=functional.mse_loss,
-        optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=3e-3),
-        scheduler=lambda optimizer: StepLR(optimizer, step_size=50, gamma=0.7),
+        optimizer=lambda named: torch.optim.Adam([p for _, p in named], lr=LEARNING_RATE),
+        scheduler=lambda optimizer: StepLR(optimizer, step_size=DECAY_STEPS, gamma=DECAY),
         dataset=Points(samples, width, raise_once, wrong_from, bad_disk),
         evaluation=HeldOut(held_out, width, hold) if held_out else None,
         metrics=largest_error if held_out else None,
