@@ -45,7 +45,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 def test_the_wheel_installs_and_trains_in_a_clean_environment(sources: Path, tmp_path: Path) -> None:
     """The wheel is built from the source archive. Dependencies come from this environment."""
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", sources, cwd=tmp_path)
@@ -87,7 +86,6 @@ def test_the_wheel_installs_and_trains_in_a_clean_environment(sources: Path, tmp
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_the_documentation_site_builds_and_every_link_leads_somewhere(tmp_path: Path) -> None:
     run(sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site", cwd=ROOT)
     page = (tmp_path / "site" / "reference" / "api" / "index.html").read_text(encoding="utf-8")

@@ -283,7 +283,6 @@ def without_cluster() -> dict[str, list[str]]:
     return {page: commands for page, commands in found.items() if commands}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", without_cluster())
 def test_commands_without_a_cluster_do_what_the_page_says(reader: Reader, page: str) -> None:
     if page != "README.md":
@@ -292,7 +291,6 @@ def test_commands_without_a_cluster_do_what_the_page_says(reader: Reader, page: 
     assert problems == [], "\n".join(problems)
 
 
-@pytest.mark.timeout(900)
 def test_commands_do_what_the_pages_say(reader: Reader, webhook: Webhook) -> None:
     commands = todo()
     training = next(command for command in commands if TRAINS in command)

@@ -60,7 +60,6 @@ def prompts(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^([AB])\$ (.*)$", next((ROOT / "docs").rglob(page)).read_text(), re.M)
 
 
-@pytest.mark.timeout(600)
 def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Path) -> None:
     if find_mosquitto() is None or shutil.which("mosquitto_passwd") is None:
         pytest.skip("mosquitto is not installed")
@@ -142,7 +141,6 @@ def said(hosts: dict[str, Reader]) -> str:
     return "\n".join(f"{k}$ {c}\n{f.read_text()}" for k, r in hosts.items() for c, _, f in r.background)
 
 
-@pytest.mark.timeout(600)
 def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Reader]) -> None:
     page = [command for name, command in ALL if name == "snapshotter.md"]
     [snapshot_agent] = [command for command in page if "--snapshots-only" in command]

@@ -20,7 +20,6 @@ from ftd.local.scenario_cluster import ScenarioCluster, cluster_key, missing_req
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 
 LIBRARY = sorted((Path(__file__).parents[2] / "examples" / "chaos").glob("*.toml"))
-LIMIT_S = 300
 SCENARIO_LIMIT_S = 120.0
 """Limit of each scenario, so that one that waits for something in vain says what it is before its test ends."""
 
@@ -79,7 +78,6 @@ def test_there_are_enough_of_them_and_each_says_what_for() -> None:
         assert scenario.expect or any(fault.expect for fault in scenario.faults), scenario.name
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("path", sorted(LIBRARY, key=by_cluster), ids=lambda path: path.stem)
 def test_a_scenario_of_the_library(stages: Stages, path: Path) -> None:
     scenario = dataclasses.replace(load_scenario(path), limit_s=SCENARIO_LIMIT_S)

@@ -34,7 +34,6 @@ LOOKS = [("wide", 1920, 1080, False), ("narrow", 400, 3600, True)]
 
 pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="chromium is not installed: tools/install-chromium"),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -58,7 +58,7 @@ def test_stages_that_would_not_fit_recompute_and_the_losses_are_the_same(
     chosen = run.named("PlanChosen")[-1]["details"]["pipelines"]
     assert len(chosen) == 2
     for of_pipeline in ways(chosen):
-        assert of_pipeline[0] in ("full", "selective") and of_pipeline[-1] == "none"
+        assert of_pipeline[0] in ("full", "selective") and of_pipeline[-1] == "none", chosen
     ground.until_step(5)
     ground.inject(do="kill", node="node-1")
     ground.until_recovery("node_lost")

@@ -20,7 +20,6 @@ def home() -> Iterator[dict[str, str]]:
         yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.timeout(320)
 def test_a_soak_holds_and_leaves_nothing(tmp_path: Path, home: dict[str, str]) -> None:
     job = write_job(tmp_path, steps=200, devices=1, two_node_replicas=True)
     with job.open("a") as file:

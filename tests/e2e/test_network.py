@@ -32,7 +32,7 @@ HUB = "hub"
 NODES = ("node-a", "node-b", "node-c", "node-d")
 POLL_S = 0.05
 RELATIVE = 1e-9
-STEPS = 300
+STEPS = 200
 MICROBATCHES = 50
 """Microbatches that count as evidence that training continues: those of some steps, on any machine."""
 CUT_S = 2.5
@@ -79,7 +79,7 @@ clip_gradient_norm = 0.5
 [training.arguments]
 witness = "{witness}"
 brake = "{brake}"
-brake_s = 0.02
+brake_s = 0.05
 [planner]
 device_memory_mib = 0.4  # Two nodes for one copy of the model: activations cross the network, too.
 """

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 200.0
-"""The longest wait for what takes a few seconds: the machine may be busy with other work. Tests end after 300 s."""
+"""The longest wait for what takes a few seconds: the machine may be busy with other work. Tests end after 900 s."""
 
 
 def until(

@@ -245,7 +245,6 @@ def losses_of_one_process(steps: int) -> dict[int, float]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(240)
 def test_fsdp2_is_killed_and_restored_on_other_meshes_with_the_same_losses(
     place: Path, tmp_path: Path
 ) -> None:

@@ -64,7 +64,6 @@ def daemons() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @needs_mosquitto
-@pytest.mark.timeout(300)
 def test_a_correct_host_passes_all_checks(
     secure: SecureBroker, port: int, short_path: Path, daemons: list[subprocess.Popen[bytes]]
 ) -> None:

@@ -94,9 +94,6 @@ snapshots.close()
 """
 
 
-pytestmark = pytest.mark.timeout(400)
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
