@@ -466,7 +466,10 @@ def test_a_writer_killed_while_writing_is_reported_as_unfinished(store: Checkpoi
         [sys.executable, "-c", slow, store.location.url], cwd=ROOT, stdout=subprocess.PIPE
     )
     draft = root_of(store) / ".step-000000000100.1.partial"
-    until(lambda: any(path.stat().st_size > 1e6 for path in draft.glob(".layer-*")), describe=writer.poll)
+    until(
+        lambda: writer.poll() is not None or any(path.stat().st_size > 1e6 for path in draft.glob(".layer-*"))
+    )
+    assert writer.poll() is None
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
     assert store.steps() == (7,)

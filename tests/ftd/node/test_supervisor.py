@@ -43,7 +43,7 @@ from statemachine.messages.common import (
     SnapshotFailed,
 )
 from statemachine.messages.values import Job
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, until_async
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 Kind = TypeVar("Kind", bound=Event)
@@ -210,9 +210,7 @@ def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int 
 
 
 async def gone(pids: list[int]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
-            await asyncio.sleep(0.01)
+    await until_async(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: int | str) -> Job:
@@ -354,9 +352,7 @@ def test_the_daemon_collects_the_dead_processes_that_trainers_and_the_zygote_lef
     )
 
     async def collected(pids: list[int]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while any(Path(f"/proc/{pid}").exists() for pid in pids):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until_async(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
