@@ -526,7 +526,8 @@ def test_a_zygote_is_started_again_although_a_process_that_a_module_started_has_
 ) -> None:
     async def body() -> None:
         ends: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        script = "sleep 1000 > /dev/null & echo $! >&2; exec sleep 0.5"
+        # Not "exec sleep": that closes its output a moment before it ends, and a zygote without one is killed.
+        script = "sleep 1000 > /dev/null & echo $! >&2; sleep 0.5; exit 0"
         monkeypatch.setattr(zygote, "module_command", lambda *_: ["/bin/sh", "-c", script])
         monkeypatch.setattr(zygote, "_RESTART_DELAYS_S", (0.0, 1000.0))
         one = zygote.Zygote()
