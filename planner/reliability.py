@@ -90,9 +90,9 @@ class ProtectedCluster:
         for name in ("hardware", "trainer", "snapshots"):
             law: FailureDistribution = getattr(self, name)
             if not (math.isfinite(law.rate) and law.rate >= 0):
-                raise InfeasibleError(f"{name}.rate is {law.rate}; it must be ≥ 0")
+                raise InfeasibleError(f"{name}.rate is {law.rate}; it must be ≥ 0 and finite")
             if not (math.isfinite(law.shape) and law.shape > 0):
-                raise InfeasibleError(f"{name}.shape is {law.shape}; it must be > 0")
+                raise InfeasibleError(f"{name}.shape is {law.shape}; it must be > 0 and finite")
 
     def unprotected(self, days: float) -> float:
         """Return eq. 6: P_s^k · P_tr^k."""

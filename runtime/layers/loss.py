@@ -91,19 +91,19 @@ class Loss:
         for name, value in found.items():
             is_pair = isinstance(value, tuple | list)
             try:
-                numbers = [torch.as_tensor(one).detach().double() for one in (value if is_pair else (value,))]
+                numbers = [torch.as_tensor(one).detach() for one in (value if is_pair else (value,))]
             except (TypeError, ValueError, RuntimeError):
                 numbers = []
-            if len(numbers) != (2 if is_pair else 1) or any(one.numel() != 1 for one in numbers):
+            if len(numbers) != (2 if is_pair else 1) or not all(map(_is_real_number, numbers)):
                 raise TrainingError(
                     f"the metric {name!r} must be a number or a pair (sum, weight) of numbers, not "
                     f"{describe_type(value)}"
                 )
+            first, *weights = (one.double().squeeze() for one in numbers)
             if is_pair:
-                metrics[str(name)] = (numbers[0].squeeze(), numbers[1].squeeze())
+                metrics[str(name)] = (first, weights[0])
             else:
-                weight = torch.tensor(float(rows), dtype=torch.float64)
-                metrics[str(name)] = (numbers[0].squeeze() * rows, weight)
+                metrics[str(name)] = (first * rows, torch.tensor(float(rows), dtype=torch.float64))
         if self._known_metrics is not None and (unknown := metrics.keys() - self._known_metrics):
             self._known_metrics |= unknown
             warnings.warn(
@@ -287,6 +287,10 @@ def _pair(value: Any) -> tuple[Tensor, Tensor]:
     if weight.numel() != 1:
         raise TrainingError(f"the loss has a weight of {weight.numel()} numbers; it must be one")
     return value[0].squeeze(), weight.squeeze()
+
+
+def _is_real_number(value: Tensor) -> bool:
+    return value.numel() == 1 and not value.is_complex()
 
 
 def _names(metrics: Mapping[str, Any]) -> tuple[str, ...]:

@@ -140,6 +140,7 @@ def test_losses_come_with_slow_repair_and_spare_replicas_prevent_them() -> None:
         ({"losses": 3}, "losses is 3"),
         ({"losses": -1}, "losses is -1"),
         ({"hardware": FailureDistribution(rate=math.nan)}, "hardware.rate is nan"),
+        ({"hardware": FailureDistribution(rate=math.inf)}, "hardware.rate is inf; it must be ≥ 0 and finite"),
         ({"trainer": FailureDistribution(rate=-1.0)}, "trainer.rate is -1"),
         ({"hardware": FailureDistribution(rate=1.0, shape=0.0)}, "hardware.shape is 0"),
     ],

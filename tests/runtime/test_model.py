@@ -505,7 +505,7 @@ def test_a_metric_may_be_a_pair_of_numbers_or_tensors(pair: Any) -> None:
     assert (total.item(), weight.item()) == (3.0, 4.0)
 
 
-@pytest.mark.parametrize("value", [None, "much", (1.0, None), (1.0,), [1.0, 2.0, 3.0], torch.ones(2)])
+@pytest.mark.parametrize("value", [None, "much", 1j, (1.0, None), (1.0,), [1.0, 2.0, 3.0], torch.ones(2)])
 def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
     with pytest.raises(TrainingError, match=r"the metric 'right' must be a number or a pair \(sum, weight\)"):
         model_of(nn.Linear(6, 1), metrics=lambda output, batch: {"right": value})
