@@ -37,8 +37,9 @@ def profile_with_even_times(job: Path) -> Path:
     document = json.loads(path.read_bytes())
     for layer in document["layers"]:
         layer |= {"forward_ms": 10.0, "backward_ms": 0.5, "measured": []}
-        if layer.get("selective"):
-            layer["selective"]["recompute_ms"] = 1.0
+        for mode in ("selective", "full"):
+            if layer[mode]:
+                layer[mode]["recompute_ms"] = 1.0
     path.write_text(json.dumps(document))
     return path
 
