@@ -719,6 +719,37 @@ def test_nodes_that_join_without_the_state_do_not_make_the_wait_for_it_longer() 
     assert s.machine.phase is ClusterPhase.FAILED
 
 
+def test_a_pause_is_extended_while_a_node_that_may_hold_the_state_builds_the_job() -> None:
+    s = running(3)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s.wait(20.0)
+    s.hello("node-2", 202)
+    s.fire("pause_limit", 10.0)
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert [t.delay_s for t in s.all(SetTimer) if t.name == "pause_limit"] == [30.0]
+    s.feed(NodeVanished, node="node-2", incarnation=202)
+    s.fire("pause_limit", 30.0)
+    assert s.machine.phase is ClusterPhase.FAILED
+
+
+def test_a_node_whose_connection_breaks_before_the_first_plan_gets_its_command_again() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    names = [f"node-{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        s.hello(name, 100 + number)
+    s.feed(SubmitRequested, request="r", job=job())
+    for name in names:
+        s.say(name, Prepared(job_id="job-1", profile=PROFILE if name == "node-0" else None))
+    s.feed(TemplatesReady, job_id="job-1")
+    assert s.machine.phase is ClusterPhase.QUIESCING
+    s.hello("node-1", 101, job_id="job-1", prepared=True)
+    assert set(sent(s, Quiesce)) == {"node-1"}
+
+
 def test_losses_while_reports_come_in_are_one_generation() -> None:
     s = running(4)
     s.feed(NodeVanished, node="node-1", incarnation=101)
