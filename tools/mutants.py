@@ -72,7 +72,6 @@ _BORDER: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }  # fmt: skip
 _WORDS = {"abort": "boundary", "boundary": "abort"}
 """Words that decide something; all other strings are for people."""
-_COMPOUND = (ast.If, ast.While, ast.For, ast.With, ast.Match, ast.Try)
 _NOT_CHANGED = (ast.arguments, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast.MatchValue)
 
 
@@ -213,7 +212,7 @@ class _Finder:
         first, last = statement.lineno, statement.end_lineno or statement.lineno
         if isinstance(statement, ast.Match):
             first, last = node.lineno, node.end_lineno or node.lineno
-        elif isinstance(statement, _COMPOUND) and not isinstance(statement, ast.Try):
+        elif isinstance(statement, ast.If | ast.While | ast.For | ast.With):
             last = max(statement.body[0].lineno - 1, statement.lineno)
         number = self._changes[function, change] = self._changes[function, change] + 1
         mutant = Mutant(
@@ -401,7 +400,7 @@ def _remember_plans() -> None:
             answers[question] = plan(planner, situation)
         return answers[question]
 
-    Planner.plan = remembered  # type: ignore[method-assign]
+    Planner.plan = remembered  # type: ignore[method-assign, assignment]
 
 
 def _fails(item: pytest.Item) -> bool:
