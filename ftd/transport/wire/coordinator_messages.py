@@ -14,7 +14,11 @@ from ftd.transport.wire.states import ClusterUnreachable
 from statemachine.election.leadership import Leader, Peer
 
 MAX_COPY_BYTES = MAX_COMMAND_BYTES
-"""Largest journal on its topic, and largest decompressed state."""
+"""Largest journal on its topic."""
+MAX_STATE_BYTES = 8 * MAX_COPY_BYTES
+"""Largest decompressed state: several times what a journal may take on its topic, because a coordinator that cannot
+read what it wrote does not start again.
+"""
 COMPRESS_FROM_BYTES = 64 * 1024
 """Size above which a durable state is compressed: it is written and published with each step that is reported."""
 _ZLIB_HEADER = b"\x78\x01"
@@ -35,7 +39,7 @@ def decompress_state(encoded: bytes) -> bytes:
 
     :raises WireError: it cannot be decompressed, or is too large.
     """
-    return decompress(encoded, MAX_COPY_BYTES, "a durable state") if is_compressed(encoded) else encoded
+    return decompress(encoded, MAX_STATE_BYTES, "a durable state") if is_compressed(encoded) else encoded
 
 
 class LeaderMessage(Leader, frozen=True, kw_only=True):

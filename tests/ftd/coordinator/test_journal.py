@@ -28,6 +28,7 @@ from ftd.transport.wire.codec import MAX_PAYLOAD_BYTES
 from ftd.transport.wire.compression import IncrementalCompressor
 from ftd.transport.wire.coordinator_messages import (
     MAX_COPY_BYTES,
+    MAX_STATE_BYTES,
     JournalCopy,
     decode_copy,
     decompress_state,
@@ -368,7 +369,9 @@ def test_a_large_state_is_compressed_and_restored() -> None:
         with pytest.raises(WireError):
             decompress_state(damaged)
     with pytest.raises(WireError, match="larger than"):
-        decompress_state(pack.compress({"nodes": bytes(MAX_COPY_BYTES + 1)}))
+        decompress_state(pack.compress({"nodes": bytes(MAX_STATE_BYTES + 1)}))
+    large = pack.compress({"nodes": bytes(MAX_COPY_BYTES)})
+    assert len(decompress_state(large)) > MAX_COPY_BYTES > len(large)
 
 
 @settings(deadline=None, max_examples=40)
