@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.observe.view.blocks import add_numbers, plain_table
-from ftd.observe.view.text import format_number, format_size, layer_range, pipeline_name, plural
+from ftd.observe.view.text import format_rate, format_size, layer_range, pipeline_name, plural
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
 from planner.reasons import describe_within
@@ -325,7 +325,7 @@ def closing_line(description: Description) -> Text:
     return Text.assemble(
         ("expected step ", "dim"),
         (format_elapsed(description.iteration_ms), "bold"),
-        (f", {format_number(description.samples_per_s, 0)} samples/s; ", "dim"),
+        (f", {format_rate(description.samples_per_s)} samples/s; ", "dim"),
         (f"global batch {policy.global_batch} as ", "dim"),
         (f"{plural(policy.microbatches, 'microbatch', 'microbatches')} of {policy.microbatch_rows}", "dim"),
     )

@@ -15,6 +15,8 @@ from ftd.observe.view.text import (
     drain_words,
     format_duration,
     format_number,
+    format_rate,
+    format_share,
     format_size,
     ineligible_words,
     leader_words,
@@ -131,8 +133,8 @@ def _checkpoint(checkpoint: JsonMap) -> str:
 
 def _step(state: JsonMap, total: int) -> str:
     step = int(state.get("step") or 0)
-    words = f"{step} of {total} ({step / total:.0%}), loss {format_number(state.get('loss'))}"
+    words = f"{step} of {total} ({format_share(step / total)}), loss {format_number(state.get('loss'))}"
     rate, step_s = state.get("samples_per_s"), state.get("step_s")
     if rate and step_s:
-        words += f", {format_number(rate, 0)} samples/s, {format_duration(step_s)} a step"
+        words += f", {format_rate(rate)} samples/s, {format_duration(step_s)} a step"
     return words

@@ -282,6 +282,11 @@ def format_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
+def format_share(share: float) -> str:
+    """Return a share such as ``75%``; only all of it is ``100%``."""
+    return f"{share if share >= 1 else min(share, 0.99):.0%}"
+
+
 def throughput_words(tokens_per_s: float | None, samples_per_s: float | None) -> str:
     """Return the throughput, such as ``51,200 tokens/s``; in samples if the loss has no tokens; empty if
     unknown.

@@ -32,6 +32,7 @@ from ftd.observe.view.text import (
     format_clock,
     format_duration,
     format_number,
+    format_share,
     ineligible_words,
     leader_words,
     learning_rate_words,
@@ -241,7 +242,7 @@ class LiveFrame:
             Text(phase, style=f"{style} reverse" if phase != "RUNNING" else f"bold {style}"),
             Text(what, style="bold", no_wrap=True),
             progress,
-            Text(f"{share:4.0%}  {self._time_left(total)}"),
+            Text(f"{format_share(share):>4}  {self._time_left(total)}"),
         )
         grid.add_row(
             Text(f"generation {self._state.get('generation', 0)}", style="dim"),

@@ -19,7 +19,7 @@ from ftd.observe.view.plan import (
     recomputes,
     shape_line,
 )
-from ftd.observe.view.text import format_number, layer_range, pipeline_name, plural
+from ftd.observe.view.text import format_rate, layer_range, pipeline_name, plural
 from planner.describe import Description, TemplateRow
 
 
@@ -48,7 +48,7 @@ def render_plan_page(description: Description, svg: str, *, name: str, other: De
 def _figures(description: Description) -> str:
     shown = [
         ("expected step", format_elapsed(description.iteration_ms)),
-        ("samples/s", format_number(description.samples_per_s, 0)),
+        ("samples/s", format_rate(description.samples_per_s)),
         ("bubbles", f"{description.bubble_ratio:.1%}"),
         ("pipelines", str(sum(row.count for row in description.pipelines))),
         ("nodes at work", f"{description.nodes - description.idle_nodes} of {description.nodes}"),

@@ -32,6 +32,13 @@ def at_step_90(run_events: list[Json], state: Json) -> LiveFrame:
     return live_frame
 
 
+def test_a_frame_says_100_percent_only_after_the_last_step(run_events: list[Json], state: Json) -> None:
+    live_frame = at_step_90(run_events, state)
+    live_frame.on_state(state | {"job": state["job"] | {"steps": 1000}, "step": 999})
+    text = "\n".join(frame(live_frame, 110, 60))
+    assert "step 999/1000" in text and " 99%" in text and "100%" not in text
+
+
 @pytest.mark.parametrize("width", [80, 110, 140])
 def test_a_frame_shows_nodes_pipelines_progress_and_events(
     run_events: list[Json], state: Json, width: int

@@ -123,6 +123,13 @@ def test_the_status_page(state: Json) -> None:
     assert "× 5 microbatches" in text and "× 3 microbatches" in text
 
 
+def test_the_status_page_of_a_slow_job_that_has_one_step_left(state: Json) -> None:
+    job = state["job"] | {"steps": 1000}
+    text = printed(render_status(state | {"job": job, "step": 999, "samples_per_s": 0.31, "step_s": 103.0}))
+    assert "999 of 1000 (99%), loss 2.6112, 0.31 samples/s, 1:43 a step" in text
+    assert "1000 of 1000 (100%)" in printed(render_status(state | {"job": job, "step": 1000}))
+
+
 def test_brackets_and_colons_in_names_are_printed_as_they_are(
     state: Json, report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from ftd.errors import ConfigurationError
+from ftd.observe.view.pages.plan_page import render_plan_page
 from ftd.observe.view.plan import MAX_STAGES, MAX_TEMPLATES, format_elapsed, render_plan
 from ftd.observe.view.plots import plan_plot
 from ftd.observe.view.plots.plan_plot import draw_plan, plot_plan
@@ -119,6 +120,13 @@ def test_the_page() -> None:
     assert "3 pipelines for 6 nodes, 1 of them idle" in page
     assert "expected step 1.091 s, 50 samples/s; global batch 32 as 8 microbatches of 4" in page
     assert "paper" not in page and "integer program" not in page
+
+
+def test_a_plan_of_less_than_a_sample_in_a_second_shows_its_rate() -> None:
+    slow = replace(described(), samples_per_s=0.31)
+    assert "0.31 samples/s" in printed(slow)
+    page = render_plan_page(slow, "<svg></svg>", name="slow", other=None)
+    assert '<b>0.31</b><span class="faint">samples/s' in page
 
 
 def test_the_output_names_the_solver_of_the_batch_shares() -> None:
