@@ -53,6 +53,10 @@ _CHANGE_HOW = {
     "loss_spike": "measured",
 }
 """Circumstance of a change that is not a failure, by its cause. A start has none."""
+_AFTER_THE_END = frozenset(
+    {"CheckpointAbandoned", "CheckpointExportFailed", "CheckpointSkipped", "LoggingFailed"}
+)
+"""Failures that are the job's own although its last step is done."""
 _SAME_MOMENT_S = 0.05
 MAX_EVENTS = 20_000
 """Largest number of events in a report; the newest stay."""
@@ -87,10 +91,15 @@ class _Builder:
             steps=steps,
             start=self._recovery(run.start.recovery) if run.start is not None else None,
             recoveries=tuple(self._recovery(one.recovery) for _, one in sorted(run.recoveries.items())),
-            faults=tuple(self._fault(key, owners[key]) for key in sorted(owners, key=lambda k: k[1])),
+            faults=tuple(
+                self._fault(key, owners[key])
+                for key in sorted(owners, key=lambda k: k[1])
+                if self._concerns_job(run.faults[key])
+            ),
             quarantined=tuple(
                 _reported(ReportedQuarantine, one, node=str(one.node), at_s=self._since(one.at))
                 for one in run.quarantined.values()
+                if self._concerns_job(one)
             ),
             pauses=tuple(
                 _reported(ReportedPause, one, at_s=self._since(one.at))
@@ -115,10 +124,15 @@ class _Builder:
             events=tuple(_without_layouts(event) for event in run.events[-MAX_EVENTS:]),
         )
 
+    def _concerns_job(self, fact: Fact) -> bool:
+        """Return whether the fact belongs to the job: afterwards, the cluster waits for the next one."""
+        end = self._run.ended
+        return end is None or fact.at <= end.at or fact.event in _AFTER_THE_END
+
     def _failures(self) -> tuple[ReportedFailure, ...]:
         """Return the failures with their reasons; those of a node that differ in numbers at most are one entry."""
         alike: dict[tuple[str, str | None, str, str], list[Fact]] = {}
-        for fact in sorted(self._run.problems, key=lambda fact: fact.at):
+        for fact in sorted(filter(self._concerns_job, self._run.problems), key=lambda fact: fact.at):
             cause, error = (fact.how, fact.error) if isinstance(fact, DetectionFact) else ("", "")
             key = (fact.event, fact.node, cause, mask_numbers(error or _first_line(fact.reason)))
             alike.setdefault(key, []).append(fact)

@@ -286,6 +286,25 @@ def test_nothing_counts_after_the_end(run_events: list[Json], event: Make) -> No
     assert report.duration_s == pytest.approx(15.0)
 
 
+def test_what_happens_to_the_idle_cluster_after_the_end_is_no_failure_of_the_job(
+    run_events: list[Json], event: Make
+) -> None:
+    aside = {"cause": "unhealthy", "readmit": "ftd readmit node-8"}
+    later = [
+        event("NodeRejected", 90_000.0, node="node-9", reason="another version"),
+        event("NodeQuarantined", 90_001.0, node="node-8", reason="a bad device", details=aside),
+        event("CheckpointExportFailed", 90_002.0, reason="the disk is full"),
+        event("ChaosInjected", 90_003.0, node="node-7", details={"fault": "kill", "at": 90_003.0}),
+    ]
+    report = built([*run_events, *later])
+    assert [failure.event for failure in report.failures] == ["CheckpointExportFailed"]
+    assert report.quarantined == ()
+    assert "node-7" not in [fault.node for fault in report.faults]
+    during = built([later[0] | {"monotonic": 1005.0}, later[1] | {"monotonic": 1006.0}, *run_events])
+    assert [failure.event for failure in during.failures] == ["NodeRejected", "NodeQuarantined"]
+    assert [aside.node for aside in during.quarantined] == ["node-8"]
+
+
 def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> None:
     report = built(run_events, state)
     document = json.loads(encode_document(report))
