@@ -142,6 +142,8 @@ class RolledBackFact(Fact):
     to_step: int = 0
     undone_s: float = 0.0
     """Time that had been spent on the undone steps."""
+    last_commit_at: float | None = None
+    """Time at which the newest undone step was committed; ``None`` if none of them was seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -595,7 +597,14 @@ class RunModel:
         return fact
 
     def _roll_back(self, fact: RolledBackFact) -> RolledBackFact:
-        fact = replace(fact, undone_s=self.goodput.roll_back(fact.to_step))
+        undone_at = [
+            one.at for step, one in self.steps.items() if step > fact.to_step and _is_older(one, fact)
+        ]
+        fact = replace(
+            fact,
+            undone_s=self.goodput.roll_back(fact.to_step),
+            last_commit_at=max(undone_at, default=None),
+        )
         self.rollbacks.append(fact)
         self.step = min(self.step, fact.to_step)
         if int(self.state.get("step") or 0) > fact.to_step:

@@ -201,7 +201,7 @@ class _Builder:
             nodes=tuple(details.nodes),
             detected_how=self._noticed_by(details),
             at_s=self._since(details.detected_at),
-            commit_gap_ms=self._gap_ms(details.step),
+            commit_gap_ms=self._gap_ms(details),
             method=details.method or "",
             reason=details.reason or "",
             decision=self._run.decisions.get(details.generation),
@@ -218,9 +218,17 @@ class _Builder:
                 return first.how
         return details.detected_how or _CHANGE_HOW.get(details.cause)
 
-    def _gap_ms(self, step: int) -> float | None:
-        before, after = self._run.steps.get(step), self._run.steps.get(step + 1)
-        return None if before is None or after is None else round((after.at - before.at) * 1000, 3)
+    def _gap_ms(self, details: RecoveryDetails) -> float | None:
+        before, after = self._run.steps.get(details.step), self._run.steps.get(details.step + 1)
+        began_at = before.at if before is not None else None
+        if details.rolled_back_steps > 0:  # Training was interrupted after the undone steps, not before them.
+            first = details.generation - details.generations_tried
+            undone = [
+                one for one in self._run.rollbacks if first < (one.generation or 0) <= details.generation
+            ]
+            known = [one.last_commit_at for one in undone if one.last_commit_at is not None]
+            began_at = max(known, default=None)
+        return None if began_at is None or after is None else round((after.at - began_at) * 1000, 3)
 
     def _fault(self, key: tuple[str | None, float], generations: Sequence[int]) -> ReportedFault:
         run, (node, at) = self._run, key

@@ -403,6 +403,15 @@ def test_a_rollback_is_a_failure_with_its_tier_and_undone_steps(event: Make, rec
     assert "no recovery followed" not in text
 
 
+def test_the_commit_gap_of_a_rollback_begins_with_the_last_undone_step(event: Make, recovery: Make) -> None:
+    events = rolled_back_run(event, recovery)
+    (only,) = built(events).recoveries
+    assert only.commit_gap_ms == pytest.approx((14.8 - 11.1) * 1000)
+    # The journal has forgotten the undone steps.
+    (unknown,) = built([one for one in events if (one["step"] or 0) < 8 or one["generation"] != 1]).recoveries
+    assert unknown.commit_gap_ms is None
+
+
 def page(report: Report) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(render_summary(report))
