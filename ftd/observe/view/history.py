@@ -81,12 +81,17 @@ def _split_runs(events: Sequence[JsonMap]) -> list[list[JsonMap]]:
 
 
 def on_one_clock(events: Sequence[JsonMap], steps: Sequence[JsonMap] = ()) -> Iterator[dict[str, Any]]:
-    """Yield events and steps in wall-clock order, with all times on the first event's monotonic clock."""
+    """Yield events and steps in wall-clock order, with all times on the first event's monotonic clock.
+
+    The first event stays the first, although the wall clock may have been set back after it: in a report, it
+    begins the job.
+    """
     if not events:
         return
     first = offset = _clock_offset(events[0])
     rows = [*events, *({**step, "event": "StepCommitted", "node": None} for step in steps)]
-    for event in sorted(rows, key=_wall_time):
+    begun = _wall_time(events[0])
+    for event in sorted(rows, key=lambda row: max(_wall_time(row), begun)):
         if "monotonic" not in event:
             yield {**event, "monotonic": _wall_time(event) - first}
             continue

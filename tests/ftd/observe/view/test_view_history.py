@@ -70,6 +70,19 @@ def test_a_report_from_the_journal_equals_one_from_the_live_events(
     assert (report.outcome, report.job.global_batch) == ("finished", 32)
 
 
+def test_no_step_is_lost_if_the_wall_clock_is_set_back_after_the_submission(
+    history: tuple[list[Json], list[Json]],
+) -> None:
+    (first, *events), steps = history
+
+    def set_back(row: Json) -> Json:
+        return row | {"at": (datetime.fromisoformat(row["at"]) - timedelta(seconds=30)).isoformat()}
+
+    report = build_job_report(JOB, [first, *map(set_back, events)], [set_back(step) for step in steps])
+    assert len(report.steps) == 120 and len(report.recoveries) == 2
+    assert report.start is not None and report.outcome == "finished"
+
+
 def test_a_name_selects_its_newest_job(history: tuple[list[Json], list[Json]]) -> None:
     events, steps = history
     later = events[0] | {"details": events[0]["details"] | {"job": "gpt-2"}}
