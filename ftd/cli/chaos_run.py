@@ -12,6 +12,7 @@ from ftd.cli.options import (
     run_async,
     with_cluster_options,
 )
+from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def run(
     from ftd.faults.chaos.scenario import load_scenario
     from ftd.observe.view.files import require_directory, write_file
 
+    _check_options(where, logs, local=local)
     loaded = [load_scenario(path) for path in scenarios]
     for file, option in ((junit, "--junit"), (json_file, "--json")):
         if file is not None:
@@ -72,6 +74,27 @@ def run(
     if json_file is not None:
         write_file(json_file, encode_documents(all_played), "--json")
     raise typer.Exit(0 if all(played.met for played in all_played) else 1)
+
+
+def _check_options(where: ClusterOptions, logs: Path | None, *, local: bool) -> None:
+    """:raises ConfigurationError: an option has no effect with or without ``--local``."""
+    if logs is not None and not local:
+        raise ConfigurationError(
+            "only the logs of a cluster that is started for the scenarios can be written",
+            field="--logs",
+            remedy="add --local, or leave it out",
+        )
+    for option, given in (
+        ("--broker", where.broker),
+        ("--cluster", where.cluster),
+        ("--config", where.config),
+    ):
+        if given is not None and local:
+            raise ConfigurationError(
+                "it names a running cluster, and --local starts one",
+                field=option,
+                remedy=f"leave out --local or {option}",
+            )
 
 
 async def play_locally(

@@ -18,6 +18,11 @@ from tests.helpers.commands import ftd_here
         (["disconnect", "node-2", "--for", "inf"], "--for: inf is not allowed (write seconds above 0)"),
         (["stop", "node-2", "--for", "nan"], "--for: nan is not allowed"),
         (["hang", "node-2", "--for", "0"], "--for: 0 is not allowed"),
+        (["run", "none.toml", "--logs", "logs"], "--logs: only the logs of a cluster that is started"),
+        (
+            ["run", "none.toml", "--local", "--cluster", "lab"],
+            "--cluster: it names a running cluster, and --local starts one (leave out --local or --cluster)",
+        ),
         (["slow", "node-2", "--factor", "inf"], "--factor: inf is not allowed (write 1 or more)"),
     ],
 )
