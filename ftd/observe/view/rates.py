@@ -26,9 +26,13 @@ def committed_at_s(steps: Sequence[ReportedStep]) -> list[float]:
     return times
 
 
-def started_at_s(steps: Sequence[ReportedStep]) -> float:
-    """Return when the first step began. There must be a step."""
-    return steps[0].at_s - (steps[0].step_s or 0.0)
+def started_at_s(report: Report) -> float:
+    """Return when the first step began, which a rollback may have undone. There must be a step."""
+    first, start = report.steps[0], report.start
+    committed_at = first.at_s
+    if start is not None:
+        committed_at = min(committed_at, start.at_s + (start.total_ms - (start.detected_ms or 0.0)) / 1000)
+    return committed_at - (first.step_s or 0.0)
 
 
 def counts_tokens(report: Report) -> bool:
@@ -55,7 +59,7 @@ def throughput_series(report: Report, *, bins: int = 240) -> Series:
     steps, computed = report.steps, amounts_per_step(report)
     if not computed or len(steps) < 2:
         return []
-    begin, end = started_at_s(steps), steps[-1].at_s
+    begin, end = started_at_s(report), steps[-1].at_s
     width = max(end - begin, 1e-9) / bins
     sums = [0.0] * bins
     for at_s, amount in zip(committed_at_s(steps), computed, strict=True):
@@ -99,7 +103,7 @@ def goodput_series(report: Report) -> Series:
     """
     if not report.steps:
         return []
-    begin, useful_s, series = started_at_s(report.steps), 0.0, []
+    begin, useful_s, series = started_at_s(report), 0.0, []
     for step, at_s in zip(report.steps, committed_at_s(report.steps), strict=True):
         useful_s += step.step_s or 0.0
         elapsed_s = at_s - begin

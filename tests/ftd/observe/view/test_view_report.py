@@ -14,7 +14,7 @@ from rich.console import Console
 from ftd.observe.run_model import RunModel, phases_ms
 from ftd.observe.view.document import SCHEMA_VERSION, Report, ReportError
 from ftd.observe.view.pages.report_page import render_report_page
-from ftd.observe.view.rates import counts_tokens, learning_rates, throughput_series
+from ftd.observe.view.rates import counts_tokens, goodput_series, learning_rates, throughput_series
 from ftd.observe.view.report import build_report
 from ftd.observe.view.schema import schema_of
 from ftd.observe.view.sentences import describe_decision, describe_recovery
@@ -410,6 +410,31 @@ def test_the_commit_gap_of_a_rollback_begins_with_the_last_undone_step(event: Ma
     # The journal has forgotten the undone steps.
     (unknown,) = built([one for one in events if (one["step"] or 0) < 8 or one["generation"] != 1]).recoveries
     assert unknown.commit_gap_ms is None
+
+
+def test_goodput_counts_from_the_first_step_although_a_rollback_undid_it(event: Make, recovery: Make) -> None:
+    def steps(first_at: float, generation: int, last: int) -> list[Json]:
+        details = {"loss": 1.0, "step_s": 1.0}
+        return [
+            event("StepCommitted", first_at + n, step=1001 + n, generation=generation, details=details)
+            for n in range(last - 1000)
+        ]
+
+    start = recovery("start", 1, 1000, detected_at=10.0, total_ms=1000.0)
+    events = [
+        event("JobSubmitted", 9.0, details={"name": "gpt", "steps": 1100, "job": "gpt-1", "global_batch": 2}),
+        *steps(11.0, 1, 1050),
+        event("RecoveryCompleted", 11.0, generation=1, details={"recovery": start}),
+        event("RolledBack", 70.0, generation=2, step=1000, details={"to_step": 1000, "undone_steps": 50}),
+        *steps(71.0, 2, 1100),
+    ]
+    run = RunModel()
+    for one in events:
+        run.on_event(one)
+    report = build_report(run)
+    assert goodput_series(report)[-1][1] == pytest.approx(100 / 160)
+    assert run.goodput.ratio(170.0) == pytest.approx(100 / 160)
+    assert throughput_series(report)[0][1] == 0.0
 
 
 def page(report: Report) -> str:
