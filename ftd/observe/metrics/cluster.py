@@ -168,6 +168,8 @@ class ClusterMetrics(CommonMetrics):
         match event.name:
             case "LeaderElected":
                 self._takeovers.inc()
+                # It did not see the steps and checkpoints of the meantime, nor perhaps another job.
+                self._run, self._checkpoint_at = RunModel(most=MAX_ENTRIES), None
             case "SnapshotCompleted":
                 self._snapshots.inc()
                 self._copy_s.observe(details["copy_s"])

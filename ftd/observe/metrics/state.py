@@ -122,6 +122,7 @@ def _checkpoints(
     )
     yield from _gauge(
         "ftd_checkpoint_age_seconds",
-        "Time since the newest persistent checkpoint was written; absent if this process did not see it.",
+        "Time since the newest persistent checkpoint was written; absent if this process did not see it, or took "
+        "over since.",
         None if checkpoint_at is None else now - checkpoint_at,
     )

@@ -28,6 +28,7 @@ from ftd.observe.metrics.cluster import ClusterMetrics
 from ftd.observe.metrics.common import MAX_EVENT_NAMES
 from ftd.observe.metrics.node import NodeMetrics, NodeSample
 from ftd.observe.metrics.server import MAX_CONNECTIONS, MetricsServer
+from ftd.observe.metrics.state import collect_state_metrics
 from ftd.transport.mqtt.mosquitto import free_port
 from ftd.transport.wire.public import EventMessage
 from statemachine.agent.events import TrainerConnected, TrainerReported
@@ -174,6 +175,38 @@ def test_a_finished_job_keeps_its_goodput_and_the_next_starts_over(
     commit(cluster, 1, None)
     assert value(cluster, "ftd_goodput_ratio") == 1.0
     assert value(cluster, "ftd_step_seconds_count") == 2, "a step whose time is not known is not timed"
+
+
+def test_a_coordinator_that_leads_again_forgets_what_it_saw_before(
+    cluster: ClusterMetrics, clock: Clock
+) -> None:
+    """Meanwhile another coordinator led, under which steps were committed and checkpoints written."""
+    machine = {
+        **ClusterMachine(Timing()).public_state(),
+        "checkpoint": {"url": "/c", "step": 400, "size_bytes": 1},
+    }
+
+    def age() -> float | None:
+        metrics = collect_state_metrics(
+            machine, now=clock.now, goodput=None, checkpoint_at=cluster._checkpoint_at
+        )
+        return {one.name: one.samples[0].value for one in metrics if one.samples}.get(
+            "ftd_checkpoint_age_seconds"
+        )
+
+    for step in range(1, 11):
+        clock.now += 1.0
+        commit(cluster, step)
+    emit(cluster, "CheckpointCompleted", 10, took_s=2.0, size_bytes=1, pruned=[])
+    assert value(cluster, "ftd_goodput_ratio") == pytest.approx(1.0) and age() == 0.0
+    clock.now += 10_000.0
+    emit(cluster, "LeaderElected", leader="a", term=3, took_s=0.1)
+    assert value(cluster, "ftd_goodput_ratio") is None and age() is None
+    for step in (9_001, 9_002):
+        clock.now += 1.0
+        commit(cluster, step)
+    assert value(cluster, "ftd_goodput_ratio") == pytest.approx(1.0)
+    assert value(cluster, "ftd_committed_steps_total") == 12
 
 
 def node_event(name: str, **details: Any) -> EventMessage:
