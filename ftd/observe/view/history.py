@@ -32,16 +32,31 @@ def build_job_report(job: str, events: Sequence[JsonMap], steps: Sequence[JsonMa
     :param steps: result of ``ClusterClient.history(what="steps")``.
     :raises FtdError: no such job is known; the message names the known jobs.
     """
-    runs = _split_runs(events)
+    head, runs = _split_runs(events)
     found = [
         i for i, run in enumerate(runs) if job in (_details(run[0]).get("job"), _details(run[0]).get("name"))
     ]
+    if not found and head and (job_id := _find_headless(job, runs, steps)) is not None:
+        name = job_id.rpartition("-")[0]
+        return _build(on_one_clock(head, _steps_of(job_id, steps)), job={"id": job_id, "name": name})
     if not found:
         known = ", ".join(sorted({str(_details(run[0]).get("job")) for run in runs})) or "none"
         raise FtdError(f"nothing is known of a job {job!r} (known: {known})")
     job_events = runs[found[-1]]
-    job_id = _details(job_events[0]).get("job")
-    return _build(on_one_clock(job_events, [step for step in steps if step["job"] == job_id]))
+    return _build(on_one_clock(job_events, _steps_of(_details(job_events[0]).get("job"), steps)))
+
+
+def _find_headless(job: str, runs: Sequence[Sequence[JsonMap]], steps: Sequence[JsonMap]) -> str | None:
+    """Return the id of a job of this id or name whose first events the journal no longer has: the newest one whose
+    submission is missing.
+    """
+    submitted = {_details(run[0]).get("job") for run in runs}
+    newest = next((str(step["job"]) for step in reversed(steps) if step["job"] not in submitted), "")
+    return newest if newest and job in (newest, newest.rpartition("-")[0]) else None
+
+
+def _steps_of(job_id: object, steps: Sequence[JsonMap]) -> list[JsonMap]:
+    return [step for step in steps if step["job"] == job_id]
 
 
 def find_recovery(generation: int, events: Sequence[JsonMap]) -> tuple[Report, ReportedRecovery]:
@@ -50,7 +65,8 @@ def find_recovery(generation: int, events: Sequence[JsonMap]) -> tuple[Report, R
     :raises FtdError: no recovery of that generation is known; the message names the known ones.
     """
     known: list[int] = []
-    for run in _split_runs(events):
+    head, runs = _split_runs(events)
+    for run in (head, *runs):
         report = _build(on_one_clock(run))
         recoveries = [*([report.start] if report.start else []), *report.recoveries]
         for recovery in recoveries:
@@ -61,23 +77,25 @@ def find_recovery(generation: int, events: Sequence[JsonMap]) -> tuple[Report, R
     raise FtdError(f"no recovery of generation {generation} is known (known: {known_text})")
 
 
-def _build(events: Iterable[JsonMap]) -> Report:
+def _build(events: Iterable[JsonMap], job: JsonMap | None = None) -> Report:
+    """Return the report of a run. Of a job whose submission is missing, ``job`` says what is known."""
     run = RunModel()
+    run.job.update(job or {})
     for event in events:
         run.on_event(event)
     report = build_report(run)
     return report if report.outcome != "unfinished" else replace(report, outcome_reason=UNDER_WAY)
 
 
-def _split_runs(events: Sequence[JsonMap]) -> list[list[JsonMap]]:
-    """Split the events into runs, from each submission to the next."""
+def _split_runs(events: Sequence[JsonMap]) -> tuple[list[JsonMap], list[list[JsonMap]]]:
+    """Return the events before the first submission, and those of each run, from a submission to the next."""
+    head: list[JsonMap] = []
     runs: list[list[JsonMap]] = []
     for event in events:
         if event["event"] == "JobSubmitted":
             runs.append([])
-        if runs:
-            runs[-1].append(event)
-    return runs
+        (runs[-1] if runs else head).append(event)
+    return head, runs
 
 
 def on_one_clock(events: Sequence[JsonMap], steps: Sequence[JsonMap] = ()) -> Iterator[dict[str, Any]]:

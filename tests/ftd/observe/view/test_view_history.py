@@ -84,6 +84,25 @@ def test_no_step_is_lost_if_the_wall_clock_is_set_back_after_the_submission(
     assert report.start is not None and report.outcome == "finished"
 
 
+@pytest.mark.parametrize("name", ["gpt", JOB])
+def test_the_report_of_a_long_job_lacks_only_its_first_events(
+    history: tuple[list[Json], list[Json]], name: str
+) -> None:
+    """The journal has forgotten the submission and what followed it."""
+    events, steps = history
+    left = [one for one in events if one["monotonic"] > 1004.0]
+    report = build_job_report(name, left, steps[10:])
+    assert (report.job.job_id, report.job.name, report.outcome) == (JOB, "gpt", "finished")
+    assert [step.step for step in report.steps] == [*range(11, 121)]
+    assert [one.cause for one in report.recoveries] == ["node_lost", "node_joined"]
+    later = events[0] | {"details": {"name": "next", "job": "next-1"}, "at": "2026-05-05T12:00:00Z"}
+    assert build_job_report(name, [*left, later], steps[10:]).job.job_id == JOB
+    generation = report.recoveries[0].generation
+    assert find_recovery(generation, left)[1].cause == "node_lost"
+    with pytest.raises(FtdError, match="nothing is known of a job 'gp'"):
+        build_job_report("gp", left, steps)
+
+
 def test_a_name_selects_its_newest_job(history: tuple[list[Json], list[Json]]) -> None:
     events, steps = history
     later = events[0] | {"details": events[0]["details"] | {"job": "gpt-2"}}
