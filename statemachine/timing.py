@@ -182,6 +182,11 @@ class Timing:
                 f"timing: leader_silence_s ({self.leader_silence_s}) must be at least twice leader_heartbeat_s "
                 f"({self.leader_heartbeat_s}), or one late heartbeat would depose a leader"
             )
+        if self.lost_record_timeout_s <= self.leader_silence_s:
+            raise ValueError(
+                f"timing: lost_record_timeout_s ({self.lost_record_timeout_s}) must be above leader_silence_s "
+                f"({self.leader_silence_s}), or a coordinator with an older journal would not wait for a newer one"
+            )
         if not self.straggler_speed < self.straggler_recovered_speed <= 1:
             raise ValueError(
                 f"timing: straggler_recovered_speed ({self.straggler_recovered_speed}) must be above "

@@ -237,6 +237,7 @@ class Cluster:
                 election_s=0.01,
                 leader_heartbeat_s=LATER_S,
                 leader_silence_s=3 * LATER_S,
+                lost_record_timeout_s=4 * LATER_S,
                 heartbeat_s=LATER_S,
                 silence_s=3 * LATER_S,
             ),

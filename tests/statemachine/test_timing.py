@@ -18,6 +18,8 @@ def test_the_defaults_are_in_order() -> None:
         ("quiesce_s", 0.0, "quiesce_s must be positive"),
         ("silence_s", 0.4, "at least twice heartbeat_s"),
         ("hello_retry_s", 5.0, "must not exceed silence_s"),
+        ("lost_record_timeout_s", 2.5, "must be above leader_silence_s"),
+        ("leader_silence_s", 40.0, "lost_record_timeout_s .30.0. must be above"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(field: str, value: float, message: str) -> None:

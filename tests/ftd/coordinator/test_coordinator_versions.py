@@ -56,7 +56,8 @@ class Host:
         self.journal = directory / f"state-{name}" / "journal.sqlite"
         self.config.write_text(
             f'cluster = "t"\n[broker]\nurl = "mqtt://127.0.0.1:{port}"\n[dashboard]\nlisten = ""\n'
-            f'[coordinator]\nname = "{name}"\nstate_dir = "state-{name}"\n[timing]\nleader_silence_s = 60.0\n'
+            f'[coordinator]\nname = "{name}"\nstate_dir = "state-{name}"\n'
+            "[timing]\nleader_silence_s = 60.0\nlost_record_timeout_s = 61.0\n"
         )
         self.process: subprocess.Popen[bytes] | None = None
 
