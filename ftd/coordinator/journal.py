@@ -278,6 +278,11 @@ class Journal:
         self._buffer.append((message, is_new))
         return is_new
 
+    @property
+    def unwritten(self) -> int:
+        """Number of events that were recorded and not written yet."""
+        return len(self._buffer)
+
     def flush(self) -> None:
         """Write what was recorded.
 

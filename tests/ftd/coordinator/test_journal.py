@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ftd.coordinator.journal as module
-from ftd.coordinator.events import EventStream
+from ftd.coordinator.events import MAX_UNWRITTEN, EventStream
 from ftd.coordinator.journal import MAX_PAGE, Journal
 from ftd.coordinator.leadership import InitialLead, Takeover
 from ftd.coordinator.ports import Observer, Program
@@ -93,6 +93,27 @@ def test_an_event_without_the_step_that_it_needs_does_not_block_a_standbys_journ
     with sqlite3.connect(journal.path) as stored:
         assert stored.execute("SELECT step FROM evaluations").fetchall() == [(7,)]
     stored.close()
+
+
+def test_a_standby_writes_events_that_no_journal_of_the_leader_accompanies(tmp_path: Path) -> None:
+    """One that cannot read the leader's journal saves no copy of it, for as long as it stays."""
+    journal = Journal(tmp_path)
+    stream = EventStream(
+        Topics(cluster="ftd"),
+        journal,
+        cast(Any, None),
+        now=CLOCK.monotonic_s,
+        observer=Observer(),
+        on_node_event=lambda _: None,
+    )
+    for number in range(2 * MAX_UNWRITTEN + 7):
+        message = msgspec.structs.replace(event("BrokerLost"), id=f"e-{number}")
+        stream.receive_as_follower(encode_json(message))
+        assert len(journal._buffer) < MAX_UNWRITTEN
+    with sqlite3.connect(journal.path) as stored:
+        assert stored.execute("SELECT COUNT(*) FROM events").fetchall() == [(2 * MAX_UNWRITTEN,)]
+    stored.close()
+    journal.close()
 
 
 def test_a_new_journal_is_empty(tmp_path: Path) -> None:
