@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import aiomqtt
 import structlog
 from aiomqtt.exceptions import MqttConnectError
+from paho.mqtt.reasoncodes import ReasonCode
 
 from ftd.errors import ConfigurationError, UnreachableError
 from ftd.transport.address import BrokerAddress
@@ -42,6 +43,8 @@ MAX_PENDING = 10_000
 MAX_SENDING = 1024
 """Most messages that wait for the broker's acknowledgement at the same time; further ones wait to be sent."""
 _MAX_PACKET_ID = 65_535
+_REFUSED = 0x80
+"""Least code in a SUBACK that is a failure."""
 READ_INTERVAL_S = 0.2
 ECHO_S = 5.0
 """Time after which a client with a last will should have received its own state, which it publishes when it
@@ -242,10 +245,11 @@ class MqttSession:
                 guard = asyncio.create_task(_read_regularly(client))
                 try:
                     if self._subscriptions:
-                        await client.subscribe(list(self._subscriptions))
+                        codes = await client.subscribe(list(self._subscriptions))
+                        self._log_refused(codes)
                     self._fast_path = fast_path
                     up, self._received_own = True, False
-                    if self._will is not None and (self._will.topic, 1) in self._subscriptions:
+                    if self._will is not None and self._receives(self._will.topic):
                         loop = asyncio.get_running_loop()
                         echo = loop.call_later(ECHO_S, self._log_missing_echo, self._will.topic)
                     self._on_up()
@@ -284,6 +288,21 @@ class MqttSession:
         _, frozen = await asyncio.wait([client._disconnected], timeout=LEAVE_S)
         if frozen:
             fast_path.abort()
+
+    def _receives(self, topic: str) -> bool:
+        """Return whether a message on this topic comes back, with an acknowledgement."""
+        all_of_kind = f"{topic.rpartition('/')[0]}/+"
+        return not {(topic, 1), (all_of_kind, 1)}.isdisjoint(self._subscriptions)
+
+    def _log_refused(self, codes: Sequence[int | ReasonCode]) -> None:
+        """Log the subscriptions that the broker refused; it accepts the others of the same packet."""
+        for (topic, _), code in zip(self._subscriptions, codes, strict=False):
+            if (code if isinstance(code, int) else code.value) >= _REFUSED:
+                user = self.broker.username or "(anonymous)"
+                remedy = "does the broker's ACL allow this user to read this topic (ftd acl)?"
+                _log.error(
+                    "subscription_refused", broker=self.broker.url, topic=topic, user=user, remedy=remedy
+                )
 
     def _log_missing_echo(self, topic: str) -> None:
         if not self._received_own:

@@ -522,6 +522,52 @@ def test_a_server_that_is_no_broker_is_an_error_and_retried() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize(
+    ("codes", "complaints"),
+    [
+        (b"\x01\x01\x00", [("own_message_not_received", "c/peer/7")]),
+        (b"\x01\x80\x80", [("subscription_refused", "c/peer/+"), ("subscription_refused", "c/events")]),
+    ],
+)
+def test_rights_that_the_broker_refuses_are_logged(
+    codes: bytes, complaints: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator subscribes to its own presence with those of all others, and waits for it to come back."""
+    logged: list[tuple[str, str]] = []
+    monkeypatch.setattr("ftd.transport.mqtt.session.ECHO_S", 0.2)
+    monkeypatch.setattr(
+        "ftd.transport.mqtt.session._log.error", lambda name, *, topic, **_: logged.append((name, topic))
+    )
+
+    async def scene() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1000)
+            writer.write(b"\x20\x02\x00\x00")
+            subscribe = await reader.read(1000)
+            writer.write(bytes((0x90, 2 + len(codes))) + subscribe[2:4] + codes)
+            while await reader.read(1000):
+                pass
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        session = MqttSession(
+            BrokerAddress(host="127.0.0.1", port=server.sockets[0].getsockname()[1]),
+            client_id="a",
+            subscriptions=("c/leader", "c/peer/+"),
+            unacknowledged=("c/events",),
+            will=Will(topic="c/peer/7", payload=b"gone"),
+            on_message=lambda *_: None,
+        )
+        task = asyncio.create_task(session.run())
+        await until_async(lambda: len(logged) >= len(complaints))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        server.close()
+
+    asyncio.run(scene())
+    assert logged[: len(complaints)] == complaints
+
+
 # --- what amqtt gets wrong by itself (ftd.transport.mqtt.embedded) -------------------------------------------
 
 
