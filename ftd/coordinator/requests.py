@@ -18,7 +18,7 @@ from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Leadership
 from ftd.coordinator.ports import CheckpointOperations
 from ftd.driver import Driver
-from ftd.errors import ConfigurationError, WireError
+from ftd.errors import ConfigurationError, JournalError, WireError
 from ftd.snapshots.protection import make_bounded_code
 from ftd.transport.wire.public import (
     Answer,
@@ -107,7 +107,8 @@ class RequestHandler:
         try:
             _check_integers(msgspec.to_builtins(request))
             self._serve(request)
-        except ConfigurationError as error:
+        except (ConfigurationError, JournalError) as error:
+            # What cannot be written ends the coordinator with the next write of its driver.
             self.answer(request.request, accepted=False, detail=str(error))
 
     def answer(

@@ -1,6 +1,7 @@
 """Requests of clients to a coordinator whose broker, planner and checkpoints the test plays."""
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,14 @@ from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.ports import Observer, Ports, Program
 from ftd.driver import SystemClock
-from ftd.transport.wire.public import Answer, SnapshotRequest, SubmitRequest, decode_json, encode_json
+from ftd.transport.wire.public import (
+    Answer,
+    HistoryRequest,
+    SnapshotRequest,
+    SubmitRequest,
+    decode_json,
+    encode_json,
+)
 from statemachine.cluster.durable import durable
 from statemachine.election.leadership import Leader, Peer
 from statemachine.messages.values import CheckpointRecord, Job
@@ -144,3 +152,30 @@ def test_a_number_that_the_journal_cannot_hold_is_rejected(
         (True, "gpt"),
         (False, f"every_steps: {too_large}"),
     ]
+
+
+def test_a_client_learns_that_the_journal_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an answer it would take the coordinator for busy or gone."""
+
+    async def scene() -> list[Answer]:
+        coordinator = new_coordinator(tmp_path / "state", PlayedCheckpoints())
+        answers: list[Answer] = []
+
+        def publish(topic: str, payload: bytes, **_: Any) -> None:
+            if topic == coordinator.topics.reply("client"):
+                answers.append(decode_json(payload, Answer))
+
+        monkeypatch.setattr(coordinator.leadership, "publish", publish)
+        with sqlite3.connect(coordinator.journal.path) as other:
+            other.execute("DROP TABLE events")
+        other.close()
+        request = HistoryRequest(request="r1", reply="client")
+        coordinator._on_message(coordinator.topics.request, encode_json(request), False)
+        coordinator.journal.close()
+        return answers
+
+    [answer] = asyncio.run(scene())
+    assert not answer.accepted
+    assert "journal.sqlite cannot be read: no such table: events" in answer.detail
