@@ -222,9 +222,10 @@ def send_finished(a: Agent) -> None:
 
 
 def send_steps(a: Agent) -> None:
-    if a.resume is not None and a.unsent:
-        steps = tuple(a.unsent)
-        a.send(Stepped(generation=a.resume.generation, steps=steps, step_s=a.step_s, lineage=a.lineage))
+    if a.resume is not None:
+        for first in range(0, len(a.unsent), STEPS_PER_MESSAGE):
+            steps = tuple(a.unsent[first : first + STEPS_PER_MESSAGE])
+            a.send(Stepped(generation=a.resume.generation, steps=steps, step_s=a.step_s, lineage=a.lineage))
     a.unsent.clear()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from planner.values import StatePart
+from statemachine.agent.commands import STEPS_PER_MESSAGE
 from statemachine.agent.events import (
     AgentStarted,
     SnapshotRepaired,
@@ -295,6 +296,18 @@ def test_steps_are_reported_by_the_node_of_rank_zero_and_batched() -> None:
     assert not d.signals()
     d.fire("stepped", 0.05)
     assert [s.step for s in d.signals(Stepped)[0].steps] == [2, 3]
+
+
+def test_each_message_has_no_more_steps_than_fit_into_one_signal() -> None:
+    """A daemon that was stopped receives many at once, and ``stepped_s`` may be long."""
+    d = running()
+    last = 2 * STEPS_PER_MESSAGE + 7
+    for step in range(1, last + 1):
+        d.stepped(step)
+    d.fire("stepped", 0.05)
+    parts = [[one.step for one in signal.steps] for signal in d.signals(Stepped)]
+    assert [len(part) for part in parts] == [STEPS_PER_MESSAGE, STEPS_PER_MESSAGE, 6]
+    assert [step for part in parts for step in part] == list(range(2, last + 1))
 
 
 def test_other_nodes_remember_steps_for_requests() -> None:
