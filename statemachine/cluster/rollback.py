@@ -166,7 +166,8 @@ def _may_hold(c: Cluster, newest: Snapshot) -> list[str]:
 def _continue_without_memory(c: Cluster, reason: str) -> None:
     """Search for a persistent checkpoint, since no memory has the state; fail the job if it writes none."""
     if not search_checkpoint(c, reason):
-        raised = c.last_failure.strip().splitlines()[-1] if c.raised else ""
+        # Restores that failed are counted with the errors of the job's code, and leave no error of it.
+        raised = c.last_failure.strip().splitlines()[-1] if c.raised and c.repeated_error is not None else ""
         why = f"the job's code raised, {raised}, and then {reason}" if raised else reason
         fail(c, f"{why}; last failure: {c.last_failure}" if c.last_failure else why)
 

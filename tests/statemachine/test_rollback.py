@@ -269,6 +269,28 @@ def test_what_a_trainer_cannot_take_from_a_snapshot_is_the_trainer_s_fault() -> 
     assert s.machine.phase is ClusterPhase.QUIESCING
 
 
+def test_a_job_fails_without_its_state_although_no_trainer_ever_failed_but_a_restore() -> None:
+    """A failed restore is not an error of the job's code."""
+    s = restoring()
+    s.say("node-0", RestoreFailed(generation=3, detail="no space left on device"))
+    s.feed(NodeVanished, node="node-3", incarnation=203)
+    s.survivors(4)
+    s.plan_or_not()
+    s.check()
+    assert "may still hold it" in waiting_for(s)
+    s.wait(29.0)
+    s.hello("node-8", 108)
+    s.fire("pause_limit", 1.0)
+    s.say("node-8", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.survivors(5)
+    s.quiesced("node-8", 5, report())
+    s.plan_or_not()
+    s.check()
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert s.events("JobFailed")[0].reason.startswith("no usable device holds layers")
+
+
 def test_a_corrupt_part_of_a_snapshot_skips_no_checkpoint() -> None:
     s = restoring()
     s.say("node-0", RestoreFailed(generation=3, detail="a digest differs", bad=("node-3",), corrupt=True))
