@@ -63,8 +63,9 @@ class Will:
     payload: bytes
 
 
-_CONNECTION_ERRORS = (aiomqtt.MqttError, OSError, ConfigurationError)
-"""Errors that end a connection. ``ConfigurationError`` occurs while a certificate is being renewed.
+_CONNECTION_ERRORS = (aiomqtt.MqttError, OSError, ConfigurationError, RuntimeError)
+"""Errors that end a connection. ``ConfigurationError`` occurs while a certificate is being renewed, ``RuntimeError``
+if this host has no thread left in which to connect.
 """
 
 PendingMessage = tuple[str, bytes, bool, Callable[[], None]]

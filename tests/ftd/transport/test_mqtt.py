@@ -500,6 +500,27 @@ def test_a_briefly_missing_certificate_does_not_end_a_session(tmp_path: Path) ->
     asyncio.run(body())
 
 
+def test_a_host_without_a_free_thread_does_not_end_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose session ended would stay away from the broker, and nobody would know why."""
+
+    async def scene() -> None:
+        def no_thread(*_: object) -> Any:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", no_thread)
+        address = BrokerAddress(host="127.0.0.1", port=free_port())
+        session = MqttSession(address, client_id="crowded", on_message=lambda *_: None)
+        task = asyncio.create_task(session.run())
+        await until_async(lambda: task.done() or "new thread" in session.problem)
+        assert not task.done()
+        monkeypatch.undo()
+        await until_async(lambda: "refused" in session.problem)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
 def test_a_server_that_is_no_broker_is_an_error_and_retried() -> None:
     async def scene() -> None:
         async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
