@@ -15,6 +15,7 @@ from ftd.errors import RequestRejected, UnreachableError, WireError
 from ftd.transport.address import ClusterAddress
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.codec import check_size
 from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import (
     Answer,
@@ -118,7 +119,7 @@ class ClusterClient:
 
         :param timeout_s: limit for the answer; ``None`` for as long as the answer to such a request may take.
 
-        :raises RequestRejected: the answer is no.
+        :raises RequestRejected: the answer is no, or the request is too large to be read.
         :raises UnreachableError: no answer arrives in time.
         """
         if timeout_s is None:
@@ -128,6 +129,10 @@ class ClusterClient:
             )
             timeout_s = SOLVER_ANSWER_S if solver else DECISION_ANSWER_S if decided else ANSWER_S
         payload = encode_json(request)
+        try:
+            check_size(payload)
+        except WireError as error:  # Nobody reads who sent it, so nobody answers.
+            raise RequestRejected(f"the request is too large: {error}") from None
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.request] = answer
         deadline = asyncio.get_running_loop().time() + timeout_s

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.ports import Observer, Ports, Program
 from ftd.driver import SystemClock
+from ftd.errors import RequestRejected
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
 from ftd.transport.wire.public import (
     Answer,
     HistoryRequest,
@@ -179,3 +183,15 @@ def test_a_client_learns_that_the_journal_cannot_be_read(
     [answer] = asyncio.run(scene())
     assert not answer.accepted
     assert "journal.sqlite cannot be read: no such table: events" in answer.detail
+
+
+def test_a_request_that_nobody_would_read_is_rejected_at_once(tmp_path: Path) -> None:
+    data = job_data(tmp_path)
+    job = msgspec.structs.replace(data, training={**data.training, "arguments": {"text": "x" * 2**20}})
+
+    async def scene() -> None:
+        client = ClusterClient(ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=1)))
+        with pytest.raises(RequestRejected, match=r"too large: payload of .* bytes; at most 1048576"):
+            await client.request(SubmitRequest(**client.envelope(), job=job), timeout_s=0.1)
+
+    asyncio.run(scene())
