@@ -147,7 +147,7 @@ class EventStream:
         message = _checked(decode_json(payload, EventMessage))
         if self._journal.record(message):
             self._observer.on_published(message, message.source == SOURCE)
-        if self._journal.unwritten % MAX_UNWRITTEN == 0:
+        if self._journal.unwritten >= MAX_UNWRITTEN:
             self._journal.flush()
 
     def receive_as_leader(self, payload: bytes) -> None:
