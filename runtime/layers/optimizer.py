@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo  # An optimizer's first use imports this (0.8 s); here it happens before trainers are forked.
 from torch import Tensor, nn
@@ -281,6 +282,8 @@ def _plain(value: Any, what: str) -> Any:
     numbers.
     """
     match value:
+        case np.generic() if isinstance(value.item(), Scalar):
+            return value.item()  # A schedule that computes with numpy makes such learning rates.
         case None | bool() | int() | float() | str():
             return value
         case Tensor() if value.dim() == 0:
