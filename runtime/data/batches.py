@@ -4,6 +4,7 @@ The rows of a batch are dim 0 of its tensors. A batch is always made for a whole
 devices that share a microbatch take slices of it afterwards.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -321,6 +322,8 @@ def first_difference(one: Batch, other: Batch) -> str | None:
         case Tensor():
             equal = one.dtype == other.dtype and one.shape == other.shape
             return None if equal and torch.equal(flat_bytes(one), flat_bytes(other)) else ""
+        case float() if math.isnan(one) and math.isnan(other):
+            return None
         case dict() if one.keys() == other.keys():
             parts = [(f"[{key!r}]", item, other[key]) for key, item in one.items()]
         case tuple() | list() if len(one) == len(other):

@@ -191,6 +191,8 @@ def test_differences_are_found_where_they_are() -> None:
     assert first_difference(BATCH, slice_rows(BATCH, 0, 4, 4)) is None
     nan = {"x": torch.tensor([float("nan")])}
     assert first_difference(nan, {"x": nan["x"].clone()}) is None
+    assert first_difference({"mean": float("nan")}, {"mean": float("nan")}) is None
+    assert first_difference({"mean": float("nan")}, {"mean": 1.0}) == "['mean']"
     assert first_difference(BATCH, BATCH | {"more": (torch.zeros(4), [1, None])}) == "['more'][0]"
     assert first_difference(BATCH, BATCH | {"names": ["a", "b", "c", "e"]}) == "['names'][3]"
     assert first_difference(BATCH, {}) == ""
