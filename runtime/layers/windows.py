@@ -336,23 +336,25 @@ class WindowedModule:
         That code runs in every window, and in all but one of them it gets stand-ins as input. The module must
         be whole (``_whole``).
         """
-        own = {
-            f"{name}.{key}" if name else key: buffer
+        saved = [
+            (f"{name}.{key}" if name else key, module, key, buffer, buffer.clone())
             for name, module in self.root.named_modules()
-            if id(module) in self._ancestors
             for key, buffer in module.named_buffers(recurse=False)
-        }
+        ]
+        own = [one for one in saved if id(one[1]) in self._ancestors]
         if not own:
             return
-        saved = [(buffer, buffer.clone()) for buffer in self.root.buffers()]
-        before = {name: buffer.clone() for name, buffer in own.items()}
         try:
             with torch.no_grad(), torch.random.fork_rng():
                 self._call(batch)
-            changed = [name for name, buffer in own.items() if not torch.equal(buffer, before[name])]
+            # Code may change a buffer in place, or assign another tensor to it.
+            changed = [
+                name for name, module, key, _, value in own if not torch.equal(getattr(module, key), value)
+            ]
         finally:
-            for buffer, value in saved:
+            for _, module, key, buffer, value in saved:
                 buffer.copy_(value)
+                setattr(module, key, buffer)
         if changed:
             raise TrainingError(
                 f"{self._uncut}: its forward changes {', '.join(changed)} around the blocks; move such a buffer "

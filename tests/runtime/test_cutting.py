@@ -305,6 +305,18 @@ class Averaging(Chain):
         return x + self.average
 
 
+class Assigning(Averaging):
+    """A module that assigns another tensor to a buffer of its own in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return x
+
+
 class Output(NamedTuple):
     y: Tensor
 
@@ -347,6 +359,7 @@ REFUSED = [
     ),
     (Counting, {}, r"Counting cannot be cut .*keeps state from one call to the next"),
     (Averaging, {}, rf"Averaging cannot be cut .*: its forward changes average around .*{WAYS_OUT}"),
+    (Assigning, {}, r"Assigning cannot be cut .*: its forward changes average around "),
     (
         Chain,
         {"split": ["blocks.0", "head"]},
