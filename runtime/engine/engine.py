@@ -42,7 +42,7 @@ from runtime.errors import TrainingError
 from runtime.groups.communicator import CommunicationEdge, Communicator, Members
 from runtime.layers.digests import StateDigest, flip_bit, read_sums
 from runtime.layers.finite_values import FiniteValues
-from runtime.layers.model import Model, first_batch
+from runtime.layers.model import Model, ModelTensor, first_batch
 from runtime.layers.optimizer import Optimization
 from runtime.layers.parked import ParkedLayers
 from runtime.layers.state import LayerStates, StateError
@@ -188,7 +188,7 @@ class Engine:
         """Whether the committed state is to be compared with that of other owners."""
         self._sharded = False
         """Whether this rank's stage shards, so that the rank has no whole layer."""
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[tuple[ModelTensor, Tensor]] = []
         self._communicator: Communicator | None = None
         self._gradients: GradientBuffers | None = None
         self._executor: StageExecutor | None = None
@@ -790,7 +790,7 @@ class Engine:
         twice.
         """
         self._buffers = [
-            (tensor.value, tensor.value.clone())
+            (tensor, tensor.value.clone())
             for layer in sorted(self.owned_layers)
             for tensor in self.model.tensors_of(layer)
             if tensor.kind == "buffer"
@@ -817,7 +817,7 @@ class Engine:
         self.ready_step = None
         with torch.no_grad():
             for buffer, value in self._buffers:
-                buffer.copy_(value)
+                buffer.value.copy_(value)  # A layer may have assigned another tensor to the attribute.
         self._buffers = []
 
     def _leave(self) -> None:

@@ -119,6 +119,38 @@ def test_gradients_in_flight_are_discarded_and_the_step_is_redone(data: Training
     assert losses == pytest.approx(expected[1:], rel=1e-12)
 
 
+ASSIGNED = """
+    class Counted(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count = self.count + len(x)
+            return super().forward(x)
+
+    def build():
+        return Training(layers=[Counted()], loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
+"""
+
+
+def test_an_assigned_buffer_does_not_count_the_rows_of_a_discarded_step(tmp_path: Path) -> None:
+    script(tmp_path, ASSIGNED)
+    engine = engine_of(data_for("mine.py:build", tmp_path))
+
+    def count() -> float:
+        return next(float(one.value) for one in engine.model.tensors_of(0) if one.kind == "buffer")
+
+    enter(engine, 0)
+    first = engine.step(no).vote
+    assert count() == 16
+    stop_at_vote(engine)
+    enter(engine, 1, first)
+    assert count() == 16
+    engine.step(no)
+    assert count() == 32
+
+
 def test_a_rank_that_was_absent_holds_nothing(data: TrainingData) -> None:
     engine = engine_of(data)
     engine.commit_or_discard(7, Vote(loss=1.0, gradient_norm=1.0))
