@@ -256,14 +256,16 @@ def leaves_of(batch: Batch) -> Iterator[Any]:
             yield batch
 
 
-def count_rows(batch: Batch) -> int:
-    """Return the size of dim 0 of the first tensor that has dimensions.
+def count_rows(batch: Batch, rows: int | None = None) -> int:
+    """Return the size of dim 0 of the first tensor that has dimensions, or ``rows`` if any tensor has that size: a
+    batch may begin with a tensor that has no rows, such as a mask of positions.
 
+    :param rows: number of samples in the batch, which may be packed to fewer rows.
     :raises TrainingError: no tensor has dimensions.
     """
-    for leaf in leaves_of(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return len(leaf)
+    sizes = [len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if sizes:
+        return rows if rows is not None and rows in sizes else sizes[0]
     raise TrainingError("no tensor of the batch has a dimension for the rows")
 
 
@@ -337,13 +339,15 @@ def first_difference(one: Batch, other: Batch) -> str | None:
     return None
 
 
-def signature(batch: Batch) -> Hashable:
+def signature(batch: Batch, rows: int | None = None) -> Hashable:
     """Return a key that is equal for batches of equal structure, types and shapes, except for the number of
     rows.
 
     Only the types of numbers, strings and ``None`` count.
+
+    :param rows: see ``count_rows``.
     """
-    return _signature(batch, count_rows(batch))
+    return _signature(batch, count_rows(batch, rows))
 
 
 def _signature(batch: Batch, rows: int) -> Hashable:

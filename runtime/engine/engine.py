@@ -207,11 +207,10 @@ class Engine:
     def warm_up(self) -> None:
         """Compile the layers if the job compiles them, so that neither a step nor a recovery has to."""
         if self.data.compile:
-            batch = first_batch(
-                self.model.training, self.data.microbatch_rows, PRECISIONS[self.data.precision].parameters
-            )
+            rows = self.data.microbatch_rows
+            batch = first_batch(self.model.training, rows, PRECISIONS[self.data.precision].parameters)
             with self.monitor.reading_data():  # The compiler may take long without being hung.
-                self.model.warm_up(to_device(batch, self.model.device), self.monitor.tick)
+                self.model.warm_up(to_device(batch, self.model.device), rows, self.monitor.tick)
 
     def close(self) -> None:
         """End the processes that read samples, because another job's engine replaces this one."""

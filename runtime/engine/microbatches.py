@@ -91,7 +91,8 @@ class StageMicrobatches:
         if not self._model.needs_batch:
             return None
         if microbatch not in self._signatures:
-            self._signatures[microbatch] = signature(self.batches(microbatch)[0])
+            rows = self.assignment(microbatch).rows
+            self._signatures[microbatch] = signature(self.batches(microbatch)[0], rows)
         return self._signatures[microbatch]
 
     def forward(
@@ -117,7 +118,9 @@ class StageMicrobatches:
         layers = assignment.first_layer, assignment.end_layer
         with self._monitor.trace.span("forward", microbatch), stopwatch.time_microbatch(microbatch):
             x = None if assignment.is_first else self._assembled(microbatch, received)
-            output = model.forward(*layers, x, step=self._step, row=row, batch=batch, train=train)
+            output = model.forward(
+                *layers, x, step=self._step, row=row, rows=assignment.rows, batch=batch, train=train
+            )
             if assignment.is_last:
                 with torch.set_grad_enabled(train):
                     total, weight = model.loss(output, batch, assignment.rows, host_batch)

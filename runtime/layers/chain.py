@@ -59,7 +59,7 @@ class LayerChain:
         """Return the first layer's input from a batch of (input, target)."""
         return tuple(batch[0]) if isinstance(batch[0], list | tuple) else batch[0]
 
-    def signature(self, batch: Batch) -> Any:
+    def signature(self, batch: Batch, rows: int) -> Any:
         """Return ``None``: all microbatches have the same shapes."""
         return None
 

@@ -120,7 +120,7 @@ class Loss:
         batch: Batch,
         rows: int,
         *,
-        whole: Callable[[Batch], Any],
+        whole: Callable[[Batch, int], Any],
         last: Callable[[Batch], Any],
         verified: bool = False,
     ) -> None:
@@ -128,7 +128,7 @@ class Loss:
         its parts.
 
         :param output: the model's output for all rows.
-        :param whole: runs the model in evaluation mode on some rows.
+        :param whole: runs the model in evaluation mode on a batch of so many rows.
         :param last: runs the last layer in evaluation mode on all rows, with other labels in the batch.
         :param verified: skip the comparison because another trainer makes it.
         :raises TrainingError: the loss fails, or is not a mean over rows.
@@ -147,11 +147,15 @@ class Loss:
         cuttable = self._function is not None and isinstance(output, Tensor | tuple | list | Mapping)
         with errors_of("the loss", " on a part of the rows"):
             found = [
-                self(_rows(output, *cut, rows) if cuttable else whole(part), part, cut[1] - cut[0])
+                self(
+                    _rows(output, *cut, rows) if cuttable else whole(part, cut[1] - cut[0]),
+                    part,
+                    cut[1] - cut[0],
+                )
                 for part, cut in zip(parts, cuts, strict=True)
             ]
             if not cuttable:
-                total, weight = self(whole(batch), batch, rows)
+                total, weight = self(whole(batch, rows), batch, rows)
         sums, weights = sum(float(s) for s, _ in found), sum(float(w) for _, w in found)
         if not math.isfinite(sums) or (
             self._close(float(total), sums) and self._close(float(weight), weights)

@@ -173,7 +173,7 @@ class Model:
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
         """Whether a microbatch's rows influence each other, so that devices must not split them."""
-        self.first_signature = self._structure.signature(batch)
+        self.first_signature = self._structure.signature(batch, rows)
         """Signature of the first samples, for which every trainer knows the shapes."""
         self._input_signature = None if self.needs_batch else signature(batch[0])
         self.tensor_plan: TensorPlan | None = None
@@ -468,12 +468,14 @@ class Model:
         *,
         step: int,
         row: int,
+        rows: int | None = None,
         batch: Batch = None,
         train: bool = True,
     ) -> Any:
         """Run layers ``[first, end)`` on rows of the global batch of step ``step``, starting at row ``row``.
 
         :param x: input of layer ``first``; ``None`` if it is the first layer of all and takes the batch.
+        :param rows: number of these rows: see ``count_rows``.
         :param batch: these rows of the microbatch; a list of layers needs it only if ``first`` is 0.
         :param train: if false, the layers are in evaluation mode and nothing is kept for a backward pass.
         :returns: the output of the last of these layers, or the model's output if it is the last layer of
@@ -485,7 +487,7 @@ class Model:
         sharded = nullcontext() if self._shards is None else self._shards.forward_pass()
         with torch.set_grad_enabled(train and torch.is_grad_enabled()), self._autocast(), sharded:
             if isinstance(self._structure, WindowedModule):
-                rows = count_rows(batch)
+                rows = count_rows(batch, rows)
                 _set_mode(self._structure.root, train)
                 scopes = _RunScopes(self, step, row, rows)
                 received = () if x is None else flatten(x)
@@ -536,16 +538,15 @@ class Model:
                 f"({_shapes(batch[0])}); make them equal, as activations of Training.layers have one shape"
             )
 
-    def warm_up(self, batch: Batch, tick: Callable[[], None]) -> None:
+    def warm_up(self, batch: Batch, rows: int, tick: Callable[[], None]) -> None:
         """Run every layer forward and backward once, so that the first step compiles nothing."""
         x: Any = None
-        rows = count_rows(batch)
         with self.preserve_buffers():
             for layer in range(self.layer_count):
                 tick()
                 last = layer == self.layer_count - 1
                 with self.temporarily_provided(layer):
-                    x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch)
+                    x = self.forward(layer, layer + 1, x, step=0, row=0, rows=rows, batch=batch)
                     outputs = (self.loss(x, batch, rows)[0],) if last else flatten(x)
                     roots = [t for t in outputs if t.requires_grad]
                     torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
@@ -588,6 +589,7 @@ class Model:
             for index in range(self.layer_count):
                 probe = DropoutProbe()
                 given = x
+                run = partial(self.forward, index, index + 1, given, step=0, row=0, rows=rows, batch=batch)
                 received = () if given is None else flatten(given)
                 versions = [tensor._version for tensor in received]
                 shown = _shapes(batch if given is None else given)
@@ -597,11 +599,11 @@ class Model:
                     )
                     with self.temporarily_provided(index):
                         with probe, watching:
-                            x = self.forward(index, index + 1, given, step=0, row=0, batch=batch)
+                            x = run()
                         if self._region_checker is not None:
                             self._region_checker.compare_split(
                                 index,
-                                partial(self.forward, index, index + 1, given, step=0, row=0, batch=batch),
+                                run,
                                 tolerance=0.05 if self._precision.compute is not None else 1e-3,
                             )
                 for tensor, version in zip(received, versions, strict=True):
@@ -622,7 +624,9 @@ class Model:
 
             def last(changed: Batch) -> Any:
                 with self.temporarily_provided(end - 1):
-                    return self.forward(end - 1, end, last_input, step=0, row=0, batch=changed, train=False)
+                    return self.forward(
+                        end - 1, end, last_input, step=0, row=0, rows=rows, batch=changed, train=False
+                    )
 
             self.loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
         self._shapes[self.first_signature] = shapes
@@ -638,12 +642,12 @@ class Model:
                     self.temporarily_provided,
                 )
 
-    def _whole(self, batch: Batch) -> Any:
+    def _whole(self, batch: Batch, rows: int) -> Any:
         """Return the output of all layers in evaluation mode."""
         x: Any = None
         for layer in range(self.layer_count):
             with self.temporarily_provided(layer):
-                x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch, train=False)
+                x = self.forward(layer, layer + 1, x, step=0, row=0, rows=rows, batch=batch, train=False)
         return x
 
     def _check_output(self, index: int, output: object, rows: int) -> None:

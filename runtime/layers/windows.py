@@ -185,9 +185,9 @@ class WindowedModule:
         for name, module in self.root.named_modules(remove_duplicate=False):
             yield name, module, self.layers_of(name)
 
-    def signature(self, batch: Batch) -> Any:
+    def signature(self, batch: Batch, rows: int) -> Any:
         """Return the signature that the shapes of tensors which cross cuts depend on."""
-        return signature(batch)
+        return signature(batch, rows)
 
     def name(self, layer: int) -> str:
         """Return the layer's name for messages."""

@@ -120,7 +120,9 @@ class _LayerInput:
 
     def outputs(self, x: Activation | None) -> tuple[Tensor, ...]:
         """Return the layer's output tensors, or the loss if it is the last layer."""
-        output = self.model.forward(self.layer, self.layer + 1, x, step=1, row=0, batch=self.batch)
+        output = self.model.forward(
+            self.layer, self.layer + 1, x, step=1, row=0, rows=self.rows, batch=self.batch
+        )
         if self.layer < self.model.layer_count - 1:
             return flatten(output)
         return (self.model.loss(output, self.batch, self.rows)[0],)
@@ -403,7 +405,9 @@ def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, i
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         model.override_recompute(mode, select),
     ):
-        output = model.forward(layer, layer + 1, as_received(given.x), step=1, row=0, batch=given.batch)
+        output = model.forward(
+            layer, layer + 1, as_received(given.x), step=1, row=0, rows=given.rows, batch=given.batch
+        )
         if layer == model.layer_count - 1:
             loss = model.loss(output, given.batch, given.rows)[0]
             # The output of a whole module need not be tensors.
@@ -435,7 +439,9 @@ def _tensor_split(given: _LayerInput) -> TensorSplit | None:
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         regions.observe(layer),
     ):
-        output = model.forward(layer, layer + 1, as_received(given.x), step=1, row=0, batch=given.batch)
+        output = model.forward(
+            layer, layer + 1, as_received(given.x), step=1, row=0, rows=given.rows, batch=given.batch
+        )
     del output
     split = TensorSplit(
         parameter_bytes=sum(sizes[name] for name in plan.split_parameters if name in sizes),

@@ -156,6 +156,7 @@ def test_a_batch_without_rows_cannot_be_split() -> None:
     assert slice_rows(packed, 0, 4, 4) is packed
     with pytest.raises(TrainingError, match="no tensor of the batch has the microbatch's 4 rows in dim 0"):
         slice_rows(packed, 0, 2, 4)
+    assert count_rows(packed, 4) == 1
     with pytest.raises(TrainingError, match="has a dimension for the rows"):
         count_rows({"x": torch.tensor(1.0)})
 
@@ -172,6 +173,12 @@ def test_signatures_tell_shapes_and_types_apart_but_not_rows() -> None:
         BATCH | {"another": None},
     ]
     assert len({signature(batch) for batch in others} | set(known)) == 6
+
+
+def test_a_batch_may_begin_with_a_tensor_without_rows() -> None:
+    batch = {"mask": torch.ones(3, 3), **BATCH}
+    assert count_rows(batch, 4) == 4
+    assert signature(batch, 4) == signature(slice_rows(batch, 1, 3, 4), 2)
 
 
 def test_floating_point_tensors_are_cast_and_others_are_not() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from runtime.data.batches import cast_floating, default_collate, slice_rows
 from runtime.errors import TrainingError
 from runtime.layers.model import Model
 from runtime.training import Training, load_training
@@ -315,6 +316,32 @@ class Assigning(Averaging):
         if self.training:
             self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
         return x
+
+
+class Placed(Chain):
+    """A chain with dropout that also takes a tensor without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(2))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + places.sum())
+
+
+def test_a_batch_that_begins_with_a_tensor_without_rows_may_be_cut() -> None:
+    def collate(samples: list[Any]) -> dict[str, Tensor]:
+        return {"places": torch.ones(3, 3), **default_collate(samples)}
+
+    model = model_of(Placed(), collate=collate)
+    batch = cast_floating(collate([Points()[i] for i in range(4)]), torch.float64)
+
+    def run(start: int, end: int) -> Tensor:
+        rows = slice_rows(batch, start, end, 4)
+        out: Tensor = model.forward(0, 4, None, step=1, row=start, rows=end - start, batch=rows)
+        return out
+
+    torch.testing.assert_close(torch.cat([run(0, 1), run(1, 4)]), run(0, 4))
 
 
 class Output(NamedTuple):

@@ -53,7 +53,7 @@ def test_compiled_layers_give_the_losses_of_plain_ones(checkpointing: str) -> No
     model = Model(training, data)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*runs without torch.compile")
-        model.warm_up(first_batch(training, 4, torch.float64), lambda: None)
+        model.warm_up(first_batch(training, 4, torch.float64), 4, lambda: None)
         assert losses(data, 3) == pytest.approx(losses(gpt_data(), 3), rel=1e-9)
 
 
