@@ -241,15 +241,10 @@ class Loss:
         return one is not None and other is not None and bool(torch.equal(one, other))
 
     def _check_masks(self, target: Batch, rows: int) -> None:
-        """Reject a mean over tokens if the rows have different numbers of ignored tokens."""
+        """Reject a mean over targets if the rows have different numbers of ignored ones."""
         for leaf in leaves_of(target):
-            if (
-                isinstance(leaf, Tensor)
-                and leaf.dtype == torch.int64
-                and leaf.dim() > 1
-                and len(leaf) == rows
-            ):
-                ignored = (leaf == IGNORED_LABEL).flatten(1).sum(1)
+            if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.dim() and len(leaf) == rows:
+                ignored = (leaf == IGNORED_LABEL)[:, None].flatten(1).sum(1)
                 if int(ignored.min()) != int(ignored.max()):
                     raise TrainingError(
                         "the loss is a single number, but rows have unequal numbers of targets that are -100, so "

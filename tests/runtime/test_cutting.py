@@ -576,6 +576,21 @@ def test_masks_that_become_unequal_later_end_the_step() -> None:
         model.loss(output, batch, 2)
 
 
+def test_a_mean_over_the_rows_with_a_class_is_rejected_like_one_over_tokens() -> None:
+    class Classes(Points):
+        def _make(self, generator: torch.Generator) -> dict[str, Tensor]:
+            return {"x": torch.randn(WIDTH, generator=generator), "y": torch.tensor(1)}
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(output, batch["y"])
+
+    model = model_of(Chain(), dataset=Classes(), loss=loss)
+    batch = {"x": torch.zeros(3, WIDTH, dtype=torch.float64), "y": torch.tensor([1, -100, 2])}
+    with pytest.raises(TrainingError, match=r"unequal numbers of targets that are -100"):
+        model.loss(torch.zeros(3, WIDTH), batch, 3)
+    assert float(model.loss(torch.zeros(3, WIDTH), batch | {"y": torch.tensor([1, 2, 2])}, 3)[1]) == 3
+
+
 # --- ids beyond the vocabulary -------------------------------------------------------------------------
 
 CORRUPTED = """
