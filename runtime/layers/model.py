@@ -49,6 +49,7 @@ from runtime.layers.tensor_plan import (
 from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import IN_PLACE_REMEDY, LayerScopes, WindowedModule
 from runtime.precision import PRECISIONS, dtype_name, unsupported_reason
+from runtime.tracebacks import describe_error, user_traceback
 from runtime.training import Batch, Training
 from statemachine.messages.trainer import TrainingData
 from storage.buckets import ParameterSize
@@ -829,11 +830,23 @@ class _RunScopes(LayerScopes):
 
 
 def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
-    """Return the data set's first samples as a microbatch, repeating a data set that is too short."""
-    samples = [training.dataset[i % len(training.dataset)] for i in range(rows)]
+    """Return the data set's first samples as a microbatch, repeating a data set that is too short.
+
+    :raises TrainingError: the data set or the collate function failed.
+    """
+    samples = [_sample(training.dataset, i % len(training.dataset)) for i in range(rows)]
     with errors_of("Training.collate"):
         batch = check_batch((training.collate or default_collate)(samples))
     return cast_floating(batch, dtype)
+
+
+def _sample(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except (Exception, SystemExit) as error:
+        raise TrainingError(
+            f"Training.dataset raised for index {index}: {describe_error(error)}\n{user_traceback(error)}"
+        ) from error
 
 
 def _no_check() -> None:

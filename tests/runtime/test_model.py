@@ -14,7 +14,7 @@ from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.reference import load
-from tests.helpers.runtime_support import data_for, gpt_data, training_of
+from tests.helpers.runtime_support import Regression, data_for, gpt_data, training_of
 
 
 def gpt(**changes: object) -> Model:
@@ -83,6 +83,17 @@ def test_a_shared_submodule_is_a_tie_too() -> None:
     assert inner.weight.is_meta
     model.materialise(1)
     assert not inner.weight.is_meta
+
+
+def test_a_first_sample_that_cannot_be_read_is_named() -> None:
+    class Missing(Regression):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return super().__getitem__({0: 0}[index])
+
+    with pytest.raises(
+        TrainingError, match=r"^Training.dataset raised for index 1: KeyError: 1 \(test_model.py"
+    ):
+        model_of(nn.Linear(6, 1), dataset=Missing())
 
 
 # --- what is held ----------------------------------------------------------------------------------
