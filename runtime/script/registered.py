@@ -146,7 +146,7 @@ class RegisteredObject:
         if self.kind != "optimizer" or path[0] != "state":
             return None
         parameters = [p for group in self.value.param_groups for p in group["params"]]
-        found = self.value.state.get(parameters[path[1]], {})
+        found = _own_optimizer(self.value).state.get(parameters[path[1]], {})
         for key in path[2:]:
             found = found.get(key) if isinstance(found, dict) else None
         return found if isinstance(found, Tensor) else parameters[path[1]]
@@ -233,9 +233,17 @@ def _prepare_module(module: nn.Module, saved: dict[str, Any], place: PlaceTensor
     return load
 
 
+def _own_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of this rank's parameters, which keeps their state: within one that is sharded
+    (``ZeroRedundancyOptimizer``), otherwise the optimizer itself.
+    """
+    inner = getattr(optimizer, "optim", None) if hasattr(optimizer, "consolidate_state_dict") else None
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = optimizer.state
+    kept = _own_optimizer(optimizer).state
     if len(kept) == len(parameters) and all(map(is_, kept, parameters)):
         # This is nearly always so, and avoids hashing tensors, which would be the largest cost here.
         states = dict(enumerate(kept.values()))
@@ -275,11 +283,12 @@ def _optimizer_mismatch(optimizer: Optimizer, saved: dict[str, Any]) -> str:
 
 def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: PlaceTensor) -> Callable[[], None]:
     states: dict[Tensor, Any] = {}
+    kept = _own_optimizer(optimizer).state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         state = saved["state"].get(number)
         if state is not None:
-            states[parameter] = rebuild(state, optimizer.state.get(parameter), partial(place, like=parameter))
+            states[parameter] = rebuild(state, kept.get(parameter), partial(place, like=parameter))
     groups = [
         rebuild(options, group, place)
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True)
@@ -288,9 +297,9 @@ def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place
     def load() -> None:
         for parameter in parameters:
             if parameter in states:
-                optimizer.state[parameter] = states[parameter]
+                kept[parameter] = states[parameter]
             else:
-                optimizer.state.pop(parameter, None)
+                kept.pop(parameter, None)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
 
@@ -312,6 +321,7 @@ def expected_state_size(optimizer: Optimizer) -> tuple[int, int]:
 
     Another optimizer of the same kind makes a small step to find out.
     """
+    optimizer = _own_optimizer(optimizer)
     size_bytes = tensors = 0
     per_dtype: dict[torch.dtype, list[tuple[bool, int]]] = {}
     for group in optimizer.param_groups:

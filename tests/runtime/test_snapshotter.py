@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -240,6 +241,40 @@ def test_unusual_models_and_optimizers_are_restored(place: Path) -> None:
     assert torch.equal(optimizer.state[model.one.weight]["d"], direction)
     assert model.two.weight is model.one.weight
     snapshots.close()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_optimizers_state_is_restored(place: Path) -> None:
+    """A ``ZeroRedundancyOptimizer`` keeps its state in an optimizer within it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def script() -> tuple[Any, Snapshotter]:
+        model = nn.Linear(4, 2)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        snapshots = Snapshotter("job", directory=place, model=model, optimizer=optimizer)
+        snapshots.restore()
+        return optimizer, snapshots
+
+    optimizer, snapshots = script()
+    for step in (1, 2):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        snapshots.snapshot(step)
+    snapshots.close()
+    before = list(optimizer.optim.state.values())
+    optimizer, snapshots = script()
+    restored = list(optimizer.optim.state.values())
+    snapshots.close()
+    assert [float(state["step"]) for state in restored] == [2.0, 2.0]
+    assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(before, restored, strict=True))
 
 
 def test_plain_data_survives_a_round_trip() -> None:
