@@ -242,17 +242,23 @@ def _own_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the states of the parameters by their numbers, the options of the groups, and what an optimizer keeps
+    under keys of its own (``rest``), if it does.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = _own_optimizer(optimizer).state
+    rest: dict[Any, Any] = {}
     if len(kept) == len(parameters) and all(map(is_, kept, parameters)):
         # This is nearly always so, and avoids hashing tensors, which would be the largest cost here.
         states = dict(enumerate(kept.values()))
     else:
         states = {i: kept[p] for i, p in enumerate(parameters) if p in kept}
-    return {
+        rest = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
+    state: dict[str, Any] = {
         "state": {i: s if type(s) is dict else dict(s) for i, s in states.items()},
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
     }
+    return state | {"rest": rest} if rest else state
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
@@ -293,6 +299,7 @@ def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place
         rebuild(options, group, place)
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True)
     ]
+    rest = {key: rebuild(value, kept.get(key), place) for key, value in saved.get("rest", {}).items()}
 
     def load() -> None:
         for parameter in parameters:
@@ -300,6 +307,9 @@ def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place
                 kept[parameter] = states[parameter]
             else:
                 kept.pop(parameter, None)
+        for key in [key for key in kept if not isinstance(key, Tensor)]:
+            del kept[key]
+        kept.update(rest)
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
 

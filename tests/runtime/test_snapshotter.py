@@ -277,6 +277,38 @@ def test_a_sharded_optimizers_state_is_restored(place: Path) -> None:
     assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(before, restored, strict=True))
 
 
+def test_what_an_optimizer_keeps_under_keys_of_its_own_is_restored(place: Path) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls = self.state["calls"] = self.state.get("calls", 0) + 1  # type: ignore[call-overload]
+            self.state["mean"] = {"norm": torch.full((2,), float(calls))}  # type: ignore[index]
+            return super().step(closure)
+
+    def script() -> tuple[Any, Snapshotter]:
+        model = nn.Linear(2, 1)
+        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+        snapshots = Snapshotter("job", directory=place, model=model, optimizer=optimizer)
+        snapshots.restore()
+        return optimizer, snapshots
+
+    optimizer, snapshots = script()
+    for step in (1, 2, 3):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(1, 2)
+        optimizer.step()
+        snapshots.snapshot(step)
+    snapshots.wait()
+    optimizer.state["later"] = 1
+    assert snapshots.restore() == 3
+    assert "later" not in optimizer.state
+    snapshots.close()
+    optimizer, snapshots = script()
+    snapshots.close()
+    assert optimizer.state["calls"] == 3
+    assert torch.equal(optimizer.state["mean"]["norm"], torch.full((2,), 3.0))
+    assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"],
+                       torch.full((1, 2), 2.71))  # fmt: skip
+
+
 def test_plain_data_survives_a_round_trip() -> None:
     tensor = torch.arange(3)
     value = {
