@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from runtime.precision import dtype_name
@@ -200,6 +201,8 @@ def _module_mismatch(module: nn.Module, saved: dict[str, Any], entries: list[Ima
         sides = {"there": saved.keys() - here.keys(), "here": here.keys() - saved.keys()}
         return "; ".join(f"{_first_names(names)}: only {side}" for side, names in sides.items() if names)
     for name, value in here.items():
+        if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+            continue  # Only the module knows what fits: it may be a tensor whose size changes.
         ref = saved[name]
         if isinstance(value, Tensor) != isinstance(ref, TensorRef):
             return f"{name} is of another kind"

@@ -243,6 +243,29 @@ def test_unusual_models_and_optimizers_are_restored(place: Path) -> None:
     snapshots.close()
 
 
+def test_extra_state_of_another_size_is_given_to_its_module(place: Path) -> None:
+    class Growing(nn.Linear):
+        history = b""
+
+        def get_extra_state(self) -> Any:
+            return torch.tensor(list(self.history), dtype=torch.uint8) if self.history else None
+
+        def set_extra_state(self, state: Any) -> None:
+            self.history = b"" if state is None else bytes(state.tolist())
+
+    model = nn.Sequential(Growing(2, 1))
+    snapshots = Snapshotter("job", directory=place, model=model)
+    for step, history in enumerate((b"", b"grown")):
+        model[0].history = history
+        snapshots.snapshot(step)
+        snapshots.wait()
+        for other in (b"", b"longer than before"):
+            model[0].history = other
+            assert snapshots.restore() == step
+            assert model[0].history == history
+    snapshots.close()
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
