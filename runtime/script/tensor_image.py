@@ -166,7 +166,11 @@ class TensorImage:
         self.seen[id(tensor)] = found
         key = (address or id(tensor), found.entry.size_bytes)
         number = self._taken.get(key)
-        if number is not None and _have_equal_layout(self.entries[number], found.entry):
+        if (
+            number is not None
+            and _have_equal_layout(self.entries[number], found.entry)
+            and _have_equal_values(self.tensors[number], tensor)
+        ):
             return number
         number = self._taken[key] = len(self.entries)
         shared = id(tensor) in self.shared
@@ -300,6 +304,16 @@ def _examine(tensor: Tensor, address: int) -> KnownTensor:
 
 def _have_equal_layout(one: ImageEntry, other: ImageEntry) -> bool:
     return (one.dtype, one.shape, one.order) == (other.dtype, other.shape, other.order)
+
+
+def _have_equal_values(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of the same address, shape and type have the same values: they are not, for example,
+    a row and a diagonal.
+    """
+    if one is other:
+        return True
+    one, other = local_tensor(one), local_tensor(other)
+    return (one.stride(), one.is_conj(), one.is_neg()) == (other.stride(), other.is_conj(), other.is_neg())
 
 
 def row_major_bytes(tensor: Tensor) -> Tensor:

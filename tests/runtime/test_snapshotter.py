@@ -243,6 +243,29 @@ def test_unusual_models_and_optimizers_are_restored(place: Path) -> None:
     snapshots.close()
 
 
+def test_views_that_begin_at_the_same_address_are_restored_each_with_its_own_values(place: Path) -> None:
+    square, waves = torch.arange(9.0).reshape(3, 3), torch.tensor([1 + 2j, 3 - 4j])
+    views = {
+        "row": square[0],
+        "column": square[:, 0],
+        "diagonal": square.diagonal(),
+        "repeated": square[0, 0].expand(3),
+        "waves": waves,
+        "conjugate": waves.conj(),
+        "same row": square[0],
+    }
+    expected = {name: view.tolist() for name, view in views.items()}
+    snapshots = Snapshotter("job", directory=place, views=views)
+    snapshots.snapshot(1)
+    snapshots.close()
+    restored: dict[str, Any] = {}
+    snapshots = Snapshotter("job", directory=place, views=restored)
+    assert snapshots.restore() == 1
+    snapshots.close()
+    assert {name: view.tolist() for name, view in restored.items()} == expected
+    assert restored["row"] is not restored["column"]
+
+
 def test_extra_state_of_another_size_is_given_to_its_module(place: Path) -> None:
     class Growing(nn.Linear):
         history = b""
