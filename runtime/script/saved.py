@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from runtime.script.plain_state import rebuild, thaw
+from runtime.script.plain_state import SnapshotError, rebuild, thaw
 from runtime.script.random_states import set_random_states
 from runtime.script.registered import RegisteredObject
 from runtime.script.tensor_filler import TensorFiller
@@ -37,13 +37,18 @@ class SavedSnapshot:
 
     @classmethod
     def of(cls, header: Bytes, own: Bytes, shared: Bytes) -> "SavedSnapshot":
-        """Return the snapshot with its header decoded."""
-        content = thaw(header.tobytes())
+        """Return the snapshot with its intact header decoded; without entries if it has another format, which
+        ``mismatch`` names.
+
+        :raises SnapshotError: it holds kinds of values that this version does not know.
+        """
+        try:
+            content = thaw(header.tobytes())
+        except msgspec.DecodeError as error:
+            raise SnapshotError(f"this version cannot read its header: {error}") from None
+        entries = content["entries"] if content["format"] == FORMAT else []
         return cls(
-            content=content,
-            entries=msgspec.convert(content["entries"], list[ImageEntry]),
-            own=own,
-            shared=shared,
+            content=content, entries=msgspec.convert(entries, list[ImageEntry]), own=own, shared=shared
         )
 
     def mismatch(self, objects: Mapping[str, RegisteredObject]) -> str:

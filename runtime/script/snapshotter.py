@@ -452,7 +452,10 @@ class Snapshotter:
         data = self._arena.arena.view(manifest, header)
         if not header.is_intact(data):
             return False, "its header is corrupt"
-        why = SavedSnapshot.of(data, EMPTY, EMPTY).mismatch(self._contents.objects)
+        try:
+            why = SavedSnapshot.of(data, EMPTY, EMPTY).mismatch(self._contents.objects)
+        except SnapshotError as error:
+            why = str(error)
         return bool(why), why
 
     def _find_bytes(

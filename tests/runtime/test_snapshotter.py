@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+import runtime.script.contents
 import runtime.script.copier
 import runtime.script.rank_arena
 from ftd import SnapshotError, Snapshotter
@@ -805,6 +807,32 @@ def test_groups_and_shapes_of_an_optimizer_are_named(place: Path) -> None:
         with pytest.raises(SnapshotError, match=re.escape(why)):
             again.restore()
         again.close()
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ({"format": 99, "entries": [{"dtype": "float32", "pages": 7}]}, "it has format 99, and this version reads"),
+        ({"format": 99, "entries": [], "objects": msgspec.msgpack.Ext(77, b"")}, "cannot read its header: an unk"),
+    ],
+)  # fmt: skip
+def test_a_later_versions_snapshot_is_named_and_kept(
+    place: Path, later: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode_later(content: Any) -> bytes:
+        return encode(content | later if isinstance(content, dict) else content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.script.contents, "encode", encode_later)
+        script = Script(place)
+        script.run(1, 1)
+        script.leave()
+    again = Script(place)
+    with pytest.raises(SnapshotError, match=message):
+        again.snapshots.restore()
+    with pytest.raises(SnapshotError, match="would be lost"):
+        again.snapshots.snapshot(2)
+    again.leave()
 
 
 def test_another_jobs_snapshot_is_rejected(place: Path) -> None:
