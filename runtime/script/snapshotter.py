@@ -18,7 +18,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -61,6 +61,13 @@ class SnapshotCounts:
     """Seconds for which the training thread was delayed in total: in ``snapshot()``, and in steps that waited
     for a copy.
     """
+
+
+class CorruptPartsError(SnapshotError):
+    """Parts of a snapshot differ from what was written, so that nobody can restore it any more."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"corrupt parts: {', '.join(names[:3])}")
 
 
 class Snapshotter:
@@ -489,6 +496,8 @@ class Snapshotter:
                 self._assemble(assembler, found, rank, (source, saved, spans))
                 saved = assembler.assembled()
                 spans = verified_spans(saved.own, shared=False)
+        except CorruptPartsError as error:
+            return self._skip(step, str(error))
         except SnapshotError as error:
             # The missing parts may be available later, so a run that starts over must not release this
             # snapshot.
@@ -514,7 +523,7 @@ class Snapshotter:
         """
         problems = []
         if corrupt := corrupt_parts(base[2]):
-            raise SnapshotError(f"corrupt parts: {', '.join(corrupt[:3])}")
+            raise CorruptPartsError(corrupt)
         assembler.add(base[1])
         for source in found.sources_near(rank, Ranks.current().count):
             if not assembler.missing:
@@ -523,13 +532,12 @@ class Snapshotter:
                 continue
             try:
                 saved, spans = self._read_rank(found, source, EMPTY)
-            except SnapshotAgentError as error:
+                if corrupt := corrupt_parts(spans):
+                    raise CorruptPartsError(corrupt)
+            except (SnapshotAgentError, CorruptPartsError) as error:
                 problems.append(f"rank {source}: {error}")  # Another rank may have a replica.
                 continue
-            if corrupt := corrupt_parts(spans):
-                problems.append(f"corrupt parts: {', '.join(corrupt[:3])}")
-            else:
-                assembler.add(saved)
+            assembler.add(saved)
         if missing := assembler.missing:
             lost = [f"the state of rank {one} is lost" for one in found.missing]
             raise SnapshotError(
@@ -543,6 +551,7 @@ class Snapshotter:
         byte ranges that must be verified.
 
         :raises SnapshotAgentError: it cannot be fetched.
+        :raises CorruptPartsError: its header is corrupt.
         """
         directory = self._arena.job / f"rank-{source}"
         for manifest in manifests_in(directory):
@@ -560,7 +569,8 @@ class Snapshotter:
     ) -> tuple[SavedSnapshot, list[ImageSpan]]:
         """Return the snapshot in this host's memory, and all of its byte ranges that must be verified.
 
-        :param slot: memory of its slot; ``None`` for this rank's arena.
+        :param slot: memory of its slot; ``None`` for this rank's arena, whose header was verified.
+        :raises CorruptPartsError: the header is corrupt.
         """
         arena, layout = self._arena.arena, rank_layout_of(manifest)
         assert layout is not None
@@ -573,6 +583,8 @@ class Snapshotter:
             )
 
         header = manifest.part(part_name(layout.rank, HEADER))
+        if slot is not None and not header.is_intact(view(header)):
+            raise CorruptPartsError([header.name])
         begin, size = header.offset - layout.own_bytes, layout.own_bytes
         own = SnapshotPart(name="own", offset=begin, size_bytes=size, digest="")
         spans = [

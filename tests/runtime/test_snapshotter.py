@@ -29,6 +29,7 @@ import runtime.script.copier
 import runtime.script.rank_arena
 from ftd import SnapshotError, Snapshotter
 from runtime.script.plain_state import TensorRef, encode, freeze, rebuild, thaw
+from runtime.script.protection import find_restorable, rank_layout_of
 from runtime.script.saved import EMPTY
 from runtime.script.tensor_filler import TensorFiller, verified_spans
 from runtime.script.tensor_image import (
@@ -39,6 +40,7 @@ from runtime.script.tensor_image import (
     memory_bytes,
     whole_image,
 )
+from runtime.wire.snapshot_agent_protocol import HeldRankSnapshot
 from storage.errors import ArenaFullError
 
 SHM = Path("/dev/shm")
@@ -693,6 +695,23 @@ def test_a_flipped_bit_is_noticed_and_the_older_one_taken(
     assert "the snapshot of step 4 is skipped" in caplog.text and "corrupt" in caplog.text
     assert again.progress["samples"] == 3 * 16
     again.run(4, 5)
+    again.leave()
+
+
+@pytest.mark.parametrize("part", ["rank-0/own-00000", "rank-0/header"])
+def test_corrupt_bytes_of_another_rank_are_named(place: Path, part: str) -> None:
+    """A rank reads them from the other's directory if there is another number of ranks than before."""
+    script = two_complete(place)
+    newest = script.snapshots._arena.arena.snapshots[0]
+    script.leave()
+    corrupt_byte(slot_file(place, newest.slot), newest.part(part).offset)
+    layout = rank_layout_of(newest)
+    assert layout is not None
+    held = HeldRankSnapshot(address="", generation=newest.generation, step=newest.step, layout=layout)
+    (found,), _ = find_restorable([held], 1)
+    again = Script(place, seed=8)
+    assert again.snapshots._find_bytes(found, None, 0) == f"corrupt parts: {part}"
+    assert again.snapshots._blocked_by == ""  # An older one may be taken.
     again.leave()
 
 
