@@ -67,7 +67,7 @@ def changed_boxes(
     tensor's number.
 
     :param saved: a snapshot that fits the registered objects (``SavedSnapshot.mismatch``).
-    :param same_ranks: whether there are as many ranks as when it was saved.
+    :param same_ranks: whether this rank saved it, and there are as many ranks as then.
     :raises SnapshotError: a tensor's present part is not known.
     """
     changed: dict[int, Box] = {}

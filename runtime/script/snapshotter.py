@@ -489,7 +489,8 @@ class Snapshotter:
             if why:
                 self._blocked_by = why
                 return self._skip(step, why)
-            same_ranks = found.layout.ranks == Ranks.current().count
+            # Another rank's shards are not this one's, even if there are as many ranks as before.
+            same_ranks = source == rank and found.layout.ranks == Ranks.current().count
             boxes = changed_boxes(self._contents.objects, saved, same_ranks=same_ranks)
             if boxes:
                 assembler = ShardAssembler(saved, boxes)

@@ -359,6 +359,26 @@ def test_what_an_optimizer_keeps_under_keys_of_its_own_is_restored(place: Path) 
                        torch.full((1, 2), 2.71))  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_lost_ranks_shard_in_plain_data_is_not_replaced_by_another_ranks(place: Path) -> None:
+    """HSDP may restore without the memory of a rank, whose parameters another rank has, too."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    part = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+    snapshots = Snapshotter("job", directory=place, average={"part": part})
+    snapshots.snapshot(1)
+    snapshots.wait()
+    (manifest,) = snapshots._arena.arena.snapshots
+    layout = rank_layout_of(manifest)
+    assert layout is not None
+    held = HeldRankSnapshot(address="", generation=manifest.generation, step=1, layout=layout)
+    (found,), _ = find_restorable([held], 1)
+    assert not isinstance(snapshots._find_bytes(found, None, 0), str)
+    lost = snapshots._find_bytes(found, None, 1)
+    snapshots.close()
+    assert lost == "average.part is sharded, and belongs to no registered module or optimizer"
+
+
 def test_plain_data_survives_a_round_trip() -> None:
     tensor = torch.arange(3)
     value = {
