@@ -80,6 +80,32 @@ def test_an_epoch_that_was_completed_is_not_repeated(tmp_path: Path) -> None:
     assert not (tmp_path / "job").exists()
 
 
+def test_after_an_epoch_that_was_left_early_the_next_one_begins(tmp_path: Path) -> None:
+    def protected() -> Any:
+        loader = DataLoader(NUMBERS, batch_size=2)
+        return protect(loader, "job", epochs=3, model=nn.Linear(2, 1), directory=tmp_path)
+
+    def run(loader: Any, seen: list[Any], until: int) -> None:
+        for epoch in loader.epochs():
+            for batch in loader:
+                seen.append((epoch, batch[0].tolist()[0]))
+                if len(seen) == until:
+                    loader.snapshots.close()
+                    return
+                if batch[0].tolist() == [6, 7]:
+                    break
+        loader.snapshots.remove()
+
+    whole: list[Any] = []
+    run(protected(), whole, 0)
+    assert whole == [(epoch, first) for epoch in range(3) for first in (0, 2, 4, 6)]
+    parts: list[Any] = []
+    run(protected(), parts, 7)
+    assert parts.pop() == (1, 4)  # Its snapshot follows the code of the batch.
+    run(protected(), parts, 0)
+    assert parts == whole
+
+
 def test_what_cannot_be_protected_is_rejected_by_name() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(SnapshotError, match=r"cannot protect a Linear.*data loader"):

@@ -18,8 +18,8 @@ log = logging.getLogger("ftd.snapshotter")
 class ProtectedLoader(Wrapper):
     """A data loader that saves a snapshot after the code for a batch, and continues where a run was killed.
 
-    The script iterates over it once per epoch. An epoch that was completed before the restart yields no
-    batches. After the last epoch the snapshots are removed.
+    The script iterates over it once per epoch, and may leave one early. An epoch that was completed before the
+    restart yields no batches. After the last epoch the snapshots are removed.
 
     :param loader: the script's loader, not begun.
     :param every: number of optimizer steps between snapshots; without accelerate, of batches.
@@ -53,6 +53,8 @@ class ProtectedLoader(Wrapper):
             objects["loader"] = loader
         self.snapshots = Snapshotter(name, position=self._position, **objects, **options)
         self._completed_epochs = 0
+        self._left = False
+        """Whether the script left the current epoch early (``break``), so that its next one begins."""
         try:
             restored = self.snapshots.restore(missing=missing)
         except BaseException:
@@ -99,6 +101,10 @@ class ProtectedLoader(Wrapper):
             self._completed_epochs -= 1
             return
         place = self._position
+        if self._left:
+            place["epoch"] += 1
+            place["batches"] = 0
+            self._left = False
         if hasattr(self.wrapped, "set_epoch"):  # accelerate's
             self.wrapped.set_epoch(place["epoch"])
         iterator = iter(self.wrapped)
@@ -106,12 +112,14 @@ class ProtectedLoader(Wrapper):
         for batch in iterator:
             yield batch
             place["batches"] += 1
+            self._left = True
             if self._accelerator is None or self._accelerator.sync_gradients:
                 place["step"] += 1
                 if place["step"] % self._every == 0:
                     self.snapshots.snapshot(place["step"])
         place["epoch"] += 1
         place["batches"] = 0
+        self._left = False
         if place["epoch"] == self._epochs:
             self.snapshots.remove()
 
