@@ -91,7 +91,7 @@ class SnapshotFetcher:
                     raise PeerError(f"{source} does not have step {wanted.step} any more")
                 parts = own_parts(found)
                 first = parts[0].offset
-                memory = _map_new_file(draft, parts[-1].offset + parts[-1].size_bytes - first).data
+                memory = _map_draft(draft, parts[-1].offset + parts[-1].size_bytes - first).data
                 await self._client.fetch(
                     RangeRequest(
                         location=_location(source, wanted, part),
@@ -124,7 +124,7 @@ class SnapshotFetcher:
             try:
                 key = wanted.generation, wanted.step
                 group = await read_group(self._client, wanted.job, key, sources, lost)
-                await group.decode(wanted.rank, present, _map_new_file(draft, group.size_of(wanted.rank)))
+                await group.decode(wanted.rank, present, _map_draft(draft, group.size_of(wanted.rank)))
                 return
             except ShardsUnusableError as error:
                 lost |= self._log_failed(wanted, error)
@@ -149,7 +149,7 @@ class SnapshotFetcher:
             try:
                 shards = {owner: await self._shard(wanted, owner) for owner in present}
                 plan = await asyncio.to_thread(plan_read, layout, present, 0, layout.bucket_bytes)
-                image = _map_new_file(draft, layout.bucket_bytes)
+                image = _map_draft(draft, layout.bucket_bytes)
                 await execute_read(plan, image, {}, partial(self._read, wanted, shards))
                 return
             except ShardsUnusableError as error:
@@ -237,12 +237,17 @@ class _Shard:
     held: ArenaSnapshot | None
 
 
-def _map_new_file(path: Path, size_bytes: int) -> Bytes:
-    """Return the memory of a new file, whose pages are allocated at once, so that a full memory is an error. It is
+def _map_draft(path: Path, size_bytes: int) -> Bytes:
+    """Return the memory of a draft, whose pages are allocated at once, so that a full memory is an error. It is
     unmapped with its last view.
+
+    The draft of a failed attempt is written again in place: a thread of that attempt may still compute a digest of
+    it, and a page that disappears would kill the process.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        if os.fstat(descriptor).st_size > size_bytes:
+            os.ftruncate(descriptor, size_bytes)
         os.posix_fallocate(descriptor, 0, max(1, size_bytes))
         memory = mmap.mmap(descriptor, max(1, size_bytes), flags=mmap.MAP_SHARED)
     finally:

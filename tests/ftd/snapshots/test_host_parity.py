@@ -22,7 +22,7 @@ from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.server import ShardServer
 from ftd.snapshots.snapshot_agent.agent import ARENA_NAMES, SnapshotAgent
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
-from ftd.snapshots.snapshot_agent.fetcher import SnapshotFetcher
+from ftd.snapshots.snapshot_agent.fetcher import SnapshotFetcher, _map_draft
 from runtime.script.protection import RestorableSnapshot, find_restorable
 from runtime.wire.snapshot_agent_protocol import (
     FetchRequest,
@@ -264,3 +264,14 @@ def test_groups_are_large_enough_for_their_code(hosts: int, scheme: str) -> None
         assert all(
             make_code(scheme, len(group)).guarantee == (1 if scheme == "aec" else 2) for group in groups
         )
+
+
+def test_another_attempt_leaves_the_memory_of_a_failed_one_in_place(tmp_path: Path) -> None:
+    """A thread may still read it, and would end the process with SIGBUS if pages of it were gone."""
+    first = _map_draft(tmp_path / "draft", 3 * 1024 * 1024)
+    first[:] = 7
+    second = _map_draft(tmp_path / "draft", 3 * 1024 * 1024)
+    assert second.all() and first.all()
+    second[:] = 9
+    assert (first == 9).all()  # Memory for one image is enough.
+    assert len(_map_draft(tmp_path / "draft", 1000)) == (tmp_path / "draft").stat().st_size == 1000
