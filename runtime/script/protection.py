@@ -29,6 +29,7 @@ from runtime.script.ranks import Ranks, directory_id
 from runtime.script.saved import map_bytes
 from runtime.script.tensor_image import Bytes
 from runtime.wire.snapshot_agent_protocol import (
+    DIRECTORY_SUFFIX,
     SOCKET,
     DecodeSources,
     FetchRequest,
@@ -246,6 +247,13 @@ class SnapshotAgentClient:
     def __init__(self, path: str | Path | None, default: Path) -> None:
         self.path = Path(path or os.environ.get(SOCKET_VARIABLE) or default / SOCKET)
 
+    def left_snapshots(self, job: str) -> Path | None:
+        """Return where an agent that does not answer has a job's snapshots on this host; ``None`` if it has none."""
+        for root in sorted(self.path.parent.glob(f"*{DIRECTORY_SUFFIX}")):
+            if any((root / job).glob("*-*/step-*.json")):
+                return root / job
+        return None
+
     def facts(self) -> SnapshotAgentInfo:
         """Return who the agent is, and where to write snapshots."""
         return self._request("GET", "/v1/info", None, SnapshotAgentInfo)
@@ -318,6 +326,10 @@ class ScriptProtection:
     scheme: str
     agent: SnapshotAgentClient | None
     agent_facts: SnapshotAgentInfo | None
+    unreachable: str = ""
+    """Reason why the snapshots that the agent has on this host cannot be restored; empty if there are none, or if it
+    answers.
+    """
     active: bool = False
     """Whether all ranks have a snapshot agent; only then the fields below apply."""
     owners: int = 1
@@ -355,7 +367,13 @@ class ScriptProtection:
                 protection,
                 error,
             )
-            return cls(job, scheme, None, None)
+            left = agent_client.left_snapshots(str(job))
+            unreachable = (
+                f"{left} holds snapshots of this job, and its snapshot agent does not answer: start it again"
+                if left
+                else ""
+            )
+            return cls(job, scheme, None, None, unreachable=unreachable)
 
     @property
     def keeps_shard(self) -> bool:

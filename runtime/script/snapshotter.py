@@ -377,6 +377,8 @@ class Snapshotter:
         unfit = self._arena.problems
         for problem in unfit:
             log.warning("%s: skipped: %s", self._name, problem)
+        if self._protection.unreachable:
+            unfit.append(self._protection.unreachable)
         for manifest in self._arena.arena.snapshots:
             foreign, why = self._mismatch(manifest)
             if foreign:

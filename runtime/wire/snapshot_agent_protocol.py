@@ -36,6 +36,8 @@ MOST_PARITY_HOSTS = 8
 """Largest number of hosts that share a code: a larger group needs less memory, but the hosts read more to decode."""
 RETAINED_FILE = "retained.json"
 SOCKET = "snapshot-agent.sock"
+DIRECTORY_SUFFIX = ".scripts"
+"""End of the name of an agent's directory, which is next to its socket."""
 
 
 class RankSnapshotLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -541,6 +541,30 @@ def test_a_protection_that_scripts_cannot_use_is_not_offered(place: Path) -> Non
         Snapshotter("job", directory=place, protection=None, state={})  # type: ignore[arg-type]
 
 
+def test_a_script_does_not_start_over_while_its_snapshot_agent_does_not_answer(place: Path) -> None:
+    """The agent's directory is another one than a script's without an agent."""
+
+    def script(directory: Path, protection: str) -> Snapshotter:
+        socket = place / "snapshot-agent.sock"
+        model = nn.Linear(2, 1)
+        return Snapshotter(
+            "job", directory=directory, protection=protection, snapshot_agent=socket, model=model
+        )
+
+    snapshots = script(place / "own", "buddy")
+    assert snapshots.restore() is None  # There has been no agent yet.
+    snapshots.remove()
+    snapshots = script(place / "node.scripts", "none")
+    snapshots.snapshot(1)
+    snapshots.close()
+    snapshots = script(place / "own", "buddy")
+    with pytest.raises(SnapshotError, match=r"node\.scripts/job holds snapshots .* start it again"):
+        snapshots.restore()
+    assert snapshots.restore(missing="fresh") is None
+    snapshots.snapshot(1)
+    snapshots.close()
+
+
 def test_a_limit_in_bytes_is_respected(place: Path) -> None:
     with pytest.raises(ArenaFullError, match="limit of 1000000 bytes"):
         Snapshotter("job", directory=place, limit_bytes=1_000_000, model=nn.Linear(1000, 1000))

@@ -28,6 +28,7 @@ from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from ftd.snapshots.snapshot_agent.fetcher import SnapshotFetcher
 from ftd.transport.http_server import listen
 from runtime.wire.snapshot_agent_protocol import (
+    DIRECTORY_SUFFIX,
     SOCKET,
     FetchRequest,
     ProtectedRun,
@@ -49,7 +50,7 @@ class SnapshotAgentDaemon:
         """:raises ConfigurationError: the configuration has no shared secret."""
         self._config = config
         self._token = bearer_token(config.require_secret())
-        root = config.snapshot_dir.with_name(f"{config.snapshot_dir.name}.scripts")
+        root = config.snapshot_dir.with_name(f"{config.snapshot_dir.name}{DIRECTORY_SUFFIX}")
         self._socket = config.snapshot_dir.parent / SOCKET
         self._arenas = NodeArenas(
             root, devices=1, limit_bytes=config.snapshot_limit_bytes, names=(ARENA_NAMES,)
