@@ -92,7 +92,8 @@ class Snapshotter:
     Args:
         name: Name of the job. Together with the rank it identifies the snapshots: letters, digits, ``.``,
             ``_`` and ``-``, at most 100 characters.
-        directory: Directory in a memory file system. The default is ``/dev/shm/ftd-<uid>/snapshots``.
+        directory: Directory in a memory file system. The default is ``/dev/shm/ftd-<uid>/snapshots``. With
+            ``protection``, the snapshot agent's own directory is used instead.
         random_state: Whether to save the random states of torch, numpy and Python as well.
         limit_bytes: Upper limit of this rank's memory in bytes. A rank needs twice its state, and briefly
             three times.
