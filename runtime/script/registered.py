@@ -249,7 +249,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     under keys of its own (``rest``), if it does.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = _own_optimizer(optimizer).state
+    kept: dict[Any, Any] = _own_optimizer(optimizer).state  # Keys may be more than parameters.
     rest: dict[Any, Any] = {}
     if len(kept) == len(parameters) and all(map(is_, kept, parameters)):
         # This is nearly always so, and avoids hashing tensors, which would be the largest cost here.
@@ -292,7 +292,7 @@ def _optimizer_mismatch(optimizer: Optimizer, saved: dict[str, Any]) -> str:
 
 def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: PlaceTensor) -> Callable[[], None]:
     states: dict[Tensor, Any] = {}
-    kept = _own_optimizer(optimizer).state
+    kept: dict[Any, Any] = _own_optimizer(optimizer).state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         state = saved["state"].get(number)

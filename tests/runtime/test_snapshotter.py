@@ -280,16 +280,16 @@ def test_extra_state_of_another_size_is_given_to_its_module(place: Path) -> None
         def set_extra_state(self, state: Any) -> None:
             self.history = b"" if state is None else bytes(state.tolist())
 
-    model = nn.Sequential(Growing(2, 1))
-    snapshots = Snapshotter("job", directory=place, model=model)
+    module = Growing(2, 1)
+    snapshots = Snapshotter("job", directory=place, model=nn.Sequential(module))
     for step, history in enumerate((b"", b"grown")):
-        model[0].history = history
+        module.history = history
         snapshots.snapshot(step)
         snapshots.wait()
         for other in (b"", b"longer than before"):
-            model[0].history = other
+            module.history = other
             assert snapshots.restore() == step
-            assert model[0].history == history
+            assert module.history == history
     snapshots.close()
 
 
@@ -330,8 +330,9 @@ def test_a_sharded_optimizers_state_is_restored(place: Path) -> None:
 def test_what_an_optimizer_keeps_under_keys_of_its_own_is_restored(place: Path) -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            calls = self.state["calls"] = self.state.get("calls", 0) + 1  # type: ignore[call-overload]
-            self.state["mean"] = {"norm": torch.full((2,), float(calls))}  # type: ignore[index]
+            kept: dict[Any, Any] = self.state
+            kept["calls"] = kept.get("calls", 0) + 1
+            kept["mean"] = {"norm": torch.full((2,), float(kept["calls"]))}
             return super().step(closure)
 
     def script() -> tuple[Any, Snapshotter]:
