@@ -277,8 +277,10 @@ def format_number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
-def format_rate(value: float) -> str:
-    """Return a rate per second such as ``0.52``, ``7.3``, ``320``, ``51,200``."""
+def format_rate(value: float | None) -> str:
+    """Return a rate per second such as ``0.52``, ``7.3``, ``320``, ``51,200``; ``–`` for ``None``."""
+    if value is None:
+        return "–"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
