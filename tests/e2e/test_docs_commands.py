@@ -291,6 +291,7 @@ def test_commands_without_a_cluster_do_what_the_page_says(reader: Reader, page: 
     assert problems == [], "\n".join(problems)
 
 
+@pytest.mark.timeout(1800)  # It runs more than 50 commands; other tests need a few.
 def test_commands_do_what_the_pages_say(reader: Reader, webhook: Webhook) -> None:
     commands = todo()
     training = next(command for command in commands if TRAINS in command)
