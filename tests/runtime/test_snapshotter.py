@@ -543,7 +543,7 @@ def test_a_protection_that_scripts_cannot_use_is_not_offered(place: Path) -> Non
 
 
 def test_a_script_does_not_start_over_while_its_snapshot_agent_does_not_answer(place: Path) -> None:
-    """The agent's directory is another one than a script's without an agent."""
+    """Without an agent, a script keeps its snapshots in a directory of its own, which is empty here."""
 
     def script(directory: Path, protection: str) -> Snapshotter:
         socket = place / "snapshot-agent.sock"
@@ -745,7 +745,7 @@ def test_a_flipped_bit_is_noticed_and_the_older_one_taken(
 
 @pytest.mark.parametrize("part", ["rank-0/own-00000", "rank-0/header"])
 def test_corrupt_bytes_of_another_rank_are_named(place: Path, part: str) -> None:
-    """A rank reads them from the other's directory if there is another number of ranks than before."""
+    """After the number of ranks has changed, a rank reads bytes from the directories of the former ranks."""
     script = two_complete(place)
     newest = script.snapshots._arena.arena.snapshots[0]
     script.leave()

@@ -37,8 +37,8 @@ def build_job_report(job: str, events: Sequence[JsonMap], steps: Sequence[JsonMa
         i for i, run in enumerate(runs) if job in (_details(run[0]).get("job"), _details(run[0]).get("name"))
     ]
     if not found and head and (job_id := _find_headless(job, runs, steps)) is not None:
-        name = job_id.rpartition("-")[0]
-        return _build(on_one_clock(head, _steps_of(job_id, steps)), job={"id": job_id, "name": name})
+        known_of_job = {"id": job_id, "name": _name_of(job_id)}
+        return _build(on_one_clock(head, _steps_of(job_id, steps)), job=known_of_job)
     if not found:
         known = ", ".join(sorted({str(_details(run[0]).get("job")) for run in runs})) or "none"
         raise FtdError(f"nothing is known of a job {job!r} (known: {known})")
@@ -52,7 +52,12 @@ def _find_headless(job: str, runs: Sequence[Sequence[JsonMap]], steps: Sequence[
     """
     submitted = {_details(run[0]).get("job") for run in runs}
     newest = next((str(step["job"]) for step in reversed(steps) if step["job"] not in submitted), "")
-    return newest if newest and job in (newest, newest.rpartition("-")[0]) else None
+    return newest if newest and job in (newest, _name_of(newest)) else None
+
+
+def _name_of(job_id: str) -> str:
+    """Return the job's name, which its id begins with."""
+    return job_id.rpartition("-")[0]
 
 
 def _steps_of(job_id: object, steps: Sequence[JsonMap]) -> list[JsonMap]:

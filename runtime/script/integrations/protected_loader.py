@@ -54,7 +54,9 @@ class ProtectedLoader(Wrapper):
         self.snapshots = Snapshotter(name, position=self._position, **objects, **options)
         self._completed_epochs = 0
         self._left = False
-        """Whether the script left the current epoch early (``break``), so that its next one begins."""
+        """Whether batches of the current epoch were taken and it is not over: a script that iterates again then has
+        left it early (``break``), and the next epoch begins.
+        """
         try:
             restored = self.snapshots.restore(missing=missing)
         except BaseException:

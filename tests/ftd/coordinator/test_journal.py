@@ -65,14 +65,8 @@ def event(name: str, step: int | None = None, **details: object) -> EventMessage
     )
 
 
-def restored(journal: Journal, copy: JournalCopy | None, incarnation: int) -> InitialLead:
-    return Takeover(Timing(), journal, CLOCK, PROGRAM, reset=True).restore_newest(copy, incarnation)
-
-
-def test_an_event_without_the_step_that_it_needs_does_not_block_a_standbys_journal(tmp_path: Path) -> None:
-    """Any client that may write the topic of events can publish one."""
-    journal = Journal(tmp_path)
-    stream = EventStream(
+def follower_stream(journal: Journal) -> EventStream:
+    return EventStream(
         Topics(cluster="ftd"),
         journal,
         cast(Any, None),
@@ -80,6 +74,16 @@ def test_an_event_without_the_step_that_it_needs_does_not_block_a_standbys_journ
         observer=Observer(),
         on_node_event=lambda _: None,
     )
+
+
+def restored(journal: Journal, copy: JournalCopy | None, incarnation: int) -> InitialLead:
+    return Takeover(Timing(), journal, CLOCK, PROGRAM, reset=True).restore_newest(copy, incarnation)
+
+
+def test_an_event_without_the_step_that_it_needs_does_not_block_a_standbys_journal(tmp_path: Path) -> None:
+    """Any client that may write the topic of events can publish one."""
+    journal = Journal(tmp_path)
+    stream = follower_stream(journal)
     details = Evaluated(loss=1.0, weight=8.0, metrics={}, took_s=1.0)
     for step in (None, 7):
         message = event("Evaluated", step, **msgspec.to_builtins(details))
@@ -98,18 +102,11 @@ def test_an_event_without_the_step_that_it_needs_does_not_block_a_standbys_journ
 def test_a_standby_writes_events_that_no_journal_of_the_leader_accompanies(tmp_path: Path) -> None:
     """One that cannot read the leader's journal saves no copy of it, for as long as it stays."""
     journal = Journal(tmp_path)
-    stream = EventStream(
-        Topics(cluster="ftd"),
-        journal,
-        cast(Any, None),
-        now=CLOCK.monotonic_s,
-        observer=Observer(),
-        on_node_event=lambda _: None,
-    )
+    stream = follower_stream(journal)
     for number in range(2 * MAX_UNWRITTEN + 7):
         message = msgspec.structs.replace(event("BrokerLost"), id=f"e-{number}")
         stream.receive_as_follower(encode_json(message))
-        assert len(journal._buffer) < MAX_UNWRITTEN
+        assert journal.unwritten < MAX_UNWRITTEN
     with sqlite3.connect(journal.path) as stored:
         assert stored.execute("SELECT COUNT(*) FROM events").fetchall() == [(2 * MAX_UNWRITTEN,)]
     stored.close()

@@ -122,6 +122,18 @@ def test_a_coordinator_that_leads_no_more_takes_no_job_and_takes_it_when_it_lead
     asyncio.run(scene())
 
 
+def answers_of(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
+    """Return a list to which each answer to the client is added when it is published."""
+    answers: list[Answer] = []
+
+    def publish(topic: str, payload: bytes, **_: Any) -> None:
+        if topic == coordinator.topics.reply("client"):
+            answers.append(decode_json(payload, Answer))
+
+    monkeypatch.setattr(coordinator.leadership, "publish", publish)
+    return answers
+
+
 def test_a_number_that_the_journal_cannot_hold_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,13 +145,7 @@ def test_a_number_that_the_journal_cannot_hold_is_rejected(
 
     async def scene() -> list[Answer]:
         coordinator = new_coordinator(tmp_path / "state", PlayedCheckpoints())
-        answers: list[Answer] = []
-
-        def publish(topic: str, payload: bytes, **_: Any) -> None:
-            if topic == coordinator.topics.reply("client"):
-                answers.append(decode_json(payload, Answer))
-
-        monkeypatch.setattr(coordinator.leadership, "publish", publish)
+        answers = answers_of(coordinator, monkeypatch)
         driving = asyncio.ensure_future(coordinator.driver.run())
         coordinator._begin(Leader(term=1, name="one", incarnation=1), None)
         for payload in (huge, encode_json(submit), encode_json(every)):
@@ -165,13 +171,7 @@ def test_a_client_learns_that_the_journal_cannot_be_read(
 
     async def scene() -> list[Answer]:
         coordinator = new_coordinator(tmp_path / "state", PlayedCheckpoints())
-        answers: list[Answer] = []
-
-        def publish(topic: str, payload: bytes, **_: Any) -> None:
-            if topic == coordinator.topics.reply("client"):
-                answers.append(decode_json(payload, Answer))
-
-        monkeypatch.setattr(coordinator.leadership, "publish", publish)
+        answers = answers_of(coordinator, monkeypatch)
         with sqlite3.connect(coordinator.journal.path) as other:
             other.execute("DROP TABLE events")
         other.close()
