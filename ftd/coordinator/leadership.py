@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from ftd.coordinator.journal import SAME_CLOCK_S, Journal
 from ftd.coordinator.ports import Ports, Program
+from ftd.coordinator.replication import JournalReplication
 from ftd.driver import Clock, Driver
 from ftd.errors import JournalError, WireError
 from ftd.tasks import cancel_all
@@ -252,12 +253,14 @@ class LeaderSession:
         me: Peer,
         *,
         on_read: Callable[["LeaderSession"], None],
+        on_journal: Callable[[bytes], None],
         on_message: Callable[[str, bytes, bool], None],
         on_over: Callable[["LeaderSession"], None],
     ) -> None:
         """Connect.
 
         :param on_read: called when all retained messages have been read.
+        :param on_journal: called for each journal that arrives after them: this coordinator's own.
         :param on_message: called for messages once ``leads`` is set.
         :param on_over: called when the session ended without a call of ``leave``.
         """
@@ -274,7 +277,12 @@ class LeaderSession:
         self._early: list[tuple[str, bytes, bool]] = []
         self._topics, self._own = topics, topics.coordinator_peer(me.incarnation)
         self._last_leader_topics = (topics.leader, topics.journal)
-        self._on_read, self._on_message, self._on_over = on_read, on_message, on_over
+        self._on_read, self._on_journal, self._on_message, self._on_over = (
+            on_read,
+            on_journal,
+            on_message,
+            on_over,
+        )
         last_will = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
         presence = encode_peer(me, ports.program.version)
         self.session = ports.transport.session(
@@ -316,6 +324,8 @@ class LeaderSession:
         elif topic in self._last_leader_topics:
             if payload and not self._read:
                 self._read_retained(topic, payload)
+            elif topic == self._topics.journal:
+                self._on_journal(payload)
         elif self.leads:
             self._on_message(topic, payload, retained)
         else:
@@ -347,15 +357,18 @@ class FollowerSession:
         takeover: Takeover,
         callbacks: LeadershipCallbacks,
         remove_peer: Callable[[str], None],
+        on_lost: Callable[[], None],
     ) -> None:
         """Prepare the session; ``session.run`` connects it.
 
         :param remove_peer: deletes what is retained on the topic of a peer that is gone; called while this
             coordinator leads.
+        :param on_lost: called when a connection ended.
         """
         self._topics, self._me = topics, me
         self._feed, self._stamp, self._leading = driver.feed, driver.stamp, leading
-        self._takeover, self._callbacks, self._remove_peer = takeover, callbacks, remove_peer
+        self._takeover, self._callbacks = takeover, callbacks
+        self._remove_peer, self._on_lost = remove_peer, on_lost
         self._on_broker_alive, self._version = ports.observer.on_broker_alive, ports.program.version
         self._began = False
         self._retained: list[tuple[str, bytes]] = []
@@ -418,6 +431,7 @@ class FollowerSession:
 
     def _lost(self) -> None:
         self._began = False
+        self._on_lost()
         self._feed(FollowerSessionLost(**self._stamp()))
 
     def _receive(self, topic: str, payload: bytes, retained: bool) -> None:
@@ -535,6 +549,7 @@ class Leadership:
         self._takeover, self._callbacks = takeover, callbacks
         self._driver = Driver(self.machine, self._perform, clock=ports.clock, suffix=f"{cause_suffix(me)}-e")
         self._leader_session: LeaderSession | None = None
+        self._replication = JournalReplication(topics.journal, self.publish)
         self._leading = False
         self._pending: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
         self._leaving: set[asyncio.Task[Any]] = set()
@@ -547,6 +562,7 @@ class Leadership:
             takeover=takeover,
             callbacks=callbacks,
             remove_peer=lambda topic: self.publish(topic, b"", retain=True),
+            on_lost=self._replication.forget_limit,
         )
 
     # --- as one session ------------------------------------------------------------------------------
@@ -637,12 +653,10 @@ class Leadership:
         )
         if self.connected:
             try:
-                self.publish(self._topics.journal, encode_copy(copy), retain=True)
+                self._replication.publish(encode_copy(copy))
             except WireError as error:
-                # Delete the older copy, from which no standby must begin. The journal on this host holds
-                # the new state.
                 _log.error("replication_failed", problem=str(error), remedy="no standby can take over now")
-                self.publish(self._topics.journal, b"", retain=True)
+                self._replication.withdraw()
         elif self.machine.record_lost:
             self._follower_session.announce(replace(self.machine.me, position=copy.position))
         return copy.position
@@ -721,6 +735,7 @@ class Leadership:
             self._topics,
             self._with_position(self.machine.me),
             on_read=self._on_session_read,
+            on_journal=self._replication.receive,
             on_message=self._callbacks.on_message,
             on_over=self._lost,
         )
@@ -747,11 +762,13 @@ class Leadership:
     def _lost(self, session: LeaderSession) -> None:
         self._pending.extend(session.session.take_pending())
         self._leader_session = None
+        self._replication.end_session()
         self._driver.feed(LeaderSessionLost(**self._driver.stamp(), why=session.session.problem))
 
     def _release(self) -> None:
         session, self._leader_session = self._leader_session, None
         if session is not None:
+            self._replication.leave_session()
             task = session.leave()
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)

@@ -14,6 +14,8 @@ class RunningBroker:
     def __init__(self, kind: str, directory: Path) -> None:
         self.kind = kind
         self.directory = directory
+        self.options = ""
+        """Further lines of mosquitto's configuration at the next start; they replace earlier ones."""
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -30,6 +32,9 @@ class RunningBroker:
             if self.kind == "mosquitto"
             else embedded_command(ready, self.port)
         )
+        if self.options:
+            with (self.directory / "mosquitto.conf").open("a") as file:
+                file.write(self.options)
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         if self.kind == "mosquitto":
             await_listening("127.0.0.1", self.port, 60)

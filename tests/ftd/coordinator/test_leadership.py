@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import ftd
+from ftd.coordinator import replication
 from ftd.coordinator.leadership import Leadership, LeadershipCallbacks
 from ftd.coordinator.ports import Observer, Program
 from ftd.driver import SystemClock
@@ -381,5 +382,58 @@ def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None
         await anna.end()
         await until_async(lambda: bert.connections == 1, "bert leads")
         await bert.end()
+
+    run(play())
+
+
+@pytest.mark.parametrize("option", ["max_packet_size", "message_size_limit"])
+def test_a_journal_that_the_broker_refuses_is_withheld_with_the_remedy(
+    mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Commands go on, and no standby begins from an older journal. A restarted broker may have a higher limit."""
+    errors: list[dict[str, Any]] = []
+    monkeypatch.setattr(replication._log, "error", lambda event, **words: errors.append(words))
+    monkeypatch.setattr(replication, "ECHO_S", 0.1)
+    journals: list[bytes] = []
+
+    async def play() -> None:
+        mosquitto.kill()
+        mosquitto.options = f"{option} 2000\n"
+        mosquitto.start()
+        reading = MqttSession(
+            mosquitto.address,
+            client_id="reading",
+            subscriptions=[TOPICS.journal],
+            on_message=lambda topic, payload, retained: journals.append(payload),
+        )
+        task = asyncio.ensure_future(reading.run())
+        await reading.wait_connected(PATIENCE_S)
+        anna = Coordinator("anna", 1, mosquitto.address)
+        async with listener(mosquitto.address) as commands:
+            anna.start()
+            await until_async(lambda: anna.connections == 1, "anna leads")
+            anna.state = b"x" * 3000  # The session that follows begins with this state.
+            for _ in range(2):
+                await until_async(lambda: anna.leadership.connected, "anna leads")
+                anna.leadership.replicate(anna.state, time.monotonic())
+                await asyncio.sleep(0.3)
+            await until_async(lambda: errors, "the refusal is logged")
+            await until_async(lambda: anna.leadership.connected, "anna leads again")
+            sessions = anna.connections
+            anna.state = b"x" * 4000
+            for number in range(20):
+                anna.leadership.replicate(anna.state, time.monotonic())
+                anna.leadership.publish(COMMAND, b"%d" % number)
+            await until_async(lambda: commands and commands[-1] == b"19", "the node receives anna's commands")
+            assert anna.connections == sessions <= 4 and len(errors) == 1
+            assert option in errors[0]["remedy"] and 3000 < errors[0]["size_bytes"] < 3200
+            await until_async(lambda: journals[-1:] == [b""], "the older journal is deleted")
+            mosquitto.kill()
+            mosquitto.options = ""
+            mosquitto.start()
+            await until_async(lambda: len(journals[-1]) > 4000, "the journal is there again")
+            await anna.end()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     run(play())
