@@ -210,7 +210,7 @@ class AgentMachine:
         # pid was known.
         if trainer.phase in NOT_BUILT and event.pid != trainer.pid:
             trainer.pid = event.pid
-            a.ended_pids.discard(event.pid)
+            a.ended_pids.pop(event.device, None)
             trainer.heartbeat_at = trainer.progress_at = a.at
             prepare_trainer(a, event.device)
 
@@ -318,7 +318,8 @@ class AgentMachine:
         a = self._a
         trainer = a.trainers[event.device]
         known = trainer.pid is None or trainer.pid == event.pid
-        if trainer.phase is TrainerPhase.DOWN or event.pid in a.ended_pids or not known:
+        ended = a.ended_pids.get(event.device) == event.pid
+        if trainer.phase is TrainerPhase.DOWN or ended or not known:
             return
         self._restart_trainers(trainer, event.cause_of_failure, event.detail)
 

@@ -216,8 +216,8 @@ class Agent:
     """Result of the last health check of this incarnation that has ended, with the wrong results of those before
     it that the coordinator may not know.
     """
-    ended_pids: set[int] = field(default_factory=set)
-    """Pids of processes that this agent ended: late messages about them do not count."""
+    ended_pids: dict[int, int] = field(default_factory=dict)
+    """Device → pid of the last of its processes that this agent ended: late messages about it do not count."""
     ignored: Counter[str] = field(default_factory=Counter)
 
     # --- current step ---------
@@ -339,7 +339,7 @@ class Agent:
             if trainer.phase is not TrainerPhase.DOWN:
                 self.out.append(KillTrainer(cause=self.cause, device=trainer.device, grace_s=grace_s))
             if trainer.pid is not None:
-                self.ended_pids.add(trainer.pid)
+                self.ended_pids[trainer.device] = trainer.pid
             trainer.phase, trainer.pid = TrainerPhase.DOWN, None
             trainer.state = trainer.resumed = trainer.finished = None
             trainer.reading = False

@@ -599,6 +599,20 @@ def test_trainers_that_end_again_and_again_while_they_build_cannot_build() -> No
     assert causes[-1].detail.startswith("trainers ended 3 times while they built the model; the last: killed")
 
 
+def test_the_pid_of_a_process_that_ended_earlier_comes_again() -> None:
+    """The host gives pids again. A new process that fails before it connects is no late message of the old one."""
+    d = Daemon(1)
+    d.order(Prepare(job=job(), profile=False))
+    for pid in (70, 71):
+        d.feed(TrainerConnected, device=0, pid=pid)
+        d.feed(TrainerFailed, device=0, pid=pid, cause_of_failure="exited", detail="")
+        d.fire("restart")
+    d.feed(TrainerFailed, device=0, pid=71, cause_of_failure="exited", detail="late")
+    assert not d.signals(TrainerLost)
+    d.feed(TrainerFailed, device=0, pid=70, cause_of_failure="exited", detail="")
+    assert d.signals(TrainerLost)
+
+
 def test_before_the_first_step_the_limits_are_long() -> None:
     d = running()
     assert not watch(d, 9.0)
