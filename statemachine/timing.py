@@ -36,8 +36,9 @@ class Timing:
 
     # --- reconfiguration (coordinator) ---
     quiesce_s: float = 5.0
-    """A node that does not answer ``Quiesce(abort)`` for this long is fenced. It must be above the longest
-    single operation that a trainer cannot interrupt, and above the agent's hang detection.
+    """A node that does not answer ``Quiesce(abort)`` for this long is fenced, also if its agent would find only
+    later that a trainer hangs (``hang_s``). Choose more than the longest single operation that a trainer cannot
+    interrupt.
     """
     boundary_s: float = 10.0
     boundary_steps: float = 4.0
