@@ -5,11 +5,16 @@ import hashlib
 from msgspec import Struct
 
 
+def short_digest(text: str) -> str:
+    """Return eight hexadecimal digits that differ for different texts, except by chance."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
 def job_mark(job: str) -> str:
     """Return how the name of each attempt of this job at a checkpoint ends, so that other jobs in the same directory
     leave alone what it writes.
     """
-    return f"__{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    return f"__{short_digest(job)}"
 
 
 class LayerFile(Struct, frozen=True, kw_only=True):

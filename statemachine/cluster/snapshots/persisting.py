@@ -14,8 +14,6 @@ time. A coordinator that takes over exports again what it does not know to be do
 that it exists already.
 """
 
-import hashlib
-
 from planner.reasons import join_names
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
@@ -41,13 +39,12 @@ from statemachine.messages.cluster import (
     RetainSnapshot,
 )
 from statemachine.messages.values import CheckpointRecord, Job, Snapshot
-from storage.values import job_mark
+from storage.values import job_mark, short_digest
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:
     """Return the name of the draft, which no other job and no other state of this job shares."""
-    job_digest = hashlib.sha256(job.job_id.encode()).hexdigest()[:8]
-    return f"{record.generation}_{record.step}_{job_digest}{job_mark(job.name)}"
+    return f"{record.generation}_{record.step}_{short_digest(job.job_id)}{job_mark(job.name)}"
 
 
 def share_layers(
