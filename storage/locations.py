@@ -30,6 +30,8 @@ _REJECTED = {
     errno.ENOTDIR: "it is not a directory, or is below a file",
 }
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced", re.ASCII)
+_DATA = ".bin"
+"""End of the names of data files."""
 _MISSING = {errno.ENOENT, errno.ESTALE}
 
 
@@ -102,7 +104,7 @@ class LocalLocation:
         return f".{final}.{attempt}.partial"
 
     def data_name(self, stem: str, attempt: str) -> str:
-        return f"{stem}.bin"
+        return f"{stem}{_DATA}"
 
     def begin(self, draft: str) -> None:
         with self._translate_errors("written"):
@@ -221,7 +223,7 @@ class RemoteLocation:
         return final
 
     def data_name(self, stem: str, attempt: str) -> str:
-        return f"{stem}-{attempt}.bin"
+        return f"{stem}-{attempt}{_DATA}"
 
     def begin(self, draft: str) -> None:
         with self._translate_errors("written"):
@@ -230,7 +232,8 @@ class RemoteLocation:
     def write(self, directory: str, name: str, chunks: Iterable[memoryview]) -> None:
         """Implement ``CheckpointLocation.write``; the file that was there stays if the store discards what it got."""
         path = f"{self._root}/{directory}/{name}"
-        before = self._identity(path)
+        # A data file has its attempt in its name: only this attempt writes it, and once.
+        before = None if name.endswith(_DATA) else self._identity(path)
         with self._translate_errors("written"):
             file = self._files.open(path, "wb")
         try:
@@ -272,7 +275,7 @@ class RemoteLocation:
 
     def abandon(self, draft: str, attempt: str) -> None:
         names = set(self.sizes(draft))
-        written = {name for name in names if name.endswith(f"-{attempt}.bin")}
+        written = {name for name in names if name.endswith(f"-{attempt}{_DATA}")}
         for name in written:
             with self._translate_errors("removed"):
                 self._files.rm_file(f"{self._root}/{draft}/{name}")

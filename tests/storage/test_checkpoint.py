@@ -678,6 +678,23 @@ def test_a_manifest_that_is_not_written_again_leaves_the_former_one(
     assert store.steps() == (7,)
 
 
+def test_data_files_are_written_without_asking_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A question to an object store takes tens of milliseconds. Only the manifest may replace another attempt's."""
+    asked: list[str] = []
+    files = type(fsspec.filesystem("memory"))
+    real = files.ukey
+
+    def ukey(self: object, path: str) -> object:
+        asked.append(path.rpartition("/")[2])
+        return real(self, path)
+
+    monkeypatch.setattr(files, "ukey", ukey)
+    write(CheckpointStore.at(f"memory://{tmp_path}", create=True), 7)
+    assert asked == ["manifest.json"]
+
+
 def test_the_documentation_lists_the_fields_of_the_manifest() -> None:
     page = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text()
     fields = [field.encode_name for field in msgspec.structs.fields(CheckpointManifest)]
