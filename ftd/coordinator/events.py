@@ -37,8 +37,8 @@ PLAN_IN_WORDS = frozenset({"pipelines", "considered"})
 MAX_EVENT_BYTES = 16 * 1024
 """Largest event from another process that is accepted, since the journal keeps it."""
 MAX_UNWRITTEN = 1000
-"""Events of the leader after which a follower writes them to its journal. Mostly they are written earlier, with the
-next copy of the leader's journal; a follower that cannot read that saves none.
+"""Events of the leader after which a follower writes them to its journal, or forgets them if its disk is full. Mostly
+they are written earlier, with the next copy of the leader's journal; a follower that cannot read that saves none.
 """
 
 
@@ -142,13 +142,13 @@ class EventStream:
         topic can forge no more than history.
 
         :raises WireError: the payload is not an event.
-        :raises JournalError: the events that wait cannot be written.
+        :raises JournalError: the events that wait cannot be written, and are forgotten.
         """
         message = _checked(decode_json(payload, EventMessage))
         if self._journal.record(message):
             self._observer.on_published(message, message.source == SOURCE)
         if self._journal.unwritten >= MAX_UNWRITTEN:
-            self._journal.flush()
+            self._journal.flush_or_forget()
 
     def receive_as_leader(self, payload: bytes) -> None:
         """Journal a node's event. This coordinator's own were journaled when they were emitted.

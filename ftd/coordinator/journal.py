@@ -292,6 +292,18 @@ class Journal:
             with self._transaction(forced=False):
                 pass
 
+    def flush_or_forget(self) -> None:
+        """Write what was recorded, or forget it if it cannot be written, so that memory does not grow.
+
+        :raises JournalError: it is forgotten.
+        """
+        try:
+            self.flush()
+        except JournalError as error:
+            lost = len(self._buffer)
+            self._buffer.clear()
+            raise JournalError(f"{error}; {lost} events are missing in it from now on") from None
+
     def maintain(self, *, generation: int) -> None:
         """Do at a quiet moment what a recovery would otherwise wait for: reserve the generations after this
         one, and move the write-ahead log into the file if it is long. Both take about ten milliseconds.

@@ -113,6 +113,32 @@ def test_a_standby_writes_events_that_no_journal_of_the_leader_accompanies(tmp_p
     journal.close()
 
 
+def test_a_standby_whose_disk_is_full_forgets_events_and_writes_later_ones(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    stream = follower_stream(journal)
+
+    def receive(first: int, end: int) -> list[str]:
+        problems = []
+        for number in range(first, end):
+            message = msgspec.structs.replace(event("BrokerLost"), id=f"e-{number}")
+            try:
+                stream.receive_as_follower(encode_json(message))
+            except JournalError as error:
+                problems.append(str(error))
+            assert journal.unwritten < MAX_UNWRITTEN
+        return problems
+
+    [pages] = journal._db.execute("PRAGMA page_count").fetchone()
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    problems = receive(0, 2 * MAX_UNWRITTEN)
+    assert len(problems) == 2
+    assert "is full" in problems[0] and f"{MAX_UNWRITTEN} events are missing in it" in problems[0]
+    journal._db.execute("PRAGMA max_page_count = 100000")
+    assert not receive(2 * MAX_UNWRITTEN, 3 * MAX_UNWRITTEN)
+    assert journal.events(after=0, limit=1, newest=False)[0][0]["id"] == f"e-{2 * MAX_UNWRITTEN}"
+    journal.close()
+
+
 def test_a_new_journal_is_empty(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "deep" / "down")
     assert journal.load() is None
