@@ -119,6 +119,8 @@ _TIMERS: dict[str, Callable[[Cluster], None]] = {
     PAUSE_LIMIT: rollback.pause_overdue,
 }
 """Function that handles each timer but ``TICK`` and ``SETTLE``."""
+_DEADLINES = (TICK, QUIESCE, RESUME, PAUSE_LIMIT, STEPS, SNAPSHOT, PERSIST, FINISH)
+"""Timers of what is expected from nodes, which cannot be heard while the broker is away."""
 
 
 class ClusterMachine:
@@ -298,6 +300,8 @@ class ClusterMachine:
     def _timer(self, event: TimerFired) -> None:
         c = self._c
         late_s = c.at - c.due.pop(event.name, c.at)
+        if not c.connected and event.name in _DEADLINES:
+            return  # It was set during the outage, and is set again when the broker is back.
         if event.name in (QUIESCE, RESUME) and late_s > c.timing.silence_s / 2:
             # A deadline that fires this late shows that this process was suspended, not that the nodes are
             # slow.
@@ -373,6 +377,6 @@ class ClusterMachine:
         """Stop all deadlines: while the broker is away no node can be heard."""
         c = self._c
         c.connected = False
-        for name in (TICK, QUIESCE, RESUME, PAUSE_LIMIT, STEPS, SNAPSHOT, PERSIST, FINISH):
+        for name in _DEADLINES:
             c.cancel_timer(name)
         c.emit("BrokerLost", "the broker is away; training continues")

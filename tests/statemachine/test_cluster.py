@@ -1015,6 +1015,31 @@ def test_while_the_broker_is_away_nobody_is_declared_dead() -> None:
     assert [e.node for e in s.all(EmitEvent) if e.name == "NodeLost"] == ["node-3"]
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_an_order_that_is_due_while_the_broker_is_away_has_its_time_afterwards(planned: bool) -> None:
+    """Neither a boundary nor a plan that is found meanwhile makes nodes count as lost."""
+    s = running(4)
+    s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
+    if planned:
+        s.fire("join", 0.1)
+        for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1)), ("node-3", (2, 3))):
+            s.quiesced(name, 2, report(2, held=held))
+        asked = s.last
+        s.feed(BrokerDisconnected)
+        s.last = asked
+        s.plan()
+    else:
+        s.feed(BrokerDisconnected)
+        s.fire("join", 0.1)
+    generation = s.machine.generation
+    s.pass_time(600.0)
+    assert {node["state"] for node in s.machine.public_state()["nodes"].values()} == {"HEALTHY"}
+    assert s.machine.generation == generation
+    s.feed(BrokerConnected)
+    assert {"resume" if planned else "quiesce", "tick"} <= s.due.keys()
+
+
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_last_will_after_an_outage_of_the_broker_is_no_proof(heard: bool) -> None:
     """A broker that stood still ends the sessions of nodes that are alive; a node that does not answer is lost
