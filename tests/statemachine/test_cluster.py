@@ -1040,6 +1040,17 @@ def test_an_order_that_is_due_while_the_broker_is_away_has_its_time_afterwards(p
     assert {"resume" if planned else "quiesce", "tick"} <= s.due.keys()
 
 
+def test_a_boundary_that_an_outage_interrupts_has_its_whole_time_again() -> None:
+    """Nothing is recomputed because the step in flight lasts longer than an aborting Quiesce may take."""
+    s = running(4)
+    s.feed(DrainRequested, request="d", node="node-3")
+    s.check_drain()
+    s.fire("join", 0.1)
+    s.feed(BrokerDisconnected)
+    s.feed(BrokerConnected)
+    assert s.due["quiesce"] == pytest.approx(s.now + Timing().boundary_limit_s(0.1))
+
+
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_last_will_after_an_outage_of_the_broker_is_no_proof(heard: bool) -> None:
     """A broker that stood still ends the sessions of nodes that are alive; a node that does not answer is lost
