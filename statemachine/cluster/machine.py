@@ -350,6 +350,8 @@ class ClusterMachine:
             c.emit("BrokerRestored", "the broker is back")
         c.silence_floor_at = c.at
         inquire_all(c)
+        if c.checkpoints.state_missing_since is not None:
+            c.checkpoints.state_missing_since = c.at  # No absent node could return during the outage.
         restored, c.from_journal = c.from_journal, False
         if restored:
             # The answers that came before the crash are lost.

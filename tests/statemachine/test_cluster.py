@@ -719,6 +719,25 @@ def test_nodes_that_join_without_the_state_do_not_make_the_wait_for_it_longer() 
     assert s.machine.phase is ClusterPhase.FAILED
 
 
+def test_an_outage_of_the_broker_does_not_count_as_time_in_which_absent_nodes_could_return() -> None:
+    s = running(3)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s.feed(BrokerDisconnected)
+    s.wait(60.0)
+    s.feed(BrokerConnected)
+    s.hello("node-8", 108)
+    s.say("node-8", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-0", 3, report(1, held=(0, 1)))
+    s.quiesced("node-8", 3, report())
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers 2, 3 are lost")
+    assert s.machine.phase is ClusterPhase.PAUSED
+    assert s.due["pause_limit"] == pytest.approx(s.now + 29.9)
+
+
 def test_a_pause_is_extended_while_a_node_that_may_hold_the_state_builds_the_job() -> None:
     s = running(3)
     s.feed(NodeVanished, node="node-1", incarnation=101)
