@@ -302,9 +302,9 @@ class ClusterMachine:
         late_s = c.at - c.due.pop(event.name, c.at)
         if not c.connected and event.name in _DEADLINES:
             return  # It was set during the outage, and is set again when the broker is back.
-        if event.name in (QUIESCE, RESUME) and late_s > c.timing.silence_s / 2:
+        if event.name in _DEADLINES and event.name != TICK and late_s > c.timing.silence_s / 2:
             # A deadline that fires this late shows that this process was suspended, not that the nodes are
-            # slow.
+            # slow: their messages of that time are yet to be read.
             c.set_timer(event.name, c.timing.quiesce_s)
             return
         if event.name == TICK:

@@ -738,6 +738,20 @@ def test_an_outage_of_the_broker_does_not_count_as_time_in_which_absent_nodes_co
     assert s.due["pause_limit"] == pytest.approx(s.now + 29.9)
 
 
+def test_a_job_does_not_fail_because_its_coordinator_was_suspended_while_it_waited_for_state() -> None:
+    """The Hello of the node that holds the state is yet to be read."""
+    s = running(3)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.quiesced("node-0", 2, report(1, held=(0, 1)))
+    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s.fire("pause_limit", 90.0)
+    assert s.machine.phase is ClusterPhase.PAUSED
+    s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
+    s.fire("join", 0.1)
+    assert set(sent(s, Quiesce)) == {"node-0", "node-1"}
+
+
 def test_a_pause_is_extended_while_a_node_that_may_hold_the_state_builds_the_job() -> None:
     s = running(3)
     s.feed(NodeVanished, node="node-1", incarnation=101)
