@@ -1,4 +1,4 @@
-"""The dashboard without a browser: its data, its stream, and its access control."""
+"""The dashboard without a cluster: its data, its stream, its access control, and its chart in a browser."""
 
 import asyncio
 import base64
@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ftd.observe.dashboard.server import DashboardServer
 from ftd.observe.dashboard.trend import Point, Trend
 from ftd.observe.view.text import format_size
 from ftd.transport.wire.public import EventMessage
+from tests.helpers.browser import chromium, find_chromium
 from tests.helpers.crowd_of_nodes import Json, committed, event, pipelines_of, recovery, snapshot_of, state_of
 
 NAMES = ["node-0", "node-1", "node-2", "node-3"]
@@ -418,13 +419,18 @@ def test_it_is_enabled_on_loopback_and_can_be_disabled(tmp_path: Path) -> None:
 
 
 def served(
-    work: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, None]], *, token: str | None = TOKEN
+    work: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, None]],
+    *,
+    token: str | None = TOKEN,
+    past: Iterable[EventMessage] = (),
 ) -> None:
     """Run ``work`` with a client and the address of a dashboard that has data to show."""
 
     async def scene() -> None:
         model = DashboardModel()
         model.on_state(state_of(NAMES))
+        for each in past:
+            model.on_event(each, own=True)
         place = DashboardAddress(host="127.0.0.1", port=0, token=token, configured=True)
         feed = DeltaFeed(model.take_delta, "run")
         server = DashboardServer(place, model, feed, cluster="t")
@@ -589,6 +595,22 @@ def test_the_page_and_the_terminal_print_the_same_sizes() -> None:
     assert in_node(f"console.log(JSON.stringify({sizes}.map(page.size)))", "words.js") == [
         format_size(size) for size in sizes
     ]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(find_chromium() is None, reason="chromium is not installed: tools/install-chromium")
+def test_the_chart_shows_the_throughput_of_steps_that_take_minutes() -> None:
+    async def work(_: aiohttp.ClientSession, url: str) -> None:
+        async with chromium() as browser:
+            page = await browser.page()
+            await page.open(url)
+            await page.until("document.querySelector('#chart')?.data?.length > 2", "the chart")
+            rates = "document.querySelector('#chart').data.find((line) => line.name === 'samples/s')"
+            assert await page.value(f"{rates}.y") == [pytest.approx(0.016)] * 4
+            assert await page.value(f"{rates}.text") == ["0.016"] * 4
+
+    steps = [committed(step, 2000.0 * step, step_s=2000.0) for step in range(1, 5)]
+    served(work, token=None, past=steps)
 
 
 REJECTED_STREAM = """

@@ -1,6 +1,6 @@
 // Losses, throughput, goodput and learning rate over time, with failures marked; drawn by plotly, which loads after the first paint.
 
-import { $, clock, make, number, plural, say } from "./words.js";
+import { $, clock, make, number, plural, rate, say } from "./words.js";
 
 const STEP = 0, AT = 1, LOSS = 2, SAMPLES = 3, PRODUCTIVE = 4, ELAPSED = 5, TOKENS = 7, RATE = 8;
 const PERIOD_MS = 1000;
@@ -103,10 +103,11 @@ function figure(points, marks, evaluations, style, box) {
     customdata: steps, hovertemplate: `%{y} · step %{customdata}<extra>${name}</extra>`, ...more,
   });
   const [amount, speed] = points.some((p) => p[TOKENS]) ? [TOKENS, "tokens/s"] : [SAMPLES, "samples/s"];
+  const rates = points.map((p) => (p[ELAPSED] > 0 ? p[amount] / p[ELAPSED] : null));
   const learning = new Set(points.map((p) => p[RATE])).size > 1;
   const data = [
     line(points.map((p) => p[LOSS]), "y3", "loss", "--accent"),
-    line(points.map((p) => (p[ELAPSED] > 0 ? Math.round((10 * p[amount]) / p[ELAPSED]) / 10 : null)), "y2", speed, "--second"),
+    line(rates, "y2", speed, "--second", { text: rates.map(rate), hovertemplate: `%{text} · step %{customdata}<extra>${speed}</extra>` }),
     line(points.map((p) => (p[ELAPSED] > 0 ? Math.min(1, p[PRODUCTIVE] / p[ELAPSED]) : null)), "y", "goodput", "--good",
       { fill: "tozeroy", fillcolor: tint(colour("--good"), 0.15), hovertemplate: "%{y:.1%} · step %{customdata}<extra>goodput</extra>" }),
     ...(learning ? [line(points.map((p) => p[RATE]), "y5", "learning rate", "--accent", { hovertemplate: "%{y:.3~g} · step %{customdata}<extra>learning rate</extra>" })] : []),
@@ -129,10 +130,10 @@ function figure(points, marks, evaluations, style, box) {
     showlegend: false, hovermode: "x unified", hoversubplots: "axis", dragmode: narrow ? false : "zoom", uirevision: "one",
     hoverlabel: { bgcolor: colour("--card"), bordercolor: faint, font: { color: colour("--ink") } },
     xaxis: { type: "date", gridcolor: faint, linecolor: faint, anchor: learning ? "y5" : "y", showspikes: false, nticks: narrow ? 4 : 9 },
-    ...(learning ? { yaxis5: axis([0, 0.18], { rangemode: "tozero", tickformat: ".2~g", title: { text: narrow ? "lr" : "learning rate", font: { size: 12 } } }) } : {}),
+    ...(learning ? { yaxis5: axis([0, 0.18], { rangemode: "tozero", exponentformat: "e", title: { text: narrow ? "lr" : "learning rate", font: { size: 12 } } }) } : {}),
     yaxis: axis(above(0, 0.24), { tickformat: ".0%", range: [0, 1.04], title: { text: "goodput", font: { size: 12 } } }),
     yaxis2: axis(above(0.31, 0.57), { rangemode: "tozero", separatethousands: true, title: { text: speed, font: { size: 12 } } }),
-    yaxis3: axis(above(0.64, 0.97), { title: { text: "loss", font: { size: 12 } } }),
+    yaxis3: axis(above(0.64, 0.97), { exponentformat: "e", title: { text: "loss", font: { size: 12 } } }),
     yaxis4: { domain: [0, 1], range: [0, 1], visible: false, fixedrange: true, anchor: "x" },
   };
   return [data, layout];
