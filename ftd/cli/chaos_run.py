@@ -53,13 +53,13 @@ def run(
     """
     from ftd.faults.chaos.report import encode_documents, render_junit, render_text
     from ftd.faults.chaos.scenario import load_scenario
-    from ftd.observe.view.files import require_directory, write_file
+    from ftd.observe.view.files import require_writable, write_file
 
     _check_options(where, logs, local=local)
     loaded = [load_scenario(path) for path in scenarios]
     for file, option in ((junit, "--junit"), (json_file, "--json")):
         if file is not None:
-            require_directory(file, option)
+            require_writable(file, option)
 
     def report_result(played: "ScenarioResult") -> None:
         typer.echo(render_text(played))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftd.cli.options import print_rich, run_async
-from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from ftd.config.profile_document import ProfileDocument
@@ -37,11 +36,12 @@ def profile(
     """
     from ftd.config.job import load_job
     from ftd.config.profile_file import save_profile
+    from ftd.observe.view.files import require_writable
     from ftd.observe.view.profile import render_profile
 
     loaded = load_job(job, devices_per_node=devices_per_node)
     path = output if output is not None else Path(f"{loaded.name}.profile.json")
-    _check_output(path)
+    require_writable(path, "--output")
     document = run_async(_measured(loaded, network=network))
     save_profile(path, document)
     print_rich(render_profile(document))
@@ -61,15 +61,3 @@ async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":
         with delayed_progress("measuring the network") as on_progress:
             links = await measure_links(job.training["backend"], on_progress)
     return build_profile_document(job.name, layers, links, job.policy.devices_per_node)
-
-
-def _check_output(path: Path) -> None:
-    """Check the output before anything is measured.
-
-    :raises ConfigurationError: nothing can be written there.
-    """
-    from ftd.observe.view.files import require_directory
-
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a directory", field="--output", remedy="name a file in it")
-    require_directory(path, "--output")

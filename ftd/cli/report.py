@@ -40,7 +40,7 @@ def report(
 
     Example: ftd report gpt --html gpt.html
     """
-    from ftd.observe.view.files import read_report, require_format, write_file
+    from ftd.observe.view.files import read_report, require_format, require_writable, write_file
     from ftd.observe.view.pages.report_page import render_report_page
     from ftd.observe.view.plots.report_plot import FORMATS, plot_report
     from ftd.observe.view.summary import render_summary
@@ -48,6 +48,9 @@ def report(
 
     for path in plot or ():
         require_format(path, FORMATS, "--plot")
+    for file, option in ((html, "--html"), (out, "--json")):
+        if file is not None:
+            require_writable(file, option)
     found = read_report(Path(job), "JOB") if job.endswith(".json") else _from_cluster(job, where.resolve())
     if html is not None:
         write_file(html, render_report_page(found).encode(), "--html")

@@ -67,17 +67,17 @@ def soak(
 
     Example: ftd chaos soak --minutes 5 --seed 1 examples/mlp.toml --plot soak.png
     """
-    from ftd.local.run import require_writable
     from ftd.local.soak.options import SoakOptions
     from ftd.local.soak.plot import FORMATS, plot_soak
     from ftd.local.soak.report import render_lines
     from ftd.local.soak.soak import run_soak
-    from ftd.observe.view.files import require_format, write_file
+    from ftd.observe.view.files import require_format, require_writable, write_file
     from ftd.transport.wire.public import encode_document
 
     if plot is not None:
         require_format(plot, FORMATS, "--plot")
-    require_writable(report)
+    if report is not None:
+        require_writable(report, "--report")
     options = SoakOptions(
         job=job,
         minutes=minutes,

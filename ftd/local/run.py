@@ -24,7 +24,7 @@ from ftd.local.driver import LocalDriver
 from ftd.local.inject import LocalInjector
 from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.observe.view.document import Report
-from ftd.observe.view.files import write_file
+from ftd.observe.view.files import require_writable, write_file
 from ftd.observe.view.live.view import LiveView
 from ftd.observe.view.report import build_report
 from ftd.observe.view.summary import render_summary
@@ -75,7 +75,8 @@ async def run_local(options: LocalOptions, console: Console) -> int:
     if options.chaos:
         require_known_nodes(scenario, names, options.chaos.name)
     _require_possible(scenario, options)
-    require_writable(options.report)
+    if options.report is not None:
+        require_writable(options.report, "--report")
     with register_cluster(_choose_cluster_name(options), options.job) as announcement:
         cluster_options = ClusterOptions(
             devices_per_node=options.devices_per_node,
@@ -343,17 +344,4 @@ def _require_possible(scenario: Scenario, options: LocalOptions) -> None:
             f"the scenario injects a fault into the broker, but {options.broker} was not started by this command",
             field="--broker",
             remedy="use --broker embedded or mosquitto",
-        )
-
-
-def require_writable(report: Path | None) -> None:
-    """Check that the report can be written, before an hour of training and not after it.
-
-    :raises ConfigurationError: it cannot be written.
-    """
-    if report is None:
-        return
-    if report.is_dir() or not os.access(report.parent if not report.exists() else report, os.W_OK):
-        raise ConfigurationError(
-            f"{report} cannot be written", field="--report", remedy="choose another file"
         )

@@ -1,6 +1,7 @@
 """Writes the files that a command was asked for: pages and images, whose suffix names the format. Reads reports."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +12,33 @@ from ftd.observe.view.document import Report, ReportError
 def require_format(path: Path, formats: Sequence[str], field: str) -> None:
     """Check the path of a file before the work of which it is the result.
 
-    :raises ConfigurationError: the suffix of ``path`` is none of ``formats`` (such as ``.svg``), or its directory
-        does not exist.
+    :raises ConfigurationError: the suffix of ``path`` is none of ``formats`` (such as ``.svg``), or the file cannot
+        be written.
     """
     if path.suffix.lower() not in formats:
         offered = " or ".join([", ".join(formats[:-1]), formats[-1]])
         raise ConfigurationError(
             f"{path.name} has no supported suffix", field=field, remedy=f"end it in {offered}"
         )
-    require_directory(path, field)
+    require_writable(path, field)
+
+
+def require_writable(path: Path, field: str) -> None:
+    """Check that a file can be written before the work of which it is the result.
+
+    :raises ConfigurationError: its directory does not exist, it is a directory, or this user may not write it.
+    """
+    try:
+        require_directory(path, field)
+        is_directory, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}", field=field, remedy="name another file"
+        ) from None
+    if is_directory:
+        raise ConfigurationError(f"{path} is a directory", field=field, remedy="name a file in it")
+    if not os.access(path if exists else path.absolute().parent, os.W_OK):
+        raise ConfigurationError(f"{path} cannot be written", field=field, remedy="name another file")
 
 
 def require_directory(path: Path, field: str) -> None:

@@ -1,10 +1,13 @@
-"""Tests of options and arguments that commands for a cluster reject before anything is sent."""
+"""Tests of options and arguments that commands reject before anything is sent, played or measured."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.commands import ftd_here
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,32 @@ def test_a_number_of_thousands_of_digits_is_no_interval_and_no_generation(
     assert code == 2 and "is not an interval (write a number of steps, auto" in err
     code, _, err = ftd_here("story", "run.json", digits, patch=monkeypatch, said=capsys)
     assert code == 1 and "no event names a node" in err
+
+
+@pytest.mark.parametrize("name", ["no/such", "."], ids=["missing directory", "directory"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sim", "--scenario", f"{EXAMPLES}/chaos/node-killed.toml", "--junit"],
+        ["chaos", "run", "--local", f"{EXAMPLES}/chaos/node-killed.toml", "--json"],
+        ["chaos", "soak", f"{EXAMPLES}/mlp.toml", "--report"],
+        ["local", f"{EXAMPLES}/mlp.toml", "--nodes", "1", "--report"],
+        ["report", "gpt", "--html"],
+        ["report", "gpt", "--json"],
+        ["profile", f"{EXAMPLES}/mlp.toml", "--output"],
+    ],
+    ids=lambda arguments: " ".join(part for part in arguments if "/" not in part),
+)
+def test_a_file_that_cannot_be_written_is_rejected_before_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    name: str,
+) -> None:
+    code, out, err = ftd_here(
+        *arguments, str(tmp_path / name), patch=monkeypatch, said=capsys, FTD_BROKER="mqtt://127.0.0.1:9"
+    )
+    assert (code, out) == (2, "")
+    assert f"{arguments[-1]}: " in err
+    assert ("is a directory" if name == "." else "does not exist") in err
