@@ -10,6 +10,7 @@ from ftd.cli.options import (
     ClusterOptions,
     print_cluster,
     run_async,
+    run_until_signal,
     with_cluster_options,
 )
 from ftd.errors import ConfigurationError
@@ -47,7 +48,7 @@ def run(
 
     They run against a running cluster, or with --local against one that is started for them; scenarios with
     the same [cluster] share it. The exit code is 0 if everything was as expected, 1 if something was not, and
-    2 if a scenario cannot be played; in this case nothing was injected.
+    2 if a scenario cannot be played; in this case nothing was injected. Ctrl-C and SIGTERM end the started cluster.
 
     Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
     """
@@ -65,10 +66,9 @@ def run(
         typer.echo(render_text(played))
 
     if local:
-        work = play_locally(loaded, logs, typer.echo, report_result)
+        all_played = run_until_signal(play_locally(loaded, logs, typer.echo, report_result), typer.echo)
     else:
-        work = _play_remotely(where.resolve(), loaded, report_result)
-    all_played = run_async(work)
+        all_played = run_async(_play_remotely(where.resolve(), loaded, report_result))
     if junit is not None:
         write_file(junit, render_junit(all_played), "--junit")
     if json_file is not None:

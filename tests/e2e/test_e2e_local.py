@@ -153,6 +153,30 @@ def test_nothing_is_left_however_it_ends(
     assert ftd("status", home=home).returncode == 2  # No file names a cluster.
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_cluster_for_scenarios_is_ended_by_signals(
+    tmp_path: Path,
+    home: dict[str, str],
+    start: Callable[..., subprocess.Popen[str]],
+    how: signal.Signals,
+) -> None:
+    job = write_job(tmp_path, failures=0)
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(
+        f'[cluster]\njob = "{job}"\nnodes = 1\n[[fault]]\nat_step = 1000000\ndo = "kill"\nnode = "node-0"\n'
+    )
+    run = start("chaos", "run", "--local", scenario)
+    until(lambda: shared_memory(home), "the node has memory for snapshots")
+    below, memory = descendant_pids(run.pid), shared_memory(home)
+    run.send_signal(how)
+    printed, _ = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 128 + how
+    assert "temporary files are removed" in printed
+    until(lambda: not any(is_alive(pid) for pid in below), "every process has ended")
+    assert leftovers(home) == []
+    assert not any(path.exists() for path in memory)
+
+
 def test_other_commands_reach_it_while_it_runs(
     tmp_path: Path, home: dict[str, str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
