@@ -21,7 +21,6 @@ from ftd.errors import ConfigurationError, FtdError, RequestRejected, Unreachabl
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
-    from ftd.transport.client import ClusterClient
     from ftd.transport.wire.public import Answer
 
 
@@ -95,7 +94,7 @@ def events(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Continue with new events as they happen.")
     ] = False,
-    last: Annotated[int, typer.Option(min=0, max=200_000, help="Number of past events to print.")] = 50,
+    last: Annotated[int, typer.Option(min=0, help="Number of past events to print.")] = 50,
     *,
     where: ClusterOptions,
     as_json: JsonOption = False,
@@ -354,7 +353,7 @@ async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: 
     async with ClusterClient(address, listen=follow, on_broker=on_broker) as client:
         past: list[dict[str, Any]] = []
         try:
-            past = await _newest_events(client, last)
+            past = await client.history(newest=last) if last else []
         except UnreachableError:
             if not follow:
                 raise
@@ -367,18 +366,6 @@ async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: 
         async for event in client.events():
             if _identity(event) not in printed:
                 _print_event(event, as_json)
-
-
-async def _newest_events(client: "ClusterClient", count: int) -> list[dict[str, Any]]:
-    """Return the newest events of the journal. One answer has less than that if there are many or they are large, as
-    plans of a thousand nodes are; then all are read.
-
-    :raises UnreachableError: no coordinator answers.
-    """
-    if not count:
-        return []
-    newest = await client.history(newest=count)
-    return newest if len(newest) >= count else (await client.history())[-count:]
 
 
 def _identity(event: dict[str, Any]) -> tuple[Any, ...]:

@@ -33,6 +33,8 @@ from ftd.transport.wire.public import (
 )
 from ftd.transport.wire.topics import Topics
 
+_PAGE = 1000
+"""Rows of the journal in one answer; the coordinator sends fewer if they are large."""
 CONNECT_S = 3.0
 ANSWER_S = 5.0
 SOLVER_ANSWER_S = 60.0
@@ -181,26 +183,37 @@ class ClusterClient:
             raise RequestRejected(f"{node} is offline; nodes that are not: {', '.join(present) or 'none'}")
 
     async def history(self, *, what: str = "events", newest: int | None = None) -> list[dict[str, Any]]:
-        """Return events or steps of the journal, oldest first: all of them, or only the ``newest`` ones.
+        """Return events or steps of the journal, oldest first: all of them, or at most so many of the ``newest`` ones.
 
         :raises UnreachableError: no coordinator answers.
         """
         found: list[dict[str, Any]] = []
         after = 0
+        if newest is not None:
+            found, last = await self._page(what, limit=min(newest, _PAGE), newest=True)
+            if len(found) >= min(newest, last):
+                return found[-newest:]
+            # One answer has less if they are many or large, as plans of a thousand nodes are. Rows are numbered from 1.
+            after, found = max(0, last - newest), []
         while True:
-            request = HistoryRequest(
-                **self.envelope(),
-                what="steps" if what == "steps" else "events",
-                after=after,
-                limit=newest or 1000,
-                newest=newest is not None,
-            )
-            data = (await self.request(request)).data or {}
-            rows = data.get(what, [])
+            rows, after = await self._page(what, after=after, limit=_PAGE)
             found += rows
-            if not rows or newest is not None:
-                return found
-            after = int(data["last"])
+            if not rows:
+                return found if newest is None else found[-newest:]
+
+    async def _page(
+        self, what: str, *, limit: int, after: int = 0, newest: bool = False
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return a page of the journal and the number of its last row."""
+        request = HistoryRequest(
+            **self.envelope(),
+            what="steps" if what == "steps" else "events",
+            after=after,
+            limit=limit,
+            newest=newest,
+        )
+        data = (await self.request(request)).data or {}
+        return data.get(what, []), int(data.get("last", 0))
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield events as they are published, each once, from the connection on; needs ``listen``."""

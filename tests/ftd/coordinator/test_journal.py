@@ -1,5 +1,6 @@
 """The journal: what was saved survives a kill, and one coordinator at a time has it open."""
 
+import asyncio
 import os
 import signal
 import sqlite3
@@ -24,6 +25,8 @@ from ftd.coordinator.leadership import InitialLead, Takeover
 from ftd.coordinator.ports import Observer, Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
 from ftd.transport.wire.codec import MAX_PAYLOAD_BYTES
 from ftd.transport.wire.compression import IncrementalCompressor
 from ftd.transport.wire.coordinator_messages import (
@@ -37,7 +40,7 @@ from ftd.transport.wire.coordinator_messages import (
     state_compressor,
 )
 from ftd.transport.wire.event_details import Evaluated
-from ftd.transport.wire.public import EventMessage, encode_json
+from ftd.transport.wire.public import Answer, EventMessage, HistoryRequest, encode_json
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.durable import RESERVED
@@ -310,6 +313,31 @@ def test_a_page_fits_into_one_message(tmp_path: Path, letter: str) -> None:
     page, last = journal.events(after=0, limit=1000, newest=False)
     assert 1 <= len(page) < 10 and len(encode_json(page)) < MAX_PAYLOAD_BYTES
     assert len(journal.events(after=last, limit=1000, newest=False)[0]) >= 1
+    journal.close()
+
+
+@pytest.mark.parametrize("wanted", [3, 100, 1500, 5000])
+def test_a_client_reads_as_many_events_as_it_needs_and_not_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int
+) -> None:
+    journal, answered = Journal(tmp_path), 0
+    for step in range(1600):
+        journal.record(event("TrainerLost", step, detail="x" * 10_000))
+
+    async def request(_: ClusterClient, asked: HistoryRequest) -> Answer:
+        nonlocal answered
+        rows, last = journal.events(after=asked.after, limit=asked.limit, newest=asked.newest)
+        answered += len(rows)
+        return Answer(request="1", accepted=True, detail="", data={"events": rows, "last": last})
+
+    async def read() -> list[Any]:
+        client = ClusterClient(ClusterAddress(broker=BrokerAddress(host="h")))
+        return await client.history(newest=wanted)
+
+    monkeypatch.setattr(ClusterClient, "request", request)
+    found = asyncio.run(read())
+    assert [one["step"] for one in found] == list(range(1600))[-wanted:]
+    assert answered < min(wanted, 1600) + 100, "the first answer has less than 100 of these"
     journal.close()
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 import re
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -282,35 +281,6 @@ def test_a_story_across_two_hosts_is_told_in_order(event: Callable[..., Json]) -
     [chapter] = chapters(past, "node-2")
     assert [one["event"] for one in chapter] == ["NodeLost", "GenerationStarted", "RecoveryCompleted"]
     assert chapter[2]["monotonic"] - chapter[0]["monotonic"] == pytest.approx(30.0)
-
-
-@pytest.mark.parametrize("wanted", [2, 50, 3000])
-def test_as_many_events_are_printed_as_were_asked_for(
-    event: Callable[..., Json],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    wanted: int,
-) -> None:
-    events = [event("NodeJoined", 1000.0 + number, node=f"node-{number}") for number in range(4000)]
-
-    class Client:
-        """A client whose answers have room for three events, since they are large."""
-
-        def __init__(self, _address: ClusterAddress, **_: Any) -> None: ...
-        async def __aenter__(self) -> "Client":
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-        async def history(self, *, newest: int | None = None) -> list[Json]:
-            return events if newest is None else events[-min(newest, 3) :]
-
-    monkeypatch.setattr("ftd.transport.client.ClusterClient", Client)
-    command = ["events", "--json", "--last", str(wanted), "--broker", "mqtt://h"]
-    code, out, err = ftd_here(*command, patch=monkeypatch, said=capsys)
-    assert (code, err) == (0, "")
-    assert [json.loads(line)["node"] for line in out.splitlines()] == [
-        one["node"] for one in events[-wanted:]
-    ]
 
 
 @pytest.fixture
