@@ -241,13 +241,13 @@ def _map_draft(path: Path, size_bytes: int) -> Bytes:
     """Return the memory of a draft, whose pages are allocated at once, so that a full memory is an error. It is
     unmapped with its last view.
 
-    The draft of a failed attempt is written again in place: a thread of that attempt may still compute a digest of
-    it, and a page that disappears would kill the process.
+    The draft of a failed attempt is written again in place, or replaced if it is too long, but never shortened: a
+    thread of that attempt may still compute a digest of it, and a page that disappears would kill the process.
     """
+    if path.exists() and path.stat().st_size > max(1, size_bytes):
+        path.unlink()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if os.fstat(descriptor).st_size > size_bytes:
-            os.ftruncate(descriptor, size_bytes)
         os.posix_fallocate(descriptor, 0, max(1, size_bytes))
         memory = mmap.mmap(descriptor, max(1, size_bytes), flags=mmap.MAP_SHARED)
     finally:

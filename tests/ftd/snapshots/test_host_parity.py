@@ -5,6 +5,7 @@ the newest that all ranks can restore, and each image of that step must come bac
 """
 
 import asyncio
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -274,4 +275,6 @@ def test_another_attempt_leaves_the_memory_of_a_failed_one_in_place(tmp_path: Pa
     assert second.all() and first.all()
     second[:] = 9
     assert (first == 9).all()  # Memory for one image is enough.
-    assert len(_map_draft(tmp_path / "draft", 1000)) == (tmp_path / "draft").stat().st_size == 1000
+    with (tmp_path / "draft").open("rb") as longer:
+        assert len(_map_draft(tmp_path / "draft", 1000)) == (tmp_path / "draft").stat().st_size == 1000
+        assert os.fstat(longer.fileno()).st_size == len(first), "a shorter draft is another file"
