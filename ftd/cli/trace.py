@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ftd.cli.options import ClusterOptions, run_async, with_cluster_options
-from ftd.errors import FtdError
+from ftd.errors import FtdError, UnreachableError
 from ftd.observe.view.text import pipeline_name
 from ftd.transport.address import ClusterAddress
 
@@ -42,7 +42,8 @@ def trace(
 
     The trace shows when a rank computes, when it waits, and when snapshots are copied.
 
-    Training continues meanwhile. The exit code is 1 if no job is training or a rank does not answer.
+    Training continues meanwhile. The exit code is 1 if no job is training or a rank does not train the steps in time,
+    and 3 if the broker, the coordinator or a node does not answer.
 
     Example: ftd trace --steps 5 --out trace.json --out trace.png
     """
@@ -76,7 +77,7 @@ async def request_traces(
 
     :raises FtdError: no job is training.
     :raises RequestRejected: a node rejects the request.
-    :raises UnreachableError: a node does not answer.
+    :raises UnreachableError: the broker, the coordinator or a node does not answer.
     """
     import msgspec
 
@@ -87,6 +88,11 @@ async def request_traces(
         state = await client.state()
         keys = (key.rpartition("/") for key in _places(state))
         devices = [(name, int(index)) for name, _, index in keys]
+        if state.get("phase") == "UNREACHABLE":
+            why = state.get("reason") or "it is gone"
+            raise UnreachableError(
+                f"no coordinator says which ranks there are: {why}; training continues without it"
+            )
         if state.get("phase") != "RUNNING" or not devices:
             raise FtdError(f"no job is training (the cluster is {state.get('phase', 'unknown')})")
         ahead = 1 + int(_LEAD_S / step_s) if (step_s := float(state.get("step_s") or 0.0)) > 0 else 1

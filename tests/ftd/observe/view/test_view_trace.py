@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +10,11 @@ from ftd.cli.trace import trace
 from ftd.errors import ConfigurationError
 from ftd.observe.view.plots.trace_plot import copied_line, draw_trace, plot_trace
 from ftd.observe.view.trace import CopiedBytes, align_traces, chrome_trace, sum_copied_bytes
+from ftd.transport.client import ClusterClient
 from ftd.transport.wire.public import TraceData
 from runtime.monitoring.tracing import MAX_SPANS, TraceRecorder
 from statemachine.messages.trace import Trace
+from tests.helpers.commands import ftd_here
 
 FAST = 1_000_000_000_000_000
 
@@ -108,3 +111,33 @@ def test_the_image_is_written_in_both_formats(tmp_path: Path) -> None:
         assert (tmp_path / f"trace.{kind}").read_bytes().startswith(begin)
     with pytest.raises(ConfigurationError, match="cannot be written"):
         plot_trace(rows, tmp_path / "no" / "trace.png", name="gpt")
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "says"),
+    [
+        ({"phase": "UNREACHABLE", "reason": "its connection broke"}, 3, "no coordinator says"),
+        ({"phase": "WAITING"}, 1, "no job is training (the cluster is WAITING)"),
+    ],
+)
+def test_the_exit_code_says_whether_anybody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    state: dict[str, Any],
+    code: int,
+    says: str,
+) -> None:
+    async def connect(self: ClusterClient) -> ClusterClient:
+        return self
+
+    async def close(_: ClusterClient, *__: object) -> None: ...
+    async def published(_: ClusterClient) -> dict[str, Any]:
+        return state
+
+    monkeypatch.setattr(ClusterClient, "__aenter__", connect)
+    monkeypatch.setattr(ClusterClient, "__aexit__", close)
+    monkeypatch.setattr(ClusterClient, "state", published)
+    command = ["trace", "--out", str(tmp_path / "t.json"), "--broker", "mqtt://h"]
+    ended, _, err = ftd_here(*command, patch=monkeypatch, said=capsys)
+    assert ended == code and says in err
