@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
 from msgspec.structs import replace
 
 from ftd.config.validation import NAME_PATTERN
@@ -28,8 +29,9 @@ from ftd.coordinator.restore_check import check_restore
 from ftd.driver import Driver
 from ftd.errors import WireError
 from ftd.tasks import cancel_all
+from ftd.transport.rate_limited_log import RateLimitedLog
 from ftd.transport.wire.checking import encode_state
-from ftd.transport.wire.codec import decode_from_node
+from ftd.transport.wire.codec import MAX_COMMAND_BYTES, decode_from_node
 from ftd.transport.wire.coordinator_messages import JournalCopy, encode_unreachable, state_compressor
 from ftd.transport.wire.public import ClusterStateHeader, EventMessage, NodeStateMessage, decode_json
 from ftd.transport.wire.topics import Topics
@@ -129,6 +131,7 @@ class Coordinator:
         self._forced_key: tuple[Any, ...] = ()
         self._published_at, self._publish_took_s = -state_period_s, 0.0
         self._publish_timer: asyncio.TimerHandle | None = None
+        self._oversized_states = RateLimitedLog(structlog.get_logger("ftd.coordinator"), "state_too_large")
         self._timing = timing
         self._leading = False
         self._hardware = hardware
@@ -288,7 +291,7 @@ class Coordinator:
 
     def _handle_cluster_state(self, payload: bytes, _: bool) -> None:
         """Publish our own state over the predecessor's last will, which may arrive after our first state."""
-        if decode_json(payload, ClusterStateHeader).phase == "UNREACHABLE":
+        if decode_json(payload, ClusterStateHeader, MAX_COMMAND_BYTES).phase == "UNREACHABLE":
             self._publish_state_soon()
 
     def _reject(self, topic: str, why: str) -> None:
@@ -485,7 +488,15 @@ class Coordinator:
         self._publish_timer = None
         began_s, self._published_at = self._clock.cpu_s(), asyncio.get_running_loop().time()
         state = self.public_state()
-        self.leadership.publish(self.topics.cluster_state, encode_state(state), retain=True)
+        payload = encode_state(state)
+        if len(payload) <= MAX_COMMAND_BYTES:
+            self.leadership.publish(self.topics.cluster_state, payload, retain=True)
+        else:
+            self._oversized_states.warn(
+                size_bytes=len(payload),
+                reason=f"the state is not published, since nobody reads more than {MAX_COMMAND_BYTES} bytes; "
+                "use fewer nodes, or shorter names of nodes",
+            )
         self._observer.on_state(state)
         self._track()
         self._publish_took_s = self._clock.cpu_s() - began_s

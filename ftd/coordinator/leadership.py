@@ -29,6 +29,7 @@ from ftd.errors import JournalError, WireError
 from ftd.tasks import cancel_all
 from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will
 from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.codec import MAX_COMMAND_BYTES
 from ftd.transport.wire.coordinator_messages import (
     JournalCopy,
     PeerMessage,
@@ -478,12 +479,12 @@ class FollowerSession:
             self._callbacks.on_event(payload)
 
     def _handle_state(self, payload: bytes) -> None:
-        state = decode_json(payload, ClusterStateHeader)
+        state = decode_json(payload, ClusterStateHeader, MAX_COMMAND_BYTES)
         if state.phase == "UNREACHABLE" and isinstance(state.coordinator, int):
             graceful = state.graceful is True
             self._feed(LeaderVanished(**self._stamp(), incarnation=state.coordinator, graceful=graceful))
         if not self._leading():
-            self._callbacks.on_state(decode_json(payload, dict[str, Any]))
+            self._callbacks.on_state(decode_json(payload, dict[str, Any], MAX_COMMAND_BYTES))
 
     def _handle_journal(self, payload: bytes) -> None:
         if payload and not self._leading():

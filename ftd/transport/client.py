@@ -15,7 +15,7 @@ from ftd.errors import RequestRejected, UnreachableError, WireError
 from ftd.transport.address import ClusterAddress
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.checking import encode_event
-from ftd.transport.wire.codec import check_size
+from ftd.transport.wire.codec import MAX_COMMAND_BYTES, check_size
 from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import (
     Answer,
@@ -246,7 +246,7 @@ class ClusterClient:
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
         try:
             if topic == self.topics.cluster_state:
-                state = decode_json(payload, dict[str, Any])
+                state = decode_json(payload, dict[str, Any], MAX_COMMAND_BYTES)
                 if self._state.done():
                     self._state = asyncio.get_running_loop().create_future()
                 self._state.set_result(state)
@@ -260,7 +260,7 @@ class ClusterClient:
                 if self._repeats.is_new(event.id):
                     self._events.put_nowait(decode_json(payload, dict[str, Any]))
             else:
-                answer = decode_json(payload, Answer)
+                answer = decode_json(payload, Answer, MAX_COMMAND_BYTES)
                 waiting = self._answers.get(answer.request)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)

@@ -12,6 +12,7 @@ from ftd.config.daemon import DaemonConfig
 from ftd.errors import UnreachableError, WireError
 from ftd.observe.view.text import ineligible_words
 from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.codec import MAX_COMMAND_BYTES
 from ftd.transport.wire.public import decode_json
 from ftd.transport.wire.topics import Topics
 
@@ -67,7 +68,7 @@ class _Probe:
                 self._echoed.set()
             return
         try:
-            self._state = decode_json(payload, dict)
+            self._state = decode_json(payload, dict, MAX_COMMAND_BYTES)
         except WireError:
             return
         self._received.set()

@@ -39,11 +39,11 @@ from statemachine.messages.common import Prepared
 from statemachine.messages.values import Counter
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
-"""Largest payload from anybody but the coordinator: signals, requests, events, states."""
+"""Largest payload from anybody but the coordinator, and of an event: signals, requests, states of nodes."""
 
 MAX_COMMAND_BYTES = 8 * MAX_PAYLOAD_BYTES
-"""Largest payload from the coordinator to nodes. A Resume (``plans``) takes about 20 KiB for 1,000 devices,
-and more with ``held_parts`` under ZeRO-1.
+"""Largest payload from the coordinator: commands, the cluster's state and answers. A Resume (``plans``) takes about
+20 KiB for 1,000 devices, and more with ``held_parts`` under ZeRO-1; the state takes 250 to 1,000 bytes for each node.
 """
 
 

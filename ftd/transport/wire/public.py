@@ -13,7 +13,7 @@ import msgspec
 
 from ftd.errors import WireError
 from ftd.transport.wire.catalogue import Severity, severity_of
-from ftd.transport.wire.codec import check_size
+from ftd.transport.wire.codec import MAX_PAYLOAD_BYTES, check_size
 from planner.values import RequestedPolicy
 from statemachine.effects import EmitEvent
 from statemachine.messages.values import (
@@ -326,12 +326,12 @@ def encode_document(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-def decode_json(payload: bytes, into: Any) -> Any:
-    """Decode ``payload`` as ``into``: a struct, a union of tagged structs, or ``dict``.
+def decode_json(payload: bytes, into: Any, max_bytes: int = MAX_PAYLOAD_BYTES) -> Any:
+    """Decode ``payload``, of at most ``max_bytes``, as ``into``: a struct, a union of tagged structs, or ``dict``.
 
     :raises WireError: it is oversized or malformed; the message names the field.
     """
-    check_size(payload)
+    check_size(payload, max_bytes)
     decoder = _DECODERS.get(into)
     if decoder is None:
         decoder = _DECODERS[into] = msgspec.json.Decoder(into)

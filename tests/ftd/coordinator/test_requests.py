@@ -16,6 +16,7 @@ from ftd.driver import SystemClock
 from ftd.errors import RequestRejected
 from ftd.transport.address import BrokerAddress, ClusterAddress
 from ftd.transport.client import ClusterClient
+from ftd.transport.wire.codec import MAX_PAYLOAD_BYTES
 from ftd.transport.wire.public import (
     Answer,
     HistoryRequest,
@@ -29,6 +30,7 @@ from statemachine.election.leadership import Leader, Peer
 from statemachine.messages.values import CheckpointRecord, Job
 from statemachine.timing import Timing
 from tests.helpers.coordinator_process import job_data
+from tests.helpers.crowd_of_nodes import state_of
 
 Then = Callable[[CheckpointRecord | None, str], None]
 
@@ -195,3 +197,33 @@ def test_a_request_that_nobody_would_read_is_rejected_at_once(tmp_path: Path) ->
             await client.request(SubmitRequest(**client.envelope(), job=job), timeout_s=0.1)
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("nodes", "published"), [(4_000, True), (30_000, False)])
+def test_the_state_of_many_nodes_is_read_or_the_log_says_that_it_is_too_large(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    nodes: int,
+    published: bool,
+) -> None:
+    names = [f"ip-10-12-34-{number}.eu-central-1.compute.internal" for number in range(nodes)]
+    sent: list[bytes] = []
+
+    async def scene() -> None:
+        coordinator = new_coordinator(tmp_path / "state", PlayedCheckpoints())
+        monkeypatch.setattr(coordinator, "public_state", lambda: state_of(names))
+        monkeypatch.setattr(coordinator.leadership, "publish", lambda _, state, **__: sent.append(state))
+        coordinator._publish_state()
+        for state in sent:
+            assert len(state) > MAX_PAYLOAD_BYTES
+            client = ClusterClient(ClusterAddress(broker=BrokerAddress(host="h")))
+            client._on_message(client.topics.cluster_state, state, True)
+            assert len((await client.state())["nodes"]) == nodes
+            coordinator._handle_cluster_state(state, False)
+            coordinator.leadership._follower_session._handle_state(state)
+        coordinator.journal.close()
+
+    asyncio.run(scene())
+    assert bool(sent) is published
+    assert ("state_too_large" in capsys.readouterr().out) is not published
