@@ -271,9 +271,13 @@ def format_duration(value_s: float) -> str:
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Return a loss or a rate; ``–`` for ``None``, and ``nan`` or ``inf`` if it is not finite."""
+    """Return a loss or a metric with so many decimal places, such as ``2.5000``, or ``4e-05`` if that would leave fewer
+    than two digits of it; ``–`` for ``None``, and ``nan`` or ``inf`` if it is not finite.
+    """
     if value is None:
         return "–"
+    if 0 < abs(value) < 10.0 ** (1 - digits):
+        return f"{value:.{digits - 1}g}"
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 

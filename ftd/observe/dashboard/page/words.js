@@ -57,10 +57,11 @@ export function size(bytes) {
   return `${value.toFixed(1)} TiB`;
 }
 
-export function number(value, digits = 4) {
+/** A loss or a metric: 12,345, 2.5000, 4e-5. */
+export function number(value) {
   if (value == null || !isFinite(value)) return "–";
-  if (digits === 0 || Math.abs(value) >= 10000) return Math.round(value).toLocaleString("en");
-  return value.toFixed(digits);
+  if (Math.abs(value) >= 10000) return Math.round(value).toLocaleString("en");
+  return value && Math.abs(value) < 1e-3 ? learningRate(value) : value.toFixed(4);
 }
 
 /** A rate per second: 0.52, 7.3, 320, 51,200. */
