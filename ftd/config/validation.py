@@ -66,9 +66,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} does not exist", remedy="check the path") from None
     except IsADirectoryError:
         raise ConfigurationError(f"{path} is a directory", remedy="name the TOML file in it") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}", remedy="check its permissions") from None
-    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits.
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError also for bytes, and for a number of thousands of digits.
         raise ConfigurationError(f"{path} is not valid TOML: {error}", remedy="correct the file") from None
 
 

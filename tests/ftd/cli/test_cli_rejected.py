@@ -79,3 +79,11 @@ def test_a_file_that_cannot_be_written_is_rejected_before_the_work(
     assert (code, out) == (2, "")
     assert f"{arguments[-1]}: " in err
     assert ("is a directory" if name == "." else "does not exist") in err
+
+
+def test_a_binary_file_is_called_no_toml_and_not_unreadable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\x90\x00")
+    code, _, err = ftd_here("sim", "--scenario", str(tmp_path / "job.toml"), patch=monkeypatch, said=capsys)
+    assert code == 2 and "job.toml is not valid TOML" in err and "(correct the file)" in err
