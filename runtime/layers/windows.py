@@ -17,7 +17,7 @@ of a block or other submodule requires a gradient. An argument that is the very 
 block took is *carried*: every block of the window takes it from what was received.
 
 The window's results are compared with those of the whole module (``WindowedModule.verify``). A module that
-keeps state of its own, or whose code around the blocks passes on more than the blocks' arguments, is
+keeps state of its own, or whose code around the blocks takes a value past a block (a shortcut), is
 therefore rejected rather than trained wrongly. Every run checks that each block runs once and in order.
 """
 
@@ -161,6 +161,8 @@ class WindowedModule:
         self._cuts: list[_Cut] = []
         self._exit: list[int] = []
         self._exit_per_row: list[bool] = []
+        self._shortcuts: list[str] = []
+        """Values that code around the blocks takes past a block, in words."""
         self._shapes: dict[Any, Any] = {}
         self._balance = ExpertBalance.find(root)
         order = self._record(batch, rows)
@@ -313,10 +315,16 @@ class WindowedModule:
         if found.shape != wanted.shape or not torch.allclose(
             found, wanted, rtol=tolerance, atol=tolerance / 100, equal_nan=True
         ):
+            results = f"run layer by layer it returns {_first_values(found)}, run as a whole {_first_values(wanted)}"
+            if self._shortcuts:
+                raise TrainingError(
+                    f"{self._uncut}: {'; '.join(self._shortcuts[:3])}; only what a block takes crosses a cut "
+                    f"({results}); cut only where nothing is taken past a block, with Training(split=[...]), let the "
+                    "blocks take and return that value, or hand over a list with Training(layers=[...])"
+                )
             raise TrainingError(
-                f"{self._uncut}: run layer by layer it returns {_first_values(found)}, run as a whole "
-                f"{_first_values(wanted)}, so its code around the blocks passes on more than the blocks' arguments, "
-                f"keeps state from one call to the next, or depends on the values that it computes; {CUT_REMEDIES}"
+                f"{self._uncut}: {results}, so its code around the blocks keeps state from one call to the next, or "
+                f"depends on the values that it computes; {CUT_REMEDIES}"
             )
 
     def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
@@ -381,6 +389,20 @@ class WindowedModule:
         handles = []
         found: dict[int, _Cut] = {}
         running: dict[nn.Module, ExitStack] = {}
+        sources: list[tuple[Tensor, int, str]] = []
+        self._shortcuts = []
+
+        def note_shortcuts(tensors: Iterable[Tensor], number: int, reader: str) -> None:
+            """Record what was computed before block ``number - 1`` and reaches code after it in another way."""
+            reached = _reached(tensors)
+            for tensor, segment, name in sources:
+                if segment < number and id(tensor) in reached:
+                    passed = " … ".join(
+                        self._names[n] for n in dict.fromkeys((order[segment], order[number - 1]))
+                    )
+                    self._shortcuts.append(
+                        f"{reader} is also computed from the output of {name}, past {passed}"
+                    )
 
         def begin(module: nn.Module, arguments: Any) -> None:
             running[module] = ExitStack()
@@ -398,6 +420,11 @@ class WindowedModule:
                 for i in needed
                 if any(other is leaves[i] for other in before)
             }
+            note_shortcuts(
+                [leaves[i] for i in needed if i not in carried],
+                len(order),
+                f"the input of {self._names[number]}",
+            )
             order.append(number)
             taken.append(leaves)
             found[number] = _Cut(needed, carried, [_has_rows(leaves[i], rows) for i in needed])
@@ -410,6 +437,9 @@ class WindowedModule:
             cut.skipped = [_describe_skipped(leaf, first) for leaf in leaves]
             fresh = [_require_gradient(leaf) for leaf in leaves]
             results.append(fresh)
+            sources.extend(
+                (leaf, len(order), self._names[number]) for leaf in fresh if isinstance(leaf, Tensor)
+            )
             return tree.tree_unflatten(fresh, structure)
 
         def unit(name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -421,6 +451,8 @@ class WindowedModule:
             marked = [
                 leaf if getattr(leaf, "requires_grad", False) else _require_gradient(leaf) for leaf in leaves
             ]
+            new = [one for one, leaf in zip(marked, leaves, strict=True) if one is not leaf]
+            sources.extend((leaf, last, name) for leaf in new)
             return tree.tree_unflatten(marked, structure)
 
         try:
@@ -435,6 +467,8 @@ class WindowedModule:
             handles += [m.register_forward_hook(partial(unit, name)) for name, m in self._units.items()]
             with torch.enable_grad(), self._whole():
                 output = self._call(batch)
+            ends = [leaf for leaf in tree.tree_flatten(_loss_of(output))[0] if isinstance(leaf, Tensor)]
+            note_shortcuts(ends, len(order), "the output of the model")
         except Exception as error:
             remedy = ""
             if "requires grad is being used in an in-place operation" in str(error):
@@ -746,6 +780,23 @@ def _require_gradient(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return leaf.detach().requires_grad_()
     return leaf
+
+
+def _reached(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the ids of the leaves of the autograd graph that the tensors depend on."""
+    tensors = list(tensors)
+    leaves = {id(tensor) for tensor in tensors}
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # the graph ends in a leaf
+            leaves.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return leaves
 
 
 def _describe_skipped(leaf: Any, first: Tensor | None) -> Any:

@@ -272,6 +272,15 @@ class FaintShortcut(Chain):
         return x + 1e-4 * first
 
 
+class SkipsOne(Chain):
+    """A residual connection past one block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.inner(x))
+        x = self.blocks[2](x + self.blocks[1](x))
+        return self.blocks[3](x)  # type: ignore[no-any-return]
+
+
 class Measured(Chain):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
@@ -376,8 +385,22 @@ REFUSED = [
     (Twice, {}, rf"Twice cannot be cut at blocks.0 … blocks.3: blocks.0 runs more than once.*{WAYS_OUT}"),
     (Unused, {}, rf"Unused cannot be cut at .*: blocks.0 did not run; .*{WAYS_OUT}"),
     (EarlyExit, {}, rf"EarlyExit cannot be cut .*: blocks.0 did not run; its forward chooses .*{WAYS_OUT}"),
-    (Collected, {}, rf"Collected cannot be cut .*passes on more than the blocks' arguments.*{WAYS_OUT}"),
-    (FaintShortcut, {}, r"FaintShortcut cannot be cut .*passes on more than"),
+    (
+        Collected,
+        {},
+        r"Collected cannot be cut .*: the output of the model is also computed from the output of blocks.0, past "
+        rf"blocks.1 … blocks.3; .* of blocks.2, past blocks.3; .*{WAYS_OUT}",
+    ),
+    (
+        FaintShortcut,
+        {},
+        r"from the output of inner, past blocks.0 … blocks.3; only what a block takes crosses",
+    ),
+    (
+        SkipsOne,
+        {},
+        r"the input of blocks.2 is also computed from the output of blocks.0, past blocks.1; only",
+    ),
     (Measured, {}, r"Measured cannot be cut .*depends on the values that it computes"),
     (
         Overwriting,
