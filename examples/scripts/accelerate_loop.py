@@ -1,4 +1,4 @@
-"""A loop with accelerate that resumes where it was killed, by one line (``pip install 'ftd[hf]'``).
+"""A loop with accelerate that resumes where it was killed, by one line (``pip install '.[hf]'``).
 
     python examples/scripts/accelerate_loop.py          # kill -9 it, and start it again
 

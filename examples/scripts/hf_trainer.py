@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that resumes where it was killed, by one line (``pip install 'ftd[hf]'``).
+"""A Hugging Face Trainer that resumes where it was killed, by one line (``pip install '.[hf]'``).
 
     python examples/scripts/hf_trainer.py          # kill -9 it, and start it again
 

@@ -1,4 +1,4 @@
-"""A Lightning Trainer that resumes where it was killed, by one line (``pip install 'ftd[lightning]'``).
+"""A Lightning Trainer that resumes where it was killed, by one line (``pip install '.[lightning]'``).
 
     python examples/scripts/lightning_trainer.py          # kill -9 it, and start it again
 
