@@ -41,8 +41,9 @@ class Timing:
     interrupt.
     """
     boundary_s: float = 10.0
+    """``Quiesce(boundary)`` becomes an abort after this time plus ``boundary_steps``."""
     boundary_steps: float = 4.0
-    """``Quiesce(boundary)`` becomes an abort after ``boundary_s`` plus this many steps."""
+    """Number of steps that are added to ``boundary_s``."""
     resume_s: float = 60.0
     """Limit from Resume to the last Resumed: rendezvous and state transfer. It is only a backstop, since
     deaths and hangs are noticed by other means.
@@ -89,10 +90,11 @@ class Timing:
 
     # --- snapshots (coordinator) ---
     snapshot_s: float = 60.0
-    snapshot_steps: float = 4.0
-    """A snapshot that is not complete everywhere within ``snapshot_s`` plus this many steps after its order is
+    """A snapshot that is not complete everywhere within this time plus ``snapshot_steps`` after its order is
     abandoned. It is copied within a step; the limit is for slow nodes and lost messages.
     """
+    snapshot_steps: float = 4.0
+    """Number of steps that are added to ``snapshot_s``."""
 
     scrub_s: float = 600.0
     """(node) Time between two verifications of the retained snapshot, which find bits that changed in memory;
@@ -109,10 +111,11 @@ class Timing:
     whose layers are written, or to find the newest one.
     """
     finish_s: float = 120.0
-    finish_mib_s: float = 16.0
-    """A job whose steps are done waits for the checkpoint of the last one for ``finish_s`` plus the time that
-    its bytes take at this many MiB/s, and for at most ``persist_s``. Then it ends without it.
+    """A job whose steps are done waits for the checkpoint of the last one for this time plus the time that its
+    bytes take at ``finish_mib_s``, and for at most ``persist_s``. Then it ends without it.
     """
+    finish_mib_s: float = 16.0
+    """Rate in MiB/s at which the bytes of a checkpoint count for ``finish_s``. Lower it for a slower disk."""
 
     # --- stragglers (coordinator) ---
     straggler_speed: float = 0.67
@@ -144,18 +147,20 @@ class Timing:
     kill_grace_s: float = 2.0
     """Time between SIGTERM and SIGKILL of a trainer when there is no hurry."""
     restart_backoff_s: float = 0.5
+    """A trainer that fails again before it did any work is restarted after this delay, which doubles each time."""
     restart_backoff_max_s: float = 30.0
-    """A trainer that fails again before it did any work is restarted after a delay that doubles."""
+    """Longest delay before such a restart."""
 
     # --- hang detection (node agent) ---
     hang_check_s: float = 0.1
     """Period of the agent's check of its trainers."""
     hang_floor_s: float = 0.6
-    hang_steps: float = 4.0
-    """Number of median steps: while steps commit, a trainer hangs if it sends no heartbeat, or makes no
-    progress without waiting, for max(floor, this many median steps). Time for which a silent trainer waits
-    for a processor of its host does not count, up to ``idle_heartbeat_s``.
+    """While steps commit, a trainer hangs if it sends no heartbeat, or makes no progress without waiting, for
+    this time or for ``hang_steps``, whichever is longer. Time for which a silent trainer waits for a processor
+    of its host does not count, up to ``idle_heartbeat_s``.
     """
+    hang_steps: float = 4.0
+    """Number of median steps that are compared with ``hang_floor_s``."""
     reading_s: float = 60.0
     """The same limit while a trainer reads samples: a file server that stalls must not end all trainers at once,
     and the state with them.

@@ -19,7 +19,7 @@ from ftd.config.job import JobFile, load_job
 from ftd.config.job_reference import job_tables, render_job_reference
 from ftd.config.profile_document import LayerTimesFile, ProfileDocument
 from ftd.config.profile_file import load_profile
-from ftd.config.validation import convert
+from ftd.config.validation import convert, field_descriptions
 from ftd.faults.chaos.expectations import TIERS, ExpectTable
 from ftd.faults.chaos.scenario import FaultTable, ScenarioTable, parse_scenario
 from ftd.faults.chaos.values import FAULTS, PHASES, ClusterSetup, Service
@@ -182,6 +182,11 @@ def test_every_timing_is_documented_with_its_default() -> None:
     fields = {f.name: f.default for f in dataclasses.fields(Timing)}
     assert {n for n in rows if n.endswith("_s") or n in fields} == set(fields)
     assert {n: rows[n].split("|")[0].strip() for n in fields} == {n: str(d) for n, d in fields.items()}
+
+
+def test_every_timing_has_a_description_of_its_own() -> None:
+    """A description that two share would be wrong for one of them, in seconds or in steps."""
+    assert field_descriptions(Timing, shared=False).keys() == field_descriptions(Timing).keys()
 
 
 def test_the_reference_of_all_keys_is_the_schema_s() -> None:
