@@ -33,7 +33,10 @@ from runtime.data.reading import BatchReaders, MicrobatchKey
 from runtime.errors import TrainingError
 from runtime.parent import run_child
 from runtime.precision import dtype_name
-from runtime.wire.frames import Decoded, Decoder, Frame, ProtocolError, encode
+from runtime.wire.frames import MAX_FRAME_BYTES, Decoded, Decoder, Frame, ProtocolError, encode
+
+_MOST_DETAIL = 1024 * 1024
+"""Number of characters of an error that a worker sends; a data set may put a whole sample into it."""
 
 
 class ReadRequest(Frame, frozen=True, kw_only=True):
@@ -63,8 +66,12 @@ class ReadFailed(Frame, frozen=True, kw_only=True):
     detail: str
 
 
-def send_batch(stream: socket.socket, batch: Batch) -> None:
-    """Write :class:`MicrobatchLoaded` and the bytes of the batch's tensors."""
+def send_batch(stream: socket.socket, batch: Batch, where: str) -> None:
+    """Write :class:`MicrobatchLoaded` and the bytes of the batch's tensors.
+
+    :param where: names the batch in errors.
+    :raises TrainingError: what it holds besides tensors cannot be sent; nothing was written.
+    """
     leaves, structure = tree.tree_flatten(batch)
     described = [
         TensorLeaf(dtype=dtype_name(leaf.dtype), shape=tuple(leaf.shape))
@@ -72,7 +79,19 @@ def send_batch(stream: socket.socket, batch: Batch) -> None:
         else leaf
         for leaf in leaves
     ]
-    stream.sendall(encode(MicrobatchLoaded(structure=tree.treespec_dumps(structure), leaves=described)))
+    try:
+        frame = encode(MicrobatchLoaded(structure=tree.treespec_dumps(structure), leaves=described))
+    except UnicodeEncodeError as error:
+        raise TrainingError(
+            f"{where} has a text that is no Unicode, which no data worker can send: {error}"
+        ) from None
+    if len(frame) > MAX_FRAME_BYTES:
+        raise TrainingError(
+            f"{where} has {len(frame)} bytes besides its tensors (texts, numbers and names), and a data worker can "
+            f"send {MAX_FRAME_BYTES}: return tensors, leave out what the model does not need, or read without "
+            "workers ([data] workers = 0)"
+        )
+    stream.sendall(frame)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.numel():
             stream.sendall(_bytes_of(leaf))
@@ -301,8 +320,7 @@ def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
         except EOFError:
             return
         try:
-            batch = readers.read(order.key)
+            send_batch(stream, readers.read(order.key), order.key.describe())
         except TrainingError as error:
-            stream.sendall(encode(ReadFailed(detail=str(error))))
-        else:
-            send_batch(stream, batch)
+            detail = str(error)[:_MOST_DETAIL].encode(errors="backslashreplace").decode()
+            stream.sendall(encode(ReadFailed(detail=detail)))

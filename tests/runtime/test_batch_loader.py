@@ -27,6 +27,7 @@ from runtime.data.loader import BatchLoader
 from runtime.data.reading import BatchReader, MicrobatchKey, preserve_generators
 from runtime.data.sampling import Sampler, sample_indices
 from runtime.errors import TrainingError
+from runtime.wire.frames import MAX_FRAME_BYTES
 from tests.helpers.waiting import until
 
 ROWS = 4
@@ -347,6 +348,33 @@ def test_an_index_that_raises_is_named_with_the_users_line(workers: int) -> None
     )
     assert "(test_batch_loader.py, line " in text and "in __getitem__)" in text
     assert 'raise OSError("shard 3 is corrupt")' in text and "reading.py" not in text
+
+
+class Wordy(Noisy):
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.text == "raise":
+            raise OSError("\ud800" + "x" * MAX_FRAME_BYTES)
+        return {"index": index, "text": self.text}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "x" * (MAX_FRAME_BYTES // ROWS),
+            r"microbatch 0 of step 1 has 6\d{7} bytes besides its tensors .*workers = 0",
+        ),
+        ("\ud800", r"microbatch 0 of step 1 has a text that is no Unicode.*'\\ud800'"),
+        ("raise", r"Training.dataset raised for index \d+ .*OSError: \\ud800xxx"),
+    ],
+    ids=["too large", "no Unicode", "a large error"],
+)
+def test_what_a_worker_cannot_send_is_named(text: str, message: str) -> None:
+    with loader(Wordy(text), workers=1) as shared, pytest.raises(TrainingError, match=message):
+        shared.load(1, 0)
 
 
 class Exiting(Noisy):
