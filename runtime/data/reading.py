@@ -80,6 +80,39 @@ def _length_of(dataset: Any, name: str) -> int:
         ) from error
 
 
+def read_sample(dataset: Any, index: int, name: str, place: str) -> Any:
+    """Return a sample.
+
+    :param name: name of the data set, for messages.
+    :param place: what the sample is read for, for messages.
+    :raises TrainingError: the data set raised.
+    """
+    try:
+        return dataset[index]
+    except (Exception, SystemExit) as error:
+        raise TrainingError(
+            f"{name} raised for index {index} ({place}): {describe_error(error)}; make dataset[{index}] work, or "
+            f"leave this sample out of the data set\n{user_traceback(error)}"
+        ) from error
+
+
+def collate_samples(collate: Callable[[list[Any]], Any] | None, samples: list[Any], where: str) -> Batch:
+    """Return the batch of the samples.
+
+    :param collate: list of samples -> batch; ``None`` for :func:`default_collate`, which stacks tensors.
+    :param where: names the samples in errors.
+    :raises TrainingError: the collate function raised, or returned something unusable.
+    """
+    try:
+        return check_batch((collate or default_collate)(samples))
+    except TrainingError as error:
+        raise TrainingError(f"{where}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TrainingError(
+            f"the collate function raised for {where}: {describe_error(error)}\n{user_traceback(error)}"
+        ) from error
+
+
 class SampleOrder(Protocol):
     """The samples that make up the rows of each global batch."""
 
@@ -142,7 +175,7 @@ class BatchReader:
         self._name = name
         self._find_problem = find_problem
         self._dataset = dataset
-        self._collate = default_collate if collate is None else collate
+        self._collate = collate
         self._sampler = sampler
         self._rows = microbatch_rows
         self._seed = seed
@@ -189,30 +222,13 @@ class BatchReader:
 
     def _sample(self, draw: Draw, key: MicrobatchKey, row: int) -> Any:
         _seed_generators(stream_seed(self._seed, _SAMPLE, draw.epoch, draw.index))
-        try:
-            return self._dataset[draw.index]
-        except (Exception, SystemExit) as error:
-            place = f"row {row} of {key.batch_name}" + (f", epoch {draw.epoch}" if draw.epoch >= 0 else "")
-            raise TrainingError(
-                f"{self._name} raised for index {draw.index} ({place}): {describe_error(error)}; make "
-                f"dataset[{draw.index}] work, or leave this sample out of the data set\n{user_traceback(error)}"
-            ) from error
+        place = f"row {row} of {key.batch_name}" + (f", epoch {draw.epoch}" if draw.epoch >= 0 else "")
+        return read_sample(self._dataset, draw.index, self._name, place)
 
     def _collated(self, samples: list[Any], draws: list[Draw], key: MicrobatchKey) -> Batch:
         _seed_generators(stream_seed(self._seed, _COLLATE, key.random_step, key.microbatch))
         where = f"{key.describe()} (samples {', '.join(str(d.index) for d in draws)})"
-        try:
-            collated = self._collate(samples)
-        except TrainingError as error:
-            raise TrainingError(f"{where}: {error}") from error
-        except (Exception, SystemExit) as error:
-            raise TrainingError(
-                f"the collate function raised for {where}: {describe_error(error)}\n{user_traceback(error)}"
-            ) from error
-        try:
-            batch = check_batch(collated)
-        except TrainingError as error:
-            raise TrainingError(f"{where}: {error}") from error
+        batch = collate_samples(self._collate, samples, where)
         problem = None if self._find_problem is None else self._find_problem(batch)
         if problem is not None:
             row, what = problem

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from planner.values import Recompute
 from runtime.data.batches import (
     cast_floating,
-    check_batch,
     count_rows,
-    default_collate,
     leaves_of,
     signature,
     to_device,
 )
+from runtime.data.reading import collate_samples, read_sample
 from runtime.deferred import DeferredModule
 from runtime.device import CPU, DeviceRuntime, device_runtime
 from runtime.errors import TrainingError, errors_of
@@ -49,7 +48,6 @@ from runtime.layers.tensor_plan import (
 from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import IN_PLACE_REMEDY, LayerScopes, WindowedModule
 from runtime.precision import PRECISIONS, dtype_name, unsupported_reason
-from runtime.tracebacks import describe_error, user_traceback
 from runtime.training import Batch, Training
 from statemachine.messages.trainer import TrainingData
 from storage.buckets import ParameterSize
@@ -834,19 +832,12 @@ def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
 
     :raises TrainingError: the data set or the collate function failed.
     """
-    samples = [_sample(training.dataset, i % len(training.dataset)) for i in range(rows)]
-    with errors_of("Training.collate"):
-        batch = check_batch((training.collate or default_collate)(samples))
-    return cast_floating(batch, dtype)
-
-
-def _sample(dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except (Exception, SystemExit) as error:
-        raise TrainingError(
-            f"Training.dataset raised for index {index}: {describe_error(error)}\n{user_traceback(error)}"
-        ) from error
+    length = len(training.dataset)
+    samples = [
+        read_sample(training.dataset, row % length, "Training.dataset", "to build the model")
+        for row in range(rows)
+    ]
+    return cast_floating(collate_samples(training.collate, samples, f"the first {rows} samples"), dtype)
 
 
 def _no_check() -> None:

@@ -90,10 +90,19 @@ def test_a_first_sample_that_cannot_be_read_is_named() -> None:
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
             return super().__getitem__({0: 0}[index])
 
-    with pytest.raises(
-        TrainingError, match=r"^Training.dataset raised for index 1: KeyError: 1 \(test_model.py"
-    ):
+    message = r"^Training.dataset raised for index 1 \(to build the model\): KeyError: 1 \(test_model.py"
+    with pytest.raises(TrainingError, match=message) as caught:
         model_of(nn.Linear(6, 1), dataset=Missing())
+    assert "; make dataset[1] work, or leave this sample out" in str(caught.value)
+
+
+def test_a_collate_function_that_fails_for_the_first_samples_is_named_with_the_users_line() -> None:
+    def collate(samples: list[Any]) -> Any:
+        raise KeyError("label")
+
+    message = r"^the collate function raised for the first \d+ samples: KeyError: 'label' \(test_model.py"
+    with pytest.raises(TrainingError, match=message):
+        model_of(nn.Linear(6, 1), collate=collate)
 
 
 # --- what is held ----------------------------------------------------------------------------------
