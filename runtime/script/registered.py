@@ -6,7 +6,7 @@ step, which waits for the copy), whether a saved state fits, and how it is loade
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
 from typing import Any, Literal, Protocol
@@ -40,13 +40,40 @@ class RegisteredObject:
     value: Any
     kind: Kind
     guarded: bool
-    """Whether all its parameters are guarded, as its owner promised."""
+    """Whether all its parameters are guarded, as a module's owner promised; for an optimizer, whether its step alone
+    changes its parameters.
+    """
     replicated: bool
     """Whether DistributedDataParallel keeps its parameters the same on all ranks."""
 
     @classmethod
+    def parts_of(cls, name: str, obj: Any, *, guarded: bool) -> "list[RegisteredObject]":
+        """Return the object with its kind, without wrappers that only pass on (DDP, ``torch.compile``, Accelerate); an
+        optimizer with optimizers in it (Lookahead, SAM) is followed by these.
+
+        :raises SnapshotError: it has no state that can be saved and restored.
+        """
+        if not isinstance(obj, Optimizer):
+            return [cls.of(name, obj, guarded=guarded)]
+        inner = _optimizers_within(obj)
+        has_own_keys = _has_own_keys(obj)
+        if len(inner) == 1 and not has_own_keys:
+            (only,) = inner.values()
+            groups = getattr(obj, "param_groups", only.param_groups)
+            if _has_state_of(obj, only) and groups is only.param_groups:
+                return cls.parts_of(name, only, guarded=guarded)
+        if has_own_keys and all(_has_state_of(obj, one) for one in inner.values()):
+            # Its state is more than what it keeps for parameters.
+            return [cls(name=name, value=obj, kind="object", guarded=False, replicated=False)]
+        parts = [cls.of(name, obj, guarded=guarded)]
+        for attribute, one in inner.items():
+            parts += cls.parts_of(f"{name}.{attribute}", one, guarded=guarded)
+        # One with others in it may change parameters in other methods than step().
+        return [replace(part, guarded=False) for part in parts] if inner else parts
+
+    @classmethod
     def of(cls, name: str, obj: Any, *, guarded: bool) -> "RegisteredObject":
-        """Return the object with its kind, without wrappers of DDP, ``torch.compile`` and Accelerate.
+        """Return the object with its kind, and no optimizers within it.
 
         :raises SnapshotError: it has no state that can be saved and restored.
         """
@@ -55,8 +82,7 @@ class RegisteredObject:
         if isinstance(obj, nn.Module):
             kind, (obj, replicated) = "module", _unwrapped(obj)
         elif isinstance(obj, Optimizer):
-            # Accelerate's wrapper passes on everything except hooks.
-            kind, obj = "optimizer", getattr(obj, "optimizer", obj)
+            kind, guarded = "optimizer", True
         elif isinstance(obj, dict):
             kind = "dict"
         elif isinstance(obj, list):
@@ -107,6 +133,8 @@ class RegisteredObject:
     def guarded_ids(self, state: Any) -> set[int]:
         """Return the ids of the guarded tensors: those in an optimizer's ``state``, and the parameters."""
         if self.kind == "optimizer":
+            if not self.guarded:
+                return set()
             return {id(t) for t in (*_tensors(state["state"]), *_tensors(self.parameters(shared=False)))}
         return {id(t) for t in _tensors(self.parameters(shared=False))}
 
@@ -242,6 +270,33 @@ def _own_optimizer(optimizer: Optimizer) -> Optimizer:
     """
     inner = getattr(optimizer, "optim", None) if hasattr(optimizer, "consolidate_state_dict") else None
     return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _optimizers_within(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that an optimizer has in its attributes, by attribute; none of one that is sharded, whose
+    state is that of its own optimizer.
+    """
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return {}
+    found: dict[str, Optimizer] = {}
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            found[attribute] = value
+        elif isinstance(value, list | tuple):
+            found |= {f"{attribute}.{n}": one for n, one in enumerate(value) if isinstance(one, Optimizer)}
+    return found
+
+
+def _has_state_of(wrapper: Optimizer, optimizer: Optimizer) -> bool:
+    """Return whether a wrapper has no state of its own: some do not call the constructor of their base class."""
+    return getattr(wrapper, "state", optimizer.state) is optimizer.state
+
+
+def _has_own_keys(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's ``state_dict()`` has more than the states of parameters and the groups."""
+    if type(optimizer).state_dict is Optimizer.state_dict or hasattr(optimizer, "consolidate_state_dict"):
+        return False
+    return not optimizer.state_dict().keys() <= {"state", "param_groups"}
 
 
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:

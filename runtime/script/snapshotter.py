@@ -179,17 +179,19 @@ class Snapshotter:
             ArenaFullError: There is too little memory.
         """
         self._check_usable()
-        self._add(name, value, guarded=guarded)
+        before = self._contents.objects.copy()
         try:
+            self._add(name, value, guarded=guarded)
             self._reserve()
         except BaseException:
-            del self._contents.objects[name]
+            self._contents.objects = before
             raise
 
     def _add(self, name: str, value: Any, *, guarded: bool) -> None:
-        if name in self._contents.objects:
-            raise SnapshotError(f"{name!r} is registered already: give each object a different name")
-        self._contents.objects[name] = RegisteredObject.of(name, value, guarded=guarded)
+        for part in RegisteredObject.parts_of(name, value, guarded=guarded):
+            if part.name in self._contents.objects:
+                raise SnapshotError(f"{part.name!r} is registered already: give each object a different name")
+            self._contents.objects[part.name] = part
 
     def _reserve(self) -> None:
         """Reserve memory for the registered objects and the state that their optimizers will have, and hook
@@ -206,7 +208,7 @@ class Snapshotter:
         self._hooks = [
             r.value.register_step_pre_hook(self._before_step)
             for r in self._contents.objects.values()
-            if r.kind == "optimizer"
+            if r.kind == "optimizer" and r.guarded
         ]
 
     # --- saving ------------------------------------------------------------------------------

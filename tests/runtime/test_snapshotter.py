@@ -11,7 +11,7 @@ import random
 import re
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -358,6 +358,148 @@ def test_what_an_optimizer_keeps_under_keys_of_its_own_is_restored(place: Path) 
     assert torch.equal(optimizer.state["mean"]["norm"], torch.full((2,), 3.0))
     assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"],
                        torch.full((1, 2), 2.71))  # fmt: skip
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights in a state of its own, as the packages write it: without its base class's constructor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["calls"] = 0
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for group in self.param_groups:
+            group["calls"] += 1
+            if group["calls"] % 2 == 0:
+                for parameter in group["params"]:
+                    parameter.copy_(self.state[parameter]["slow"].lerp_(parameter, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": self.state, "base": self.optimizer.state_dict()}
+
+
+class Sharpness(torch.optim.Optimizer):
+    """A step in two halves (SAM); the optimizer of the second one is missing in its ``state_dict()``."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.AdamW(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old"] = parameter.detach().clone()
+            parameter.add_(parameter.grad, alpha=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.climb()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.state[parameter]["old"])
+        self.base.step()
+
+
+class Warmup(torch.optim.Optimizer):
+    """A number in an attribute; parameters and their states are those of the optimizer within."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.calls = optimizer, 0
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, {}
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        self.param_groups[0]["lr"] = 0.01 * self.calls
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, **self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls = state_dict.pop("calls")
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+
+class Passing(torch.optim.Optimizer):
+    """Nothing of its own, not even what its base class makes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+
+class Chained(torch.optim.Optimizer):
+    """One optimizer for each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.chain = [torch.optim.AdamW([one], lr=0.1) for one in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.chain:
+            one.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: Lookahead(torch.optim.AdamW(parameters, lr=0.1)),
+        Sharpness,
+        lambda parameters: Warmup(torch.optim.AdamW(parameters, lr=0.1)),
+        lambda parameters: Passing(torch.optim.AdamW(parameters, lr=0.1)),
+        Chained,
+        lambda parameters: Lookahead(Sharpness(parameters)),
+    ],
+    ids=["Lookahead", "SAM", "Warmup", "nothing", "list", "nested"],
+)
+def test_an_optimizer_with_others_in_it_is_restored_with_their_states(
+    place: Path, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    def run(name: str, first: int, last: int) -> Tensor:
+        torch.manual_seed(4)
+        model = nn.Linear(4, 3)
+        optimizer = make(model.parameters())
+        snapshots = Snapshotter(name, directory=place, model=model, optimizer=optimizer)
+        assert (snapshots.restore() or 0) == first - 1
+        for step in range(first, last + 1):
+            model.zero_grad()
+            model(torch.randn(5, 4)).square().mean().backward()
+            optimizer.step()
+            snapshots.snapshot(step)
+        snapshots.close()
+        return model.weight.detach().clone()
+
+    expected = run("whole", 1, 7)
+    run("job", 1, 4)
+    assert torch.equal(run("job", 5, 7), expected)
+
+
+def test_what_an_optimizer_changes_outside_of_its_step_is_not_in_a_snapshot_that_was_begun(
+    place: Path,
+) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = Sharpness(model.parameters())
+    snapshots = Snapshotter("job", directory=place, model=model, optimizer=optimizer)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    gate, slot = threading.Event(), snapshots._arena.acquire_slot
+    snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
+    snapshots.snapshot(1)
+    optimizer.climb()
+    gate.set()
+    assert snapshots.restore() == 1
+    assert torch.equal(model.weight, before)
+    snapshots.close()
 
 
 @pytest.mark.usefixtures("one_rank")
