@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from storage.errors import ArenaFullError, CorruptDataError
 from storage.free_memory import free_bytes
-from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, read_record, write_record
+from storage.manifest import (
+    FORMAT,
+    NewerManifest,
+    SnapshotManifest,
+    SnapshotPart,
+    check_parts,
+    read_newer,
+    read_record,
+    write_record,
+)
 from storage.pages import allocate, map_file, prefault
 
 Bytes = NDArray[np.uint8]
@@ -54,6 +63,9 @@ class Arena:
     limit_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
     """Descriptions of what was corrupt when the arena was opened, and was removed."""
+    newer: dict[int, str] = field(default_factory=dict)
+    """Descriptions of the snapshots of a newer version of ftd, by their step. They and their slots stay."""
+    _newer_slots: set[int] = field(default_factory=set)
     _manifests: dict[int, SnapshotManifest] = field(default_factory=dict)
     _maps: dict[int, Bytes] = field(default_factory=dict)
 
@@ -94,11 +106,11 @@ class Arena:
 
         :raises ArenaFullError: no slot can be made large enough; complete snapshots stay.
         """
-        used = {manifest.slot for manifest in self._manifests.values()}
+        used = self._used_slots()
         free = [number for number in range(SLOTS) if number not in used]
         if not free:
             raise ArenaFullError(
-                f"all {SLOTS} slots hold snapshots that are not released",
+                "; ".join((f"all {SLOTS} slots hold snapshots that are not released", *self.newer.values())),
                 needed_bytes=size_bytes,
                 free_bytes=0,
             )
@@ -111,7 +123,7 @@ class Arena:
 
         :raises ArenaFullError: they do not fit; what was there stays.
         """
-        used = {manifest.slot for manifest in self._manifests.values()}
+        used = self._used_slots()
         numbers = sorted(set(range(SLOTS)) - used, key=lambda n: (-self._slot_bytes(n), n))
         return [self._slot(number, size_bytes) for number in numbers[: max(0, slots - len(used))]]
 
@@ -128,6 +140,13 @@ class Arena:
         for step in steps:
             manifest_path(self.directory, step).unlink(missing_ok=True)
             self._manifests.pop(step, None)
+
+    def remove_newer(self) -> None:
+        """Remove the snapshots of a newer version of ftd, and release their slots."""
+        for step in self.newer:
+            manifest_path(self.directory, step).unlink(missing_ok=True)
+        self.newer.clear()
+        self._newer_slots.clear()
 
     def rewrite(self, step: int, generation: int, name: str, offset: int, data: bytes) -> bool:
         """Write repaired bytes into a part of a complete snapshot; return false if the snapshot is not here
@@ -156,6 +175,9 @@ class Arena:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     # --- slots -----------------------------------------------------------------------------------
+
+    def _used_slots(self) -> set[int]:
+        return {manifest.slot for manifest in self._manifests.values()} | self._newer_slots
 
     def _slot(self, number: int, size_bytes: int) -> Slot:
         """Return a slot, made larger if it is too small."""
@@ -225,7 +247,9 @@ class Arena:
         )
 
     def _load(self) -> None:
-        """Load intact manifests whose slots are there; remove others and record the problems."""
+        """Load intact manifests whose slots are there, and leave those of a newer version; remove others and record
+        the problems.
+        """
         for path in sorted(self.directory.glob("step-*.json")):
             try:
                 manifest = read_record(path, SnapshotManifest)
@@ -233,6 +257,9 @@ class Arena:
                     raise CorruptDataError(f"{path} names slot {manifest.slot} and step {manifest.step}")
                 check_parts(manifest, self._slot_bytes(manifest.slot))
             except (CorruptDataError, OSError) as error:
+                if (newer := read_newer(path)) is not None and path.stem[5:].isdecimal():
+                    self._leave_newer(path, newer)
+                    continue
                 self.problems.append(str(error))
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -241,6 +268,14 @@ class Arena:
         for draft in (*self.directory.glob(".step-*"), *self.directory.glob(_DRAFT.format("*"))):
             with contextlib.suppress(OSError):
                 draft.unlink()
+
+    def _leave_newer(self, path: Path, newer: NewerManifest) -> None:
+        self.newer[int(path.stem[5:])] = (
+            f"{path} is of a newer version of ftd (format {newer.format}; this version reads {FORMAT}) and stays: use "
+            "that version, or remove the file"
+        )
+        # If the slot is not known, it may be any of them.
+        self._newer_slots |= {newer.slot} if newer.slot in range(SLOTS) else set(range(SLOTS))
 
 
 def manifest_path(directory: Path, step: int) -> Path:

@@ -186,6 +186,13 @@ class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return sum(part.size_bytes for part in self.parts)
 
 
+class NewerManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that this version reads of a manifest which a newer version of ftd wrote."""
+
+    format: int
+    slot: int = -1
+
+
 def digest_of(data: Any) -> str:
     """Return the digest of any contiguous buffer; the interpreter lock is released meanwhile."""
     return xxhash.xxh3_128_hexdigest(data)
@@ -255,6 +262,15 @@ def read_record(path: Path, kind: type[T]) -> T:
     if path.stat().st_size > MAX_BYTES:
         raise CorruptDataError(f"{path} is larger than {MAX_BYTES} bytes")
     return decode_record(path.read_bytes(), kind, str(path))
+
+
+def read_newer(path: Path) -> NewerManifest | None:
+    """Return an intact manifest of a format that is newer than this version's; ``None`` if the file is none."""
+    try:
+        found = msgspec.json.decode(checked_body(path.read_bytes(), str(path)), type=decodable(NewerManifest))
+    except (CorruptDataError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if found.format > FORMAT else None
 
 
 def check_parts(manifest: SnapshotManifest, size_bytes: int) -> None:

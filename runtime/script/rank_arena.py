@@ -202,8 +202,9 @@ class RankArena:
                 shutil.rmtree(path, ignore_errors=True)
 
     def retain_only(self, keys: set[SnapshotKey]) -> None:
-        """Release all other snapshots, and forget what was corrupt."""
+        """Release all other snapshots, those of a newer version too, and forget what was corrupt."""
         (self.arena.directory / PROBLEMS_FILE).unlink(missing_ok=True)
+        self.arena.remove_newer()
         self.arena.release([m.step for m in self.arena.snapshots if snapshot_key(m) not in keys])
 
     def close(self) -> None:
@@ -230,7 +231,7 @@ class RankArena:
         """Remove the directory if it holds no snapshot, so that a failed start leaves no trace; an earlier
         run's snapshots stay.
         """
-        if not self.arena.snapshots and not self.problems:
+        if not self.arena.snapshots and not self.arena.newer and not self.problems:
             self.remove()
 
     def _release_old(self) -> None:

@@ -382,6 +382,9 @@ class Snapshotter:
             log.warning("%s: skipped: %s", self._name, problem)
         if self._protection.unreachable:
             unfit.append(self._protection.unreachable)
+        for step, why in self._arena.arena.newer.items():
+            self._blocked_by = why
+            unfit.append(f"step {step}: {self._skip(step, why)}")
         for manifest in self._arena.arena.snapshots:
             foreign, why = self._mismatch(manifest)
             if foreign:
@@ -433,10 +436,11 @@ class Snapshotter:
         if self._run_started:
             return
         if self._protection.generation == 0:
-            if self._arena.arena.snapshots:
+            arena = self._arena.arena
+            if steps := [*(manifest.step for manifest in arena.snapshots), *arena.newer]:
                 raise SnapshotError(
-                    f"{self._arena.arena.directory} holds a snapshot of step "
-                    f"{self._arena.arena.snapshots[0].step}: call restore() first, or remove() to start over"
+                    f"{arena.directory} holds a snapshot of step {max(steps)}: call restore() first, or remove() to "
+                    "start over"
                 )
             self._agree(Ranks.current(), {}, [])
             self._start()

@@ -434,7 +434,7 @@ class SnapshotWriter:
         ones.
         """
         self._arena.release(m.step for m in self._arena.snapshots if m.job_id != self._job_id)
-        for problem in self._arena.problems:
+        for problem in (*self._arena.problems, *self._arena.newer.values()):
             print(f"snapshots: {problem}", file=sys.stderr, flush=True)
 
 

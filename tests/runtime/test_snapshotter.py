@@ -42,6 +42,7 @@ from runtime.script.tensor_image import (
 )
 from runtime.wire.snapshot_agent_protocol import HeldRankSnapshot
 from storage.errors import ArenaFullError
+from storage.manifest import FORMAT, checked_body, with_digest
 
 SHM = Path("/dev/shm")
 NUMBERS = itertools.count()
@@ -912,6 +913,32 @@ def test_a_manifest_that_was_cut_short_is_noticed(place: Path, caplog: pytest.Lo
         assert again.snapshots.restore() == 3
     assert "truncated" in caplog.text
     again.leave()
+
+
+def test_a_snapshot_in_a_newer_versions_format_is_named_and_kept_until_it_is_to_be_replaced(
+    place: Path,
+) -> None:
+    script = two_complete(place)
+    script.leave()
+    for path in (place / "job" / "rank-0").glob("step-*.json"):
+        record = msgspec.json.decode(checked_body(path.read_bytes(), ""))
+        path.write_bytes(with_digest(msgspec.json.encode(record | {"format": FORMAT + 1, "more": []})))
+    before = {path.name: path.read_bytes() for path in (place / "job" / "rank-0").iterdir()}
+    for _ in range(2):
+        again = Script(place)
+        with pytest.raises(SnapshotError, match=r"call restore\(\) first"):
+            again.snapshots.snapshot(5)
+        with pytest.raises(SnapshotError, match=r"step-000000000003.json is of a newer version of ftd"):
+            again.snapshots.restore()
+        with pytest.raises(SnapshotError, match="would be lost"):
+            again.snapshots.snapshot(5)
+        again.leave()
+    assert {path.name: path.read_bytes() for path in (place / "job" / "rank-0").iterdir()} == before
+    again = Script(place)
+    assert again.snapshots.restore(missing="fresh") is None
+    again.run(1, 1)
+    again.leave()
+    assert [path.name for path in (place / "job" / "rank-0").glob("step-*")] == ["step-000000000001.json"]
 
 
 def test_corrupt_snapshots_alone_are_no_first_start(place: Path) -> None:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from storage.arena import SLOTS, Arena
+from storage.arena import SLOTS, Arena, manifest_path
 from storage.errors import ArenaFullError
 from storage.free_memory import free_bytes
-from storage.manifest import digest_of
+from storage.manifest import FORMAT, checked_body, digest_of, with_digest
 from storage.pages import HUGE_BYTES, Bytes, collapse_pages, map_file
 from tests.helpers.arenas import fill, manifest_of, snapshot
 
@@ -104,6 +105,29 @@ def test_a_corrupt_manifest_is_removed_and_reported_and_others_stay(directory: P
     found = Arena.open(directory)
     assert found.snapshots == (kept,) and len(found.problems) == 1
     assert snapshot(found, 3) in found.snapshots
+
+
+def test_a_snapshot_of_a_newer_version_stays_with_its_slot(directory: Path) -> None:
+    arena = Arena.open(directory)
+    newest = snapshot(arena, 2)
+    content = (directory / f"slot-{newest.slot}").read_bytes()
+    path = manifest_path(directory, 2)
+    record = msgspec.json.decode(checked_body(path.read_bytes(), ""))
+    path.write_bytes(with_digest(msgspec.json.encode(record | {"format": FORMAT + 1, "more": []})))
+    older = Arena.open(directory)
+    assert older.snapshots == () and older.problems == []
+    assert f"{path} is of a newer version of ftd (format {FORMAT + 1}" in older.newer[2]
+    older.reserve(len(content), SLOTS)
+    for step in (3, 4):
+        snapshot(older, step)
+    with pytest.raises(ArenaFullError, match=r"all 3 slots hold .*; .*newer version of ftd"):
+        older.begin(1)
+    older = Arena.open(directory)
+    assert [found.step for found in older.snapshots] == [4, 3] and list(older.newer) == [2]
+    assert (directory / f"slot-{newest.slot}").read_bytes()[: len(content)] == content
+    older.remove_newer()
+    assert older.begin(1).number == newest.slot
+    assert not Arena.open(directory).newer
 
 
 def test_the_limit_is_respected_and_complete_snapshots_stay(directory: Path) -> None:
