@@ -1,5 +1,6 @@
 """Tests of ``protect`` within one process: what it rejects, and where a loader continues."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,99 @@ def test_after_an_epoch_that_was_left_early_the_next_one_begins(tmp_path: Path) 
     assert parts.pop() == (1, 4)  # Its snapshot follows the code of the batch.
     run(protected(), parts, 0)
     assert parts == whole
+
+
+class Script:
+    """Three epochs over a protected loader, of which the optimizer and the generators remember everything."""
+
+    def __init__(self, loader: DataLoader[Any], folder: Path) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.loader = protect(
+            loader, "job", epochs=3, model=self.model, optimizer=self.optimizer, directory=folder
+        )
+
+    def step(self, batch: Any) -> str:
+        values = (batch[0] if isinstance(batch, list) else batch)[:, None].float()
+        noise = torch.rand(1)
+        self.optimizer.zero_grad()
+        (self.model(values) + noise).square().mean().backward()
+        self.optimizer.step()
+        return f"{values.flatten().tolist()} {noise.item()} {self.model.weight.item()}"
+
+
+def peeking(script: Script) -> Iterator[str]:
+    next(iter(script.loader), None)  # The first epoch may be over.
+    for _ in script.loader.epochs():
+        for batch in script.loader:
+            yield script.step(batch)
+
+
+def peeking_in_the_loop(script: Script) -> Iterator[str]:
+    for epoch in script.loader.epochs():
+        for batch in script.loader:
+            seen = next(iter(script.loader)) if script.loader.step % 6 == 4 else ""
+            yield f"{epoch} {seen} {script.step(batch)}"
+
+
+def first_batches(script: Script) -> Iterator[str]:
+    for epoch in script.loader.epochs():
+        for batch in script.loader:
+            yield f"{epoch} {script.loader.step} {script.step(batch)}"
+            break
+    script.loader.snapshots.remove()
+
+
+def stateful() -> DataLoader[Any]:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    torch.manual_seed(1)  # Its sampler draws a seed now.
+    made: DataLoader[Any] = loader(NUMBERS, batch_size=3, shuffle=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("run", "make", "length"),
+    [
+        *((peeking, make, 21) for make in (*LOADERS.values(), stateful)),
+        (peeking_in_the_loop, LOADERS["global generator"], 21),
+        *((first_batches, make, 3) for make in LOADERS.values()),
+    ],
+    ids=[
+        *(f"peek, {name}" for name in (*LOADERS, "stateful")),
+        "peek in the loop",
+        *(f"first, {n}" for n in LOADERS),
+    ],
+)
+def test_a_loop_that_looks_at_batches_or_leaves_at_the_first_one_continues_where_it_was(
+    run: Callable[[Script], Iterator[str]], make: Callable[[], DataLoader[Any]], length: int, tmp_path: Path
+) -> None:
+    whole = list(run(Script(make(), tmp_path)))
+    assert len(set(whole)) == length
+    assert not (tmp_path / "job").exists()
+    parts: list[str] = []
+    for count in (length // 3 + 3, length // 3, length):
+        script = Script(make(), tmp_path)
+        part = list(itertools.islice(run(script), count))
+        parts += part[:-1] if count < length else part  # Its snapshot follows the code of a batch.
+        script.loader.snapshots.close()
+        if len(parts) >= length:
+            break
+    assert parts == whole
+
+
+def test_a_loader_whose_workers_stay_may_be_looked_at_before_it_is_protected(tmp_path: Path) -> None:
+    def run(count: int) -> list[str]:
+        loader = DataLoader(NUMBERS, batch_size=3, shuffle=True, num_workers=1, persistent_workers=True)
+        next(iter(loader))
+        script = Script(loader, tmp_path)
+        steps = (script.step(batch) for _ in script.loader.epochs() for batch in script.loader)
+        part = list(itertools.islice(steps, count))
+        script.loader.snapshots.close()
+        return part
+
+    whole = run(22)
+    assert len(whole) == 21 and run(4)[:3] + run(22) == whole
 
 
 def test_what_cannot_be_protected_is_rejected_by_name() -> None:

@@ -1,12 +1,14 @@
 """The data loader of a loop that the script keeps, with its own training code: plain, DDP or accelerate."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from runtime.script.integrations.resumable_loader import ResumableLoader, ResumePoint, Wrapper
+from runtime.script.integrations.resumable_loader import EpochStart, ResumableLoader, ResumePoint, Wrapper
 from runtime.script.plain_state import SnapshotError
 from runtime.script.random_states import random_states
 from runtime.script.ranks import Ranks
@@ -18,8 +20,10 @@ log = logging.getLogger("ftd.snapshotter")
 class ProtectedLoader(Wrapper):
     """A data loader that saves a snapshot after the code for a batch, and continues where a run was killed.
 
-    The script iterates over it once per epoch, and may leave one early. An epoch that was completed before the
-    restart yields no batches. After the last epoch the snapshots are removed.
+    The script iterates over it once per epoch, and may leave one early. An epoch begins with the step of an optimizer
+    for its first batch, or when its second batch is asked for. So an iterator that gave one batch to look at changes
+    nothing: the next one begins at the same place. An epoch that was completed before the restart yields no batches.
+    After the last epoch the snapshots are removed.
 
     :param loader: the script's loader, not begun.
     :param every: number of optimizer steps between snapshots; without accelerate, of batches.
@@ -50,13 +54,15 @@ class ProtectedLoader(Wrapper):
         self._position: dict[str, Any] = {"step": 0, "epoch": 0, "batches": 0, "ranks": 1, "start": {}}
         objects = accelerator_objects(accelerator) if accelerator is not None else {}
         if self.wrapped.has_state:
-            objects["loader"] = loader
+            objects["loader"] = self.wrapped
         self.snapshots = Snapshotter(name, position=self._position, **objects, **options)
         self._completed_epochs = 0
-        self._left = False
-        """Whether batches of the current epoch were taken and it is not over: a script that iterates again then has
-        left it early (``break``), and the next epoch begins.
-        """
+        self._resume_point: ResumePoint | None = None
+        """The point at which iterators begin until one of them continues the epoch."""
+        self._current: object | None = None
+        """The iterator of the epoch that has begun and is not over."""
+        self._open = False
+        """Whether that iterator is in use. If not, the script has left the epoch early (``break``)."""
         try:
             restored = self.snapshots.restore(missing=missing)
         except BaseException:
@@ -66,8 +72,8 @@ class ProtectedLoader(Wrapper):
             self._completed_epochs = self._position["epoch"]
             batches = self._batches_of(Ranks.current().count)
             self._position["batches"] = batches
-            self.wrapped.resume(
-                ResumePoint(start=self._position["start"], batches=batches, random=random_states())
+            self._resume_point = ResumePoint(
+                start=self._position["start"], batches=batches, random=random_states()
             )
         self._position["ranks"] = Ranks.current().count
 
@@ -102,28 +108,79 @@ class ProtectedLoader(Wrapper):
         if self._completed_epochs:
             self._completed_epochs -= 1
             return
-        place = self._position
-        if self._left:
-            place["epoch"] += 1
-            place["batches"] = 0
-            self._left = False
+        if self._current is not None and not self._open:
+            self._leave()
+        place, this = self._position, object()
         if hasattr(self.wrapped, "set_epoch"):  # accelerate's
             self.wrapped.set_epoch(place["epoch"])
+        if self._resume_point is not None:
+            self.wrapped.resume(self._resume_point)
         iterator = iter(self.wrapped)
-        place["start"] = self.wrapped.start
-        for batch in iterator:
-            yield batch
-            place["batches"] += 1
-            self._left = True
-            if self._accelerator is None or self._accelerator.sync_gradients:
-                place["step"] += 1
-                if place["step"] % self._every == 0:
-                    self.snapshots.snapshot(place["step"])
-        place["epoch"] += 1
-        place["batches"] = 0
-        self._left = False
+        start = self.wrapped.start
+        try:
+            for batch in iterator:
+                if self._current is this:
+                    yield batch
+                else:
+                    with self._begin_at_step(this, start):
+                        yield batch
+                    self._begin(this, start)
+                place["batches"] += 1
+                self._count_step()
+        finally:
+            if self._current is this:
+                self._open = False
+        self._current = self._resume_point = None
+        self._next_epoch()
         if place["epoch"] == self._epochs:
             self.snapshots.remove()
+
+    @contextlib.contextmanager
+    def _begin_at_step(self, this: object, start: EpochStart) -> Iterator[None]:
+        """Return a context in which an optimizer's step begins the epoch of an iterator."""
+
+        def stepped(*_: Any) -> None:
+            # With an epoch under way, this batch was only looked at.
+            if not self._open:
+                self._begin(this, start)
+
+        handle = register_optimizer_step_post_hook(stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _begin(self, this: object, start: EpochStart) -> None:
+        """Let the epoch that is next begin, or continue, with an iterator.
+
+        :param start: states of the generators at its beginning.
+        """
+        if self._current is this:
+            return
+        if self._current is not None:
+            self._next_epoch()
+        self._position["start"] = start
+        self._current, self._open = this, True
+        self._resume_point = None
+
+    def _next_epoch(self) -> None:
+        self._position["epoch"] += 1
+        self._position["batches"] = 0
+
+    def _leave(self) -> None:
+        """End the epoch that the script has left early. The code for its last batch has run, too."""
+        self._current = None
+        self._next_epoch()
+        self._position["start"] = self.wrapped.generator_states()
+        # What a loader with a state would save is its place in the epoch that was left.
+        self._count_step(snapshot=not self.wrapped.has_state)
+
+    def _count_step(self, *, snapshot: bool = True) -> None:
+        """Count the step of a batch whose code has run, and save a snapshot if it is time for one."""
+        if self._accelerator is None or self._accelerator.sync_gradients:
+            self._position["step"] += 1
+            if snapshot and self._position["step"] % self._every == 0:
+                self.snapshots.snapshot(self._position["step"])
 
 
 def accelerator_objects(accelerator: Any) -> dict[str, Any]:

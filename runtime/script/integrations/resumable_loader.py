@@ -72,7 +72,7 @@ class ResumableLoader(Wrapper):
     """A data loader of torch or accelerate with its position.
 
     Map-style data is skipped without being read. A loader with a state of its own (``StatefulDataLoader``)
-    must have been restored. Other iterable data is read up to the position.
+    must have been restored, or is given the state here. Other iterable data is read up to the position.
 
     :param loader: the loader. Its batch sampler is replaced by one that can skip batches.
     """
@@ -82,27 +82,39 @@ class ResumableLoader(Wrapper):
         self.start: EpochStart = {}
         """The states at the beginning of the current epoch."""
         self._resume_point: ResumePoint | None = None
+        self._state: dict[str, Any] | None = None
         base = getattr(loader, "base_dataloader", loader)
         self.has_state = hasattr(base, "state_dict")
         self._batches: _SkippingBatches | None = None
         by_index = base.batch_sampler is not None and not isinstance(base.dataset, IterableDataset)
         if by_index and not self.has_state:
             self._batches = _SkippingBatches(base.batch_sampler)
-            # A DataLoader refuses to change its batch sampler, since one that was begun has read it already.
-            # This one was not begun.
+            # A DataLoader refuses to change its batch sampler, which workers that stay have read already. This one
+            # begins again.
             object.__setattr__(base, "batch_sampler", self._batches)
+            base._iterator = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep a state for the loader, which has one: it belongs to the points at which it is resumed."""
+        self._state = state
 
     def resume(self, point: ResumePoint) -> None:
         """Let the next epoch begin at the point."""
         self._resume_point = point
 
+    def generator_states(self) -> EpochStart:
+        """Return the present states of all generators."""
+        return {"global": random_states(), "own": [g.get_state() for g in self._generators()]}
+
     def __iter__(self) -> Iterator[Any]:
         point, self._resume_point = self._resume_point, None
         if point is not None:
             self._set_start(point.start)
-        self.start = {"global": random_states(), "own": [g.get_state() for g in self._generators()]}
-        if point is None:
+        self.start = self.generator_states()
+        if point is None or not point.batches:
             return iter(self.wrapped)
+        if self._state is not None:
+            self.wrapped.load_state_dict(self._state)
         if self._batches is not None:
             self._batches.resume_point = point
             return iter(self.wrapped)
