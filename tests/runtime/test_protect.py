@@ -59,7 +59,9 @@ def test_a_loader_continues_in_its_second_epoch_with_the_batches_that_are_left(
     assert [str(batch) for batch in other] == following
 
 
-def test_an_epoch_that_was_completed_is_not_repeated(tmp_path: Path) -> None:
+def test_an_epoch_that_was_completed_is_not_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def protected() -> Any:
         model = nn.Linear(2, 1)
         return protect(
@@ -79,6 +81,25 @@ def test_an_epoch_that_was_completed_is_not_repeated(tmp_path: Path) -> None:
     assert list(second) == []  # The last snapshot is that of the epoch's last batch.
     assert [len(list(second)) for _ in range(2)] == [2, 2]
     assert not (tmp_path / "job").exists()
+    assert "code after each" not in caplog.text  # The script uses epochs().
+
+
+def test_a_script_whose_code_after_completed_epochs_runs_again_is_warned_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def protected() -> Any:
+        loader = DataLoader(NUMBERS, batch_size=10)
+        return protect(loader, "job", epochs=3, model=nn.Linear(2, 1), directory=tmp_path)
+
+    first = protected()
+    lengths = [len(list(first)) for _ in range(2)]
+    next(batches := iter(first))
+    next(batches)
+    first.snapshots.close()
+    second = protected()
+    assert lengths + [len(list(second)) for _ in range(3)] == [2, 2, 0, 0, 1]
+    assert caplog.text.count("the 2 epochs that were completed before the restart") == 1
+    assert "loader.epochs()" in caplog.text
 
 
 def test_after_an_epoch_that_was_left_early_the_next_one_begins(tmp_path: Path) -> None:

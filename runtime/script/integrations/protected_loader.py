@@ -106,6 +106,13 @@ class ProtectedLoader(Wrapper):
 
     def __iter__(self) -> Iterator[Any]:
         if self._completed_epochs:
+            if self._completed_epochs == self._position["epoch"] and Ranks.current().rank == 0:
+                log.warning(
+                    "the loops over the %d epochs that were completed before the restart take no batches, but the code "
+                    "after each of them runs again: if it changes what is saved (scheduler.step()), iterate over "
+                    "loader.epochs()",
+                    self._completed_epochs,
+                )
             self._completed_epochs -= 1
             return
         if self._current is not None and not self._open:
