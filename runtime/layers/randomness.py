@@ -1,18 +1,21 @@
 """Random numbers of a layer as a function of (seed, step, sample, layer), independent of the layout.
 
-Before a layer runs on some rows, the generators are seeded from (seed, step, first row, layer). A
-microbatch always consists of the same rows, so a step draws the same numbers in whichever pipeline computes
-it, and draws them again when it is redone or recomputed for activation checkpointing. A stage that splits a
-microbatch's rows over several devices needs more: dropout masks are drawn sample by sample
-(``SampleDropout``), each from its own generator, so that they do not depend on where the rows were cut.
-Dropout inside a fused function (the ``dropout_p`` of attention) cannot be drawn that way. It depends on the
-rows of the run, and is the same in every layout whose stages do not split rows.
+Before a layer runs on some rows, the global generators of torch, ``random`` and numpy are seeded from
+(seed, step, first row, layer). A microbatch always consists of the same rows, so a step draws the same
+numbers in whichever pipeline computes it, and draws them again when it is redone or recomputed for
+activation checkpointing. A stage that splits a microbatch's rows over several devices needs more: dropout
+masks are drawn sample by sample (``SampleDropout``), each from its own generator, so that they do not
+depend on where the rows were cut. Dropout inside a fused function (the ``dropout_p`` of attention) cannot
+be drawn that way. It depends on the rows of the run, and is the same in every layout whose stages do not
+split rows.
 """
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -27,8 +30,10 @@ _DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropo
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the default generators that operations on ``device`` draw from."""
+    """Seed the global generators of torch, on the host and on ``device``, of ``random`` and of numpy."""
     torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 

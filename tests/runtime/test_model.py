@@ -1,9 +1,12 @@
 """The layered model: ties, held layers, shapes, and randomness that does not depend on the layout."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -319,25 +322,42 @@ def test_two_layers_and_two_calls_draw_different_numbers() -> None:
 
 
 class Noise(nn.Module):
+    """Noise from ``draw``, which returns a number."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.rand_like(x)
+        return x + self.draw()
 
 
-def test_other_random_numbers_are_a_function_of_step_row_and_layer() -> None:
-    model = model_of(Noise(), Noise(), nn.Linear(6, 1))
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(())),
+    "random": random.random,
+    "normal": lambda: random.gauss(0, 1),
+    "numpy": np.random.random,
+    "numpy normal": np.random.standard_normal,
+}
+
+
+@pytest.mark.parametrize("source", DRAWS)
+def test_other_random_numbers_are_a_function_of_step_row_and_layer(source: str) -> None:
+    draw = DRAWS[source]
+    model = model_of(Noise(draw), Noise(draw), nn.Linear(6, 1))
     x = rows()
 
     def run(layer: int, step: int, row: int) -> Tensor:
         return tensor(model.forward(layer, layer + 1, x, step=step, row=row))
 
     one = run(0, 1, 0)
-    torch.rand(100)
+    draw()
     assert torch.equal(one, run(0, 1, 0))
     for other in (run(1, 1, 0), run(0, 2, 0), run(0, 1, 4)):
         assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("layer", [*RANDOM_LAYERS, Noise])
+@pytest.mark.parametrize("layer", [*RANDOM_LAYERS, *(partial(Noise, draw) for draw in DRAWS.values())])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointing_recomputes_with_the_same_random_numbers(
     layer: Callable[[], nn.Module], mode: str
