@@ -65,11 +65,13 @@ class LayerChain:
 
 
 def normalises_over_rows(module: nn.Module) -> bool:
-    """Return whether ``module`` contains batch normalisation, which makes the rows of a microbatch depend on
-    each other.
+    """Return whether ``module`` contains batch normalisation that makes the rows of a microbatch depend on each
+    other; with fixed statistics, in evaluation mode, it does not.
     """
     kinds = nn.modules.batchnorm._BatchNorm
     return any(
-        isinstance(inner, kinds) and not isinstance(inner, nn.modules.instancenorm._InstanceNorm)
+        isinstance(inner, kinds)
+        and not isinstance(inner, nn.modules.instancenorm._InstanceNorm)
+        and (inner.training or inner.running_mean is None)
         for inner in module.modules()
     )

@@ -37,6 +37,7 @@ from runtime.layers.compiled import CompiledLayer
 from runtime.layers.finite_values import FiniteValues
 from runtime.layers.host_memory import copy_to_host_memory
 from runtime.layers.loss import Loss
+from runtime.layers.modes import ModuleModes, begin_training
 from runtime.layers.randomness import DropoutProbe, LayerRandomStream, SampleDropout, seed_generators
 from runtime.layers.tensor_plan import (
     NamedModule,
@@ -139,7 +140,8 @@ class Model:
         if training.layers is not None:
             self._structure = LayerChain(training.layers)
             for layer in self._structure.roots:
-                layer.to(device).train()
+                layer.to(device)
+            begin_training(self._structure.roots)
         else:
             root = self._root_on(device)
             self._check_ids(Vocabulary(root), batch)
@@ -152,6 +154,7 @@ class Model:
                     self._present,
                     has_loss=training.loss is not None,
                 )
+        self._modes = [ModuleModes(root) for root in self._structure.roots]
         low = self._precision.compute is not None
         self.loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)
         self._tensors = self._shared_tensors()
@@ -193,9 +196,12 @@ class Model:
         """Return the model in training mode, with everything that has memory on the device."""
         if self._initial is not None:
             self._initial.to_device(device)
-            return self._initial.root.train()
-        assert isinstance(self.training.model, nn.Module)
-        return self.training.model.to(device).train()
+            root = self._initial.root
+        else:
+            assert isinstance(self.training.model, nn.Module)
+            root = self.training.model.to(device)
+        begin_training([root])
+        return root
 
     def _check_ids(self, vocabulary: Vocabulary, batch: Batch) -> None:
         self.find_problem = vocabulary.find_problem
@@ -487,14 +493,14 @@ class Model:
         with torch.set_grad_enabled(train and torch.is_grad_enabled()), self._autocast(), sharded:
             if isinstance(self._structure, WindowedModule):
                 rows = count_rows(batch, rows)
-                _set_mode(self._structure.root, train)
+                self._modes[0].set_training(train)
                 scopes = _RunScopes(self, step, row, rows)
                 received = () if x is None else flatten(x)
                 return self._structure.run(first, end, batch, received, rows, scopes)
             if x is None:
                 x = self._structure.input_of(batch)
             for index in range(first, end):
-                _set_mode(self._structure.layers[index], train)
+                self._modes[index].set_training(train)
                 x = self._run(index, x, step, row)
         return x
 
@@ -852,11 +858,6 @@ def _parameter(tensor: ModelTensor) -> nn.Parameter:
 
 def _finite(output: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in leaves_of(output) if isinstance(leaf, Tensor))
-
-
-def _set_mode(layer: nn.Module, train: bool) -> None:
-    if layer.training != train:
-        layer.train(train)
 
 
 def _shapes(value: Any) -> str:

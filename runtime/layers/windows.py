@@ -36,6 +36,7 @@ from runtime.data.batches import signature
 from runtime.errors import TrainingError
 from runtime.layers.chain import normalises_over_rows
 from runtime.layers.experts import ExpertBalance
+from runtime.layers.modes import evaluating
 from runtime.training import Batch
 
 CUT_REMEDIES = (
@@ -297,19 +298,14 @@ class WindowedModule:
         """
         with self._whole():
             self._check_state(batch)
-        was_training = self.root.training
-        self.root.eval()
-        try:
-            with torch.no_grad():
-                with self._whole():
-                    wanted = compare(self._call(batch))
-                tensors: Any = ()
-                for layer in range(self.layer_count):
-                    with with_layer(layer), self._only_layer(layer):
-                        tensors = self._verified(layer, batch, tensors, rows)
-                found = compare(tensors)
-        finally:
-            self.root.train(was_training)
+        with evaluating(self.root), torch.no_grad():
+            with self._whole():
+                wanted = compare(self._call(batch))
+            tensors: Any = ()
+            for layer in range(self.layer_count):
+                with with_layer(layer), self._only_layer(layer):
+                    tensors = self._verified(layer, batch, tensors, rows)
+            found = compare(tensors)
         found, wanted = found.double(), wanted.double()
         # A loss that is not a number says nothing about the cut; its steps are skipped, and named.
         if found.shape != wanted.shape or not torch.allclose(
@@ -381,7 +377,6 @@ class WindowedModule:
         :returns: numbers of the blocks in the order in which they ran.
         """
         self._layers_of_unit = {name: set() for name in self._units}
-        was_training = self.root.training
         trainable = [parameter for parameter in self.root.parameters() if parameter.requires_grad]
         order: list[int] = []
         taken: list[list[Any]] = []
@@ -456,7 +451,6 @@ class WindowedModule:
             return tree.tree_unflatten(marked, structure)
 
         try:
-            self.root.eval()
             for parameter in trainable:
                 parameter.requires_grad_(False)
             for part in (*self._blocks, *self._units.values()):
@@ -465,7 +459,7 @@ class WindowedModule:
                 handles.append(block.register_forward_pre_hook(partial(enter, number), with_kwargs=True))
                 handles.append(block.register_forward_hook(partial(leave, number), with_kwargs=True))
             handles += [m.register_forward_hook(partial(unit, name)) for name, m in self._units.items()]
-            with torch.enable_grad(), self._whole():
+            with evaluating(self.root), torch.enable_grad(), self._whole():
                 output = self._call(batch)
             ends = [leaf for leaf in tree.tree_flatten(_loss_of(output))[0] if isinstance(leaf, Tensor)]
             note_shortcuts(ends, len(order), "the output of the model")
@@ -483,7 +477,6 @@ class WindowedModule:
                 stack.close()
             for parameter in trainable:
                 parameter.requires_grad_(True)
-            self.root.train(was_training)
         if sorted(order) != list(range(len(self._blocks))):
             return order
         self._cuts = [found[number] for number in range(len(self._blocks))]

@@ -50,7 +50,7 @@ def plain_loop(
             model = model()
     dtype = torch.float64 if data.precision == "float64" else torch.float32
     low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(data.precision)
-    model.to(dtype).train()
+    model.to(dtype)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = training.optimizer(named)
     scheduler = training.scheduler(optimizer) if training.scheduler else None

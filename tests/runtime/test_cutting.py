@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from runtime.data.batches import cast_floating, default_collate, slice_rows
 from runtime.errors import TrainingError
 from runtime.layers.model import Model
+from runtime.layers.modes import begin_training
 from runtime.training import Training, load_training
 from tests.helpers.architecture_runs import alone, check, job_of
-from tests.helpers.architectures import Samples
+from tests.helpers.architectures import ARCHITECTURES, Samples, lora
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import ROOT, pipeline
 from tests.helpers.plain_loop import plain_loop
@@ -42,7 +43,7 @@ def squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.mse_loss(output, batch["y"])
 
 
-def training_of(model: nn.Module, **changes: Any) -> Training:
+def training_of(model: nn.Module | Callable[[], nn.Module], **changes: Any) -> Training:
     fields: dict[str, Any] = {
         "model": model,
         "loss": squares,
@@ -612,6 +613,94 @@ def test_a_mean_over_the_rows_with_a_class_is_rejected_like_one_over_tokens() ->
     with pytest.raises(TrainingError, match=r"unequal numbers of targets that are -100"):
         model.loss(torch.zeros(3, WIDTH), batch, 3)
     assert float(model.loss(torch.zeros(3, WIDTH), batch | {"y": torch.tensor([1, 2, 2])}, 3)[1]) == 3
+
+
+# --- training and evaluation mode --------------------------------------------------------------------------
+
+
+class Normal(nn.Module):
+    """A block with batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.linear(self.norm(x))
+        return out
+
+
+class Normalised(Chain):
+    """A chain whose input and first block are in evaluation mode, and whose second block is in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normal() for _ in range(3))
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).eval()
+        self.blocks[0].eval()
+        self.blocks[1].norm.eval()
+
+
+def build_normalised(deferred: bool) -> Training:
+    return training_of(Normalised if deferred else Normalised())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_modules_that_the_user_put_into_evaluation_mode_stay_there(deferred: bool) -> None:
+    steps = 4
+    arguments = {"deferred": deferred}
+    job = msgspec.structs.replace(
+        job_of("", steps=steps),
+        function="tests.runtime.test_cutting:build_normalised",
+        arguments=arguments,
+    )
+    expected = plain_loop(lambda: build_normalised(deferred), job, steps)
+    with Fleet(job, 2) as fleet:
+        layers = fleet.engines[0].model.layer_count
+        fleet.enter(
+            fleet.engines,
+            (pipeline((0, 2, [0]), (2, layers, [1]), first_microbatch=0, microbatches=4),),
+        )
+        fleet.steps(steps)
+        check([fleet.votes[step] for step in range(1, steps + 1)], expected)
+
+
+def pretrained(**options: Any) -> Any:
+    """Return a model in evaluation mode, as ``from_pretrained`` does."""
+    return ARCHITECTURES["bert"].make(**options).eval()
+
+
+class Headed(nn.Module):
+    """A pretrained model with a new head, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = pretrained(hidden_dropout_prob=0.1)
+        self.teacher = pretrained(hidden_dropout_prob=0.1).requires_grad_(False)
+        self.head = nn.Linear(4, 4)
+
+
+def test_pretrained_models_are_in_evaluation_mode_only_if_the_user_put_them_there() -> None:
+    whole = pretrained()
+    begin_training([whole])
+    assert all(module.training for module in whole.modules())
+
+    part = pretrained().train()
+    part.bert.embeddings.eval()
+    part.bert.encoder.eval()
+    begin_training([part])
+    assert part.training and part.bert.training
+    assert not any(m.training for m in (*part.bert.embeddings.modules(), *part.bert.encoder.modules()))
+
+    headed = Headed()
+    begin_training([headed])
+    assert headed.training and all(module.training for module in headed.body.modules())
+    assert not any(module.training for module in headed.teacher.modules())
+
+    adapted = lora(pretrained())
+    begin_training([adapted])
+    assert all(module.training for module in adapted.modules())
 
 
 # --- ids beyond the vocabulary -------------------------------------------------------------------------

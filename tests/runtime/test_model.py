@@ -262,6 +262,47 @@ def test_building_does_not_change_running_statistics() -> None:
     assert layer.num_batches_tracked == 1
 
 
+# --- training and evaluation mode --------------------------------------------------------------------
+
+
+def test_layers_that_the_user_put_into_evaluation_mode_stay_there() -> None:
+    frozen, dropout = nn.BatchNorm1d(6).eval(), nn.Dropout(0.5)
+    kept = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.Sequential(nn.Dropout(0.5)).eval())
+    kept[2][0].train()
+    model = model_of(frozen, kept, dropout, nn.Linear(6, 1))
+    modes = [True, True, False, False, True]
+    for train in (True, False, True):
+        x = rows()
+        for layer in range(4):
+            x = tensor(model.forward(layer, layer + 1, x, step=1, row=0, train=train))
+        assert [m.training for m in kept.modules()] == [mode and train for mode in modes]
+        assert (frozen.training, dropout.training) == (False, train)
+    assert torch.equal(frozen.running_mean, torch.zeros(6, dtype=torch.float64))
+    assert torch.equal(kept[1].running_mean, torch.zeros(6, dtype=torch.float64))
+    assert not model.couples_rows, "statistics that are fixed do not join the rows"
+
+
+def test_layers_that_are_all_in_evaluation_mode_train() -> None:
+    layers = nn.Linear(6, 6).eval(), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)).eval()
+    model = model_of(*layers)
+    assert all(layer.training for layer in layers) and layers[1][0].training and model.couples_rows
+
+
+class Freezing(nn.BatchNorm1d):
+    """Batch normalisation that stays in evaluation mode by itself."""
+
+    def train(self, mode: bool = True) -> "Freezing":
+        super().train(False)
+        return self
+
+
+def test_a_module_may_choose_its_mode_itself() -> None:
+    layer = Freezing(6)
+    model = model_of(nn.Sequential(nn.Linear(6, 6), layer), nn.Linear(6, 1))
+    model.forward(0, 1, rows(), step=1, row=0)
+    assert layer.num_batches_tracked == 0
+
+
 # --- randomness ------------------------------------------------------------------------------------
 
 
