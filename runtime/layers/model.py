@@ -638,6 +638,7 @@ class Model:
         if isinstance(self._structure, WindowedModule) and not verified:
             exact = self._precision.parameters == torch.float64
             tolerance = 0.02 if self._precision.compute is not None else 1e-7 if exact else 1e-5
+            self._modes[0].set_training(True)
             with self._autocast():
                 self._structure.verify(
                     batch,

@@ -289,7 +289,8 @@ class WindowedModule:
         tolerance: float,
         with_layer: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        """Compare the layers, run one by one, with the whole module in evaluation mode.
+        """Compare the layers, run one by one, with the whole module in evaluation mode. Before that, the module
+        must be in training mode.
 
         :param compare: converts the module's output to one tensor.
         :param tolerance: relative difference that is attributed to rounding.

@@ -328,6 +328,13 @@ class Assigning(Averaging):
         return x
 
 
+class Scoring(Averaging):
+    """A module with a loss of its own that changes a buffer of its own in training."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": functional.mse_loss(super().forward(x), y)}
+
+
 class Placed(Chain):
     """A chain with dropout that also takes a tensor without rows."""
 
@@ -411,6 +418,7 @@ REFUSED = [
     (Counting, {}, r"Counting cannot be cut .*keeps state from one call to the next"),
     (Averaging, {}, rf"Averaging cannot be cut .*: its forward changes average around .*{WAYS_OUT}"),
     (Assigning, {}, r"Assigning cannot be cut .*: its forward changes average around "),
+    (Scoring, {"loss": None}, r"Scoring cannot be cut .*: its forward changes average around "),
     (
         Chain,
         {"split": ["blocks.0", "head"]},
