@@ -38,7 +38,13 @@ from runtime.layers.finite_values import FiniteValues
 from runtime.layers.host_memory import copy_to_host_memory
 from runtime.layers.loss import Loss
 from runtime.layers.modes import ModuleModes, begin_training
-from runtime.layers.randomness import DropoutProbe, LayerRandomStream, SampleDropout, seed_generators
+from runtime.layers.randomness import (
+    DropoutProbe,
+    LayerRandomStream,
+    SampleDropout,
+    generator_states,
+    seed_generators,
+)
 from runtime.layers.tensor_plan import (
     NamedModule,
     SplitRegionChecker,
@@ -172,6 +178,8 @@ class Model:
         self._check: Callable[[], None] = _no_check
         self._values: FiniteValues | None = None
         self._dropout = [False] * count
+        self._draws_around: dict[tuple[int, int], bool] = {}
+        """Whether code around the blocks draws random numbers, by layer and part; the first samples show it."""
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
         """Whether a microbatch's rows influence each other, so that devices must not split them."""
@@ -784,9 +792,24 @@ class _RunScopes(LayerScopes):
 
     @contextmanager
     def around(self, layer: int, part: int) -> Iterator[None]:
+        with self._gathered(layer, block=False), self._seeded(layer, self._number(layer, part)):
+            yield
+
+    def _number(self, layer: int, part: int) -> int:
         # Code after a block draws from its own stream because the block may run again for checkpointing.
-        number = layer + part * self._model.layer_count
-        with self._gathered(layer, block=False), self._seeded(layer, number):
+        return layer + part * self._model.layer_count
+
+    @contextmanager
+    def outside(self, layer: int, part: int) -> Iterator[None]:
+        draws = self._model._draws_around
+        if (layer, part) not in draws:
+            before = generator_states(self._model.device)
+            yield
+            draws[layer, part] = generator_states(self._model.device) != before
+        elif draws[layer, part]:
+            with self._seeded(layer, self._number(layer, part)):
+                yield
+        else:
             yield
 
     def run_block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

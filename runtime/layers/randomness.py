@@ -38,6 +38,17 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def generator_states(device: torch.device) -> tuple[object, ...]:
+    """Return the states of these generators, which differ after one of them was used."""
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    numpys = np.random.get_state(legacy=False)
+    words, position = numpys["state"]["key"], numpys["state"]["pos"]
+    others = random.getstate(), words.tobytes(), position, numpys["has_gauss"]
+    return *(state.numpy().tobytes() for state in states), *others
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRandomStream:
     """Seeds for one run of a layer on rows of the global batch of step ``step``, starting at row ``row``."""

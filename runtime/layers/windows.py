@@ -119,6 +119,12 @@ class LayerScopes:
         """
         return nullcontext()
 
+    def outside(self, layer: int, part: int) -> AbstractContextManager[None]:
+        """Surround code of a ``layer`` before the window; it must draw the numbers that it draws in its own
+        window, because later code may use them.
+        """
+        return nullcontext()
+
     def run_block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Run the block of ``layer``."""
         return function(*arguments, **named)
@@ -249,8 +255,7 @@ class WindowedModule:
             received, balance = received[:needed], received[needed:]
         window = _Window(first, end, rows, received, scopes, balance=balance)
         self._window = window
-        if first == 0:
-            self._switch(window, 0, 0)
+        self._switch(window, 0, 0)
         try:
             with self._balancing(window):
                 output = self._call(batch)
@@ -551,7 +556,9 @@ class WindowedModule:
                 output = self._received_output(cut, leaves, window)
                 self._switch(window, window.first, 0)
                 return output
-            return self._skip(cut, leaves, window)
+            output = self._skip(cut, leaves, window)
+            self._switch(window, layer, 1)
+            return output
         if layer == window.first:
             for leaf, tensor in zip(cut.needed, _from_rows(window.received, cut.per_row), strict=True):
                 leaves[leaf] = tensor
@@ -634,10 +641,11 @@ class WindowedModule:
         return tree.tree_unflatten(zeros, made)
 
     def _switch(self, window: _Window, layer: int, part: int) -> None:
-        """Leave the open scope and enter that of ``layer`` if the window contains it."""
+        """Leave the open scope and enter that of ``layer``."""
         self._leave(window)
-        if window.first <= layer < window.end:
-            window.scope = window.scopes.around(layer, part)
+        if layer < window.end:
+            scopes = window.scopes
+            window.scope = (scopes.outside if layer < window.first else scopes.around)(layer, part)
             window.scope.__enter__()
 
     @staticmethod

@@ -2,11 +2,13 @@
 vocabulary.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -621,6 +623,70 @@ def test_a_mean_over_the_rows_with_a_class_is_rejected_like_one_over_tokens() ->
     with pytest.raises(TrainingError, match=r"unequal numbers of targets that are -100"):
         model.loss(torch.zeros(3, WIDTH), batch, 3)
     assert float(model.loss(torch.zeros(3, WIDTH), batch | {"y": torch.tensor([1, 2, 2])}, 3)[1]) == 3
+
+
+# --- random numbers around the blocks -----------------------------------------------------------------------
+
+
+class Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(x * mask)
+        return out
+
+
+class Masking(Chain):
+    """A chain whose blocks take a mask that the code around them draws before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked() for _ in range(4))
+
+    def draw(self) -> Tensor:
+        return (torch.rand(WIDTH) > 0.5 if self.training else torch.ones(WIDTH)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.draw()
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x * mask
+
+
+class MaskingEach(Masking):
+    """A chain that draws a mask between its blocks and uses it together with the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mask = self.inner(x), self.draw()
+        for block in self.blocks:
+            x, mask = block(x, mask), mask + self.draw()
+        return x * mask
+
+
+class MaskingByDropout(Masking):
+    def draw(self) -> Tensor:
+        return functional.dropout(torch.ones(1, WIDTH), 0.5, self.training).double()
+
+
+class MaskingByNumpy(Masking):
+    def draw(self) -> Tensor:
+        return torch.from_numpy(np.random.rand(WIDTH)) if self.training else super().draw()
+
+
+@pytest.mark.parametrize("kind", [Masking, MaskingEach, MaskingByDropout, MaskingByNumpy])
+def test_code_around_the_blocks_draws_the_same_numbers_in_every_stage(kind: type[nn.Module]) -> None:
+    model = model_of(kind())
+    batch = {"x": torch.randn(2, WIDTH, dtype=torch.float64)}
+    count = model.layer_count
+
+    def run(*starts: int) -> Tensor:
+        x: Any = None
+        for first, end in itertools.pairwise((*starts, count)):
+            x = model.forward(first, end, x, step=1, row=0, batch=batch)
+        return x  # type: ignore[no-any-return]
+
+    whole = run(0)
+    for starts in ((0, 3), (0, 1, 2, 5), range(count)):
+        assert torch.equal(run(*starts), whole)
 
 
 # --- training and evaluation mode --------------------------------------------------------------------------
