@@ -43,7 +43,9 @@ from runtime.layers.randomness import (
     LayerRandomStream,
     SampleDropout,
     generator_states,
-    seed_generators,
+    host_states,
+    seed_host,
+    seed_torch,
 )
 from runtime.layers.tensor_plan import (
     NamedModule,
@@ -180,6 +182,8 @@ class Model:
         self._dropout = [False] * count
         self._draws_around: dict[tuple[int, int], bool] = {}
         """Whether code around the blocks draws random numbers, by layer and part; the first samples show it."""
+        self._draws_on_host: dict[int, bool] = {}
+        """Whether a layer draws from ``random`` or numpy, by the number of its random stream; the same."""
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
         """Whether a microbatch's rows influence each other, so that devices must not split them."""
@@ -772,10 +776,16 @@ class _RunScopes(LayerScopes):
         """
         model = self._model
         stream = LayerRandomStream(seed=model._seed, step=self._step, row=self._row, layer=number)
-        seed_generators(stream.layer_seed, model.device)
+        seed_torch(stream.layer_seed, model.device)
+        draws = model._draws_on_host.get(number)
+        if draws is not False:
+            seed_host(stream.layer_seed)
+        before = host_states() if draws is None else ()
         by_sample = model._dropout[layer] and not model._compile
         with SampleDropout(stream, self._rows) if by_sample else nullcontext():
             yield
+        if draws is None:
+            model._draws_on_host[number] = host_states() != before
 
     def _gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
         """Return a context in which the parameters of the layer's block, or of its other code, are whole."""

@@ -1,13 +1,13 @@
 """Random numbers of a layer as a function of (seed, step, sample, layer), independent of the layout.
 
-Before a layer runs on some rows, the global generators of torch, ``random`` and numpy are seeded from
-(seed, step, first row, layer). A microbatch always consists of the same rows, so a step draws the same
-numbers in whichever pipeline computes it, and draws them again when it is redone or recomputed for
-activation checkpointing. A stage that splits a microbatch's rows over several devices needs more: dropout
-masks are drawn sample by sample (``SampleDropout``), each from its own generator, so that they do not
-depend on where the rows were cut. Dropout inside a fused function (the ``dropout_p`` of attention) cannot
-be drawn that way. It depends on the rows of the run, and is the same in every layout whose stages do not
-split rows.
+Before a layer runs on some rows, the global generators of torch are seeded from (seed, step, first row,
+layer), and those of ``random`` and numpy if the layer draws from them. A microbatch always consists of the
+same rows, so a step draws the same numbers in whichever pipeline computes it, and draws them again when it
+is redone or recomputed for activation checkpointing. A stage that splits a microbatch's rows over several
+devices needs more: dropout masks are drawn sample by sample (``SampleDropout``), each from its own
+generator, so that they do not depend on where the rows were cut. Dropout inside a fused function (the
+``dropout_p`` of attention) cannot be drawn that way. It depends on the rows of the run, and is the same in
+every layout whose stages do not split rows.
 """
 
 import random
@@ -29,24 +29,32 @@ _CHANNEL_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
 _DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropout}
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the global generators of torch, on the host and on ``device``, of ``random`` and of numpy."""
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed the global generators of torch, on the host and on ``device``."""
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
+def seed_host(seed: int) -> None:
+    """Seed the global generators of ``random`` and numpy. This takes several times as long as those of torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def host_states() -> tuple[object, ...]:
+    """Return the states of the generators of ``random`` and numpy, which differ after one of them was used."""
+    numpys = np.random.get_state(legacy=False)
+    words, position = numpys["state"]["key"], numpys["state"]["pos"]
+    return random.getstate(), words.tobytes(), position, numpys["has_gauss"]
+
+
 def generator_states(device: torch.device) -> tuple[object, ...]:
-    """Return the states of these generators, which differ after one of them was used."""
+    """Return the states of all global generators."""
     states = [torch.default_generator.get_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    numpys = np.random.get_state(legacy=False)
-    words, position = numpys["state"]["key"], numpys["state"]["pos"]
-    others = random.getstate(), words.tobytes(), position, numpys["has_gauss"]
-    return *(state.numpy().tobytes() for state in states), *others
+    return *(state.numpy().tobytes() for state in states), *host_states()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
