@@ -164,7 +164,10 @@ class Loss:
         if self._function is not None and self._close(
             float(total) / rows, sum(float(s) / (e - b) for (s, _), (b, e) in zip(found, cuts, strict=True))
         ):
-            raise TrainingError('the loss sums over samples; take the mean (reduction="mean")')
+            raise TrainingError(
+                'the loss sums over samples; take the mean (reduction="mean"), or return the pair (sum, number of '
+                "elements) for a mean over elements"
+            )
         raise TrainingError(
             f"the loss of {rows} rows is {float(total):.6g} (weight {float(weight):g}), but its parts give "
             f"{sums:.6g} (weight {weights:g}), so it would depend on how rows are grouped; {_REMEDY}"
