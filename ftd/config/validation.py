@@ -68,10 +68,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} is a directory", remedy="name the TOML file in it") from None
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error}", remedy="check its permissions") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError also for bytes, and for a number of thousands of digits.
+    except (ValueError, RecursionError) as error:  # ValueError also for bytes and for thousands of digits.
         raise ConfigurationError(f"{path} is not valid TOML: {error}", remedy="correct the file") from None
 
 
