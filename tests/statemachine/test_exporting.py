@@ -110,8 +110,7 @@ def test_a_job_ends_although_its_last_step_cannot_be_exported() -> None:
     assert s.events("CheckpointExportFailed") and s.events("JobFinished")
     s = Exporting()
     finish(s)
-    s.wait(Timing().finish_limit_s(0) + 60.0)
-    s.fire("finish")
+    s.fire("finish", after_s=s.due["finish"] - s.now)
     assert "after the last step" in s.events("CheckpointExportFailed")[0].reason
     assert s.events("JobFinished") and not s.events("CheckpointAbandoned")
 
