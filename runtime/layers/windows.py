@@ -14,7 +14,8 @@ masks, rotary tables and the loss come from the module's own code in every windo
 
 Which arguments depend on earlier layers is *recorded* in one run of the whole module, in which every output
 of a block or other submodule requires a gradient. An argument that is the very tensor that the previous
-block took is *carried*: every block of the window takes it from what was received.
+block took is *carried*: every block of the window takes it from what was received. A parameter that code
+reads without calling the parameter's module belongs to all layers that run this code.
 
 The window's results are compared with those of the whole module (``WindowedModule.verify``). A module that
 keeps state of its own, or whose code around the blocks takes a value past a block (a shortcut), is
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 
 from runtime.data.batches import signature
@@ -130,6 +132,34 @@ class LayerScopes:
         return function(*arguments, **named)
 
 
+class _ParameterReads(TorchFunctionMode):
+    """A mode that reports each parameter from which an operation makes a tensor."""
+
+    def __init__(self, report: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = [leaf for leaf in tree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        try:
+            result = func(*args, **kwargs)
+        except Exception:  # The parameter may have no memory.
+            for parameter in read:
+                self._report(parameter)
+            raise
+        if read and any(isinstance(leaf, Tensor) for leaf in tree.tree_leaves(result)):
+            for parameter in read:
+                self._report(parameter)
+        return result
+
+
 class WindowedModule:
     """A module cut at its chain of blocks: layer 0 precedes the first block, layer i + 1 is block i.
 
@@ -162,6 +192,8 @@ class WindowedModule:
         self._ancestors = _ancestors(root, self._blocks)
         self._units = _units(root, self._ancestors, self._blocks)
         self._layers_of_unit: dict[str, set[int]] = {}
+        self._read_units: set[str] = set()
+        """Units of which other code reads parameters, without calling them."""
         self._window: _Window | None = None
         self._shaping = False
         """Whether a unit is running on the meta device to find the shapes of its outputs."""
@@ -373,15 +405,29 @@ class WindowedModule:
 
     def _whole(self) -> AbstractContextManager[None]:
         """Return a context in which the module can run as a whole: its code around the blocks has memory."""
-        return self._present([m for m in self.root.modules() if id(m) in self._ancestors])
+        read = [module for name in self._read_units for module in self._units[name].modules()]
+        return self._present([*(m for m in self.root.modules() if id(m) in self._ancestors), *read])
 
     # --- recording -------------------------------------------------------------------------------
 
     def _record(self, batch: Batch, rows: int) -> list[int]:
-        """Run the whole module once and record in which order its parts run and what depends on what.
+        """Run the whole module and record in which order its parts run and what depends on what.
 
         :returns: numbers of the blocks in the order in which they ran.
         """
+        while True:
+            known = self._read_units.copy()
+            try:
+                order = self._record_once(batch, rows)
+            except TrainingError:
+                if self._read_units == known:
+                    raise
+            else:
+                if self._read_units == known:
+                    return order
+            # Parameters had no memory when code around the blocks read them; now they will.
+
+    def _record_once(self, batch: Batch, rows: int) -> list[int]:
         self._layers_of_unit = {name: set() for name in self._units}
         trainable = [parameter for parameter in self.root.parameters() if parameter.requires_grad]
         order: list[int] = []
@@ -443,10 +489,31 @@ class WindowedModule:
             )
             return tree.tree_unflatten(fresh, structure)
 
+        def current_layer() -> int:
+            last = order[-1] + 1 if order else 0
+            inside = bool(order) and self._blocks[order[-1]] in running
+            return self.layer_count - 1 if len(order) == len(self._blocks) and not inside else last
+
+        def read(parameter: nn.Parameter) -> None:
+            """Record that code which is running reads a parameter."""
+            owners = self._owners(parameter)
+            if not owners or any(owner in running for owner in owners.values()):
+                return
+            for name in owners:
+                if name in self._units:
+                    self._read_units.add(name)
+                    # Code before the last layer's runs in later windows, too.
+                    last = self.layer_count - 1
+                    self._layers_of_unit[name] |= {last} if current_layer() == last else set(range(last + 1))
+                    return
+            raise TrainingError(
+                f"{self._uncut}: code outside of {', '.join(owners)} reads a parameter of it, which other stages do "
+                f"not have; {CUT_REMEDIES}"
+            )
+
         def unit(name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
             last = order[-1] + 1 if order else 0
-            segment = self.layer_count - 1 if order and len(order) == len(self._blocks) else last
-            self._layers_of_unit[name].add(segment)
+            self._layers_of_unit[name].add(current_layer())
             leaves, structure = tree.tree_flatten(output)
             # If it already depends on a block, its path back to the block stays as it is.
             marked = [
@@ -465,10 +532,12 @@ class WindowedModule:
                 handles.append(block.register_forward_pre_hook(partial(enter, number), with_kwargs=True))
                 handles.append(block.register_forward_hook(partial(leave, number), with_kwargs=True))
             handles += [m.register_forward_hook(partial(unit, name)) for name, m in self._units.items()]
-            with evaluating(self.root), torch.enable_grad(), self._whole():
+            with evaluating(self.root), torch.enable_grad(), self._whole(), _ParameterReads(read):
                 output = self._call(batch)
             ends = [leaf for leaf in tree.tree_flatten(_loss_of(output))[0] if isinstance(leaf, Tensor)]
             note_shortcuts(ends, len(order), "the output of the model")
+        except TrainingError:
+            raise
         except Exception as error:
             remedy = ""
             if "requires grad is being used in an in-place operation" in str(error):
@@ -489,6 +558,18 @@ class WindowedModule:
         self._exit = self._used_later(results[-1], output)
         self._exit_per_row = [_has_rows(results[-1][i], rows) for i in self._exit]
         return order
+
+    def _owners(self, parameter: nn.Parameter) -> dict[str, nn.Module]:
+        """Return the units and blocks that hold the parameter, by name; none if code around the blocks may always
+        read it, because a module around them holds it.
+        """
+        for module in self.root.modules():
+            if id(module) in self._ancestors and any(own is parameter for own in module._parameters.values()):
+                return {}
+        parts = self._units | dict(zip(self._names, self._blocks, strict=True))
+        return {
+            name: part for name, part in parts.items() if any(own is parameter for own in part.parameters())
+        }
 
     def _check_order(self, order: list[int]) -> None:
         if order == list(range(len(self._blocks))):

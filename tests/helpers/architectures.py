@@ -232,6 +232,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         task="masked",
     ),
+    "deberta-v2": Architecture(
+        make=_hugging_face(
+            AutoModelForMaskedLM,
+            "deberta-v2",
+            **_SMALL,
+            **_NO_DROPOUT,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+        ),
+        task="masked",
+        note="every stage has the table of relative positions",
+    ),
     "vit": Architecture(
         make=_hugging_face(
             AutoModelForImageClassification,

@@ -78,7 +78,7 @@ def doubled_otherwise(layers: int) -> Pipelines:
 
 
 @pytest.mark.usefixtures("wholly_float64")
-@pytest.mark.parametrize("architecture", ["llama", "t5", "bert", "mixtral", "resnet"])
+@pytest.mark.parametrize("architecture", ["llama", "t5", "bert", "deberta-v2", "mixtral", "resnet"])
 def test_stages_on_several_devices(architecture: str) -> None:
     """Devices of a stage share the rows, 1 and 2 of 3; where rows influence each other, the first takes all."""
     steps = 6
@@ -397,7 +397,7 @@ def sharded_otherwise(layers: int) -> Pipelines:
 
 
 @pytest.mark.usefixtures("wholly_float64")
-@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "mixtral", "resnet", "t5"])
+@pytest.mark.parametrize("architecture", ["bert", "deberta-v2", "gpt2", "llama", "mixtral", "resnet", "t5"])
 def test_stages_with_shards(architecture: str) -> None:
     """Devices of a stage gather each layer while it runs, including tied weights and code around the blocks."""
     steps = 4

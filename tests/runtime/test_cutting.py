@@ -106,6 +106,27 @@ class Around(Chain):
         return out
 
 
+class Reading(Chain):
+    """A module that reads parameters of submodules that it does not call there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.inner.weight
+        for block in self.blocks:
+            x = block(x) + self.inner.bias
+        out: Tensor = self.outer(x) @ self.outer.weight
+        return out
+
+
+class TiedByHand(Chain):
+    """A module whose output has the weight of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(self.outer(x), self.inner.weight)
+
+
 class Named(nn.Module):
     """A module whose blocks take and return everything by name; a scalar is passed on from block to block."""
 
@@ -156,6 +177,8 @@ def unlike() -> nn.Module:
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[str]]] = {
     "parameters around": (Around, None, [f"blocks.{i}" for i in range(4)]),
+    "parameters read elsewhere": (Reading, None, [f"blocks.{i}" for i in range(4)]),
+    "tied by hand": (TiedByHand, None, [f"blocks.{i}" for i in range(4)]),
     "by name": (Named, None, [f"blocks.{i}" for i in range(3)]),
     "in the order that they run": (Backwards, None, ["early.0", "early.1", "late.0", "late.1"]),
     "a sequential": (lambda: Wrapped(unlike()), None, [f"net.{i}" for i in range(4)]),
@@ -179,16 +202,22 @@ def test_a_module_is_cut_before_its_blocks(case: str) -> None:
 MAKERS: dict[str, Callable[[], nn.Module]] = {name: make for name, (make, _, _) in FOUND.items()}
 
 
-def build(case: str) -> Training:
-    return training_of(MAKERS[case](), split=FOUND[case][1])
+def build(case: str, deferred: bool = False) -> Training:
+    make = MAKERS[case]
+    return training_of(make if deferred else make(), split=FOUND[case][1])
 
 
-@pytest.mark.parametrize("case", FOUND)
-def test_layers_train_like_the_whole(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "deferred"),
+    [*((case, False) for case in FOUND), ("parameters read elsewhere", True), ("tied by hand", True)],
+)
+def test_layers_train_like_the_whole(case: str, deferred: bool) -> None:
     """Each layer is a stage of its own, next to a pipeline of one stage."""
     steps = 4
     job = msgspec.structs.replace(
-        job_of("", steps=steps), function="tests.runtime.test_cutting:build", arguments={"case": case}
+        job_of("", steps=steps),
+        function="tests.runtime.test_cutting:build",
+        arguments={"case": case, "deferred": deferred},
     )
     expected = plain_loop(lambda: build(case), job, steps)
     layers = len(FOUND[case][2]) + 2
@@ -379,6 +408,13 @@ def test_a_loss_gets_a_named_output_as_the_model_returns_it() -> None:
     assert model_of(Named(), loss=loss).layer_count == 6
 
 
+class ReadingBlock(Chain):
+    """A module that reads a parameter of a block around the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.blocks[1].linear.bias)
+
+
 class Overwriting(Chain):
     """A chain whose code changes the output of a block in place."""
 
@@ -420,6 +456,11 @@ REFUSED = [
     (Counting, {}, r"Counting cannot be cut .*keeps state from one call to the next"),
     (Averaging, {}, rf"Averaging cannot be cut .*: its forward changes average around .*{WAYS_OUT}"),
     (Assigning, {}, r"Assigning cannot be cut .*: its forward changes average around "),
+    (
+        ReadingBlock,
+        {},
+        rf"ReadingBlock cannot be cut .*: code outside of blocks.1 reads a parameter of it.*{WAYS_OUT}",
+    ),
     (Scoring, {"loss": None}, r"Scoring cannot be cut .*: its forward changes average around "),
     (
         Chain,
