@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from planner.values import Plan, Situation
 from statemachine.messages import trainer
-from statemachine.messages.cluster import Command, Persist, Resume, RetainSnapshot, Signal, ToNode, ToNodes
+from statemachine.messages.cluster import Command, Persist, Resume, RetainSnapshot, Signal, ToNode
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import (
     Job,
@@ -94,10 +94,6 @@ class BroadcastCommand(Effect, frozen=True, kw_only=True):
     receivers: Mapping[str, int]
     """Name of each addressed node → its incarnation."""
     command: Command
-
-    @property
-    def message(self) -> ToNodes:
-        return ToNodes(receivers=self.receivers, command=self.command, cause=self.cause)
 
 
 class PersistState(Effect, frozen=True, kw_only=True):

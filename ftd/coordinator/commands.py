@@ -12,6 +12,7 @@ from ftd.transport.mqtt.session import ECHO_S
 from ftd.transport.wire.codec import check_not_retained, decode_to_nodes, encode_to_node, encode_to_nodes
 from ftd.transport.wire.topics import Topics
 from statemachine.effects import BroadcastCommand, RemoveNode, SendCommand
+from statemachine.messages.cluster import ToNodes
 
 _log = structlog.get_logger("ftd.coordinator")
 
@@ -35,7 +36,9 @@ class CommandSender:
         elif isinstance(effect, SendCommand):
             self._session.publish(self._topics.node_command(effect.node), encode_to_node(effect.message))
         else:
-            payload = encode_to_nodes(effect.message)
+            payload = encode_to_nodes(
+                ToNodes(receivers=effect.receivers, command=effect.command, cause=effect.cause)
+            )
             self._unconfirmed.append(payload)
             self._session.publish(self._topics.command, payload)
             asyncio.get_running_loop().call_later(ECHO_S, self._log_missing, payload)

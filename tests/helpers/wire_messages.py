@@ -4,6 +4,17 @@ import zlib
 
 import msgspec
 
+from ftd.transport.wire.codec import encode_to_nodes
+from statemachine.effects import BroadcastCommand
+from statemachine.messages.cluster import ToNodes
+
+
+def encoded(broadcast: BroadcastCommand) -> bytes:
+    """Return the message of a command to several nodes."""
+    return encode_to_nodes(
+        ToNodes(receivers=broadcast.receivers, command=broadcast.command, cause=broadcast.cause)
+    )
+
 
 class Wire:
     """The messages of a few simulated clusters, as bytes: one of each kind."""

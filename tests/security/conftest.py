@@ -13,7 +13,7 @@ from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BroadcastCommand
 from statemachine.events import SignalArrived
-from tests.helpers.wire_messages import Wire
+from tests.helpers.wire_messages import Wire, encoded
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def wire() -> Wire:
             effects = cluster(self, events, bug)
             for effect in effects:
                 if isinstance(effect, BroadcastCommand):
-                    name, message = type(effect.command).__name__, codec.encode_to_nodes(effect.message)
+                    name, message = type(effect.command).__name__, encoded(effect)
                     sent = msgspec.msgpack.decode(message)
                     content = sent["content"]
                     heard.broadcasts[name] = zlib.decompress(content) if sent["compressed"] else content

@@ -49,7 +49,7 @@ from storage.layerstate import decode_header
 from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, decode_record, digest_of
 from tests.helpers.fuzzing import deep, garbled, seeded, survives, twisted
 from tests.helpers.kept_snapshots import make_layer
-from tests.helpers.wire_messages import Wire, compressed_command
+from tests.helpers.wire_messages import Wire, compressed_command, encoded
 
 ROOT = Path(__file__).resolve().parents[2]
 EFFORT = int(os.environ.get("FTD_FUZZ", "1"))
@@ -101,7 +101,7 @@ def test_a_hostile_node_and_a_hostile_coordinator_break_nothing(monkeypatch: pyt
             if isinstance(effect, SendCommand):
                 codec.encode_to_node(effect.message)
             elif isinstance(effect, BroadcastCommand):
-                codec.encode_to_nodes(effect.message)
+                encoded(effect)
         state = public_state(twin.public_state(), {"coordinator": 1}, None, 1e9)
         checking.encode_state(state)  # It raises in tests if the state is not as its model says.
         kept = msgspec.msgpack.decode(msgspec.msgpack.encode(twin.durable_state()))
