@@ -361,8 +361,10 @@ class ClusterMachine:
                 # Reports that arrived before the crash are lost with it.
                 why = "the coordinator was restarted during a recovery"
                 recovery.reconfigure(c, why, state.mode, state.recovery)
-            case Quiescing() as state:
-                limit_s = recovery.quiesce_limit_s(c, state.mode)
+            case Quiescing(mode="abort"):
+                c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
+            case Quiescing():
+                limit_s = c.timing.boundary_limit_s(c.progress.step_s)
                 c.set_timer(QUIESCE, max(limit_s, c.timing.hello_grace_s))
             case Resuming() as group:
                 c.set_timer(RESUME, recovery.resume_limit_s(c, group))

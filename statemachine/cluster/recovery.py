@@ -250,7 +250,8 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery)
     c.persist()
     c.emit("GenerationStarted", why, mode=mode, why=why, recovery_cause=record.cause)
     c.send_all(members, Quiesce(generation=c.generation, mode=mode))
-    c.set_timer(QUIESCE, max(quiesce_limit_s(c, mode), c.grace_until - c.at))
+    limit_s = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.progress.step_s)
+    c.set_timer(QUIESCE, max(limit_s, c.grace_until - c.at))
     c.publish()
     if not members:
         c.cancel_timer(QUIESCE)
@@ -719,11 +720,6 @@ def _describe(group: Running, record: ActiveRecovery, drained: list[str]) -> str
 
 
 # --- a node is too slow, or a connection broke ----------------------------------------------------
-
-
-def quiesce_limit_s(c: Cluster, mode: QuiesceMode) -> float:
-    """Return the time in which all nodes must have stopped and reported."""
-    return c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.progress.step_s)
 
 
 def resume_limit_s(c: Cluster, group: TrainingGroup) -> float:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import ftd
-from ftd.coordinator import replication
+from ftd.coordinator import leadership as leadership_module
 from ftd.coordinator.leadership import Leadership, LeadershipCallbacks
 from ftd.coordinator.ports import Observer, Program
 from ftd.driver import SystemClock
@@ -392,8 +392,8 @@ def test_a_journal_that_the_broker_refuses_is_withheld_with_the_remedy(
 ) -> None:
     """Commands go on, and no standby begins from an older journal. A restarted broker may have a higher limit."""
     errors: list[dict[str, Any]] = []
-    monkeypatch.setattr(replication._log, "error", lambda event, **words: errors.append(words))
-    monkeypatch.setattr(replication, "ECHO_S", 0.1)
+    monkeypatch.setattr(leadership_module._log, "error", lambda event, **words: errors.append(words))
+    monkeypatch.setattr(leadership_module, "ECHO_S", 0.1)
     journals: list[bytes] = []
 
     async def play() -> None:
