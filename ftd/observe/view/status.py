@@ -100,10 +100,16 @@ def _meaning(state: JsonMap, phase: str) -> str:
     if reason := str(state.get("outcome") or state.get("reason") or ""):
         return {
             "FINISHED": reason,
-            "FAILED": f"{meaning}: {reason}",
+            "FAILED": f"{meaning}: {_without_traceback(state, reason)}",
             "UNREACHABLE": f"{reason}; {meaning}",
         }.get(phase, meaning)
     return meaning
+
+
+def _without_traceback(state: JsonMap, reason: str) -> str:
+    line, _, more = reason.partition("\n")
+    name = (state.get("job") or {}).get("name", "JOB")
+    return f"{line}\n(ftd report {name} shows the rest)" if more.strip() else line
 
 
 def _bar(share: float) -> Text:

@@ -160,6 +160,9 @@ def test_the_status_shows_how_a_job_ended_and_why_no_coordinator_leads(state: Js
     assert "FAILED  the job cannot continue: layer 3 is lost" in status_of(
         phase="FAILED", outcome="layer 3 is lost"
     )
+    raised = status_of(phase="FAILED", outcome="train.py:build raised KeyError: 'x'\nTraceback:\n  line 3")
+    assert "FAILED  the job cannot continue: train.py:build raised KeyError: 'x'" in raised
+    assert "(ftd report gpt shows the rest)" in raised and "line 3" not in raised
     assert "UNREACHABLE  it vanished; no coordinator" in status_of(phase="UNREACHABLE", reason="it vanished")
 
 
