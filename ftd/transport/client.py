@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
+from ftd.config.validation import NAME_PATTERN
 from ftd.errors import RequestRejected, UnreachableError, WireError
 from ftd.transport.address import ClusterAddress
 from ftd.transport.mqtt.session import MqttSession
@@ -169,6 +170,8 @@ class ClusterClient:
 
         :raises RequestRejected: there is no such node, or it is offline.
         """
+        if not NAME_PATTERN.fullmatch(node):
+            raise RequestRejected(f"{node!r} is no name of a node: write letters, digits, '.', '_' and '-'")
         try:
             state = await self.state()
         except UnreachableError:

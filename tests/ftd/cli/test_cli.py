@@ -219,6 +219,7 @@ def test_a_request_to_a_node_that_is_not_there_is_rejected_at_once() -> None:
     state = {"phase": "RUNNING", "nodes": nodes}
     assert asyncio.run(ask(state, "d")) == "there is no node 'd'; nodes: a, b, c"
     assert asyncio.run(ask(state, "c")) == "c is offline; nodes that are not: a, b"
+    assert asyncio.run(ask({"phase": "UNREACHABLE"}, "a/+")).startswith("'a/+' is no name of a node")
     assert asyncio.run(ask({"phase": "WAITING", "nodes": {}}, "d")) == "there is no node 'd'; nodes: none"
     assert asyncio.run(ask(state, "a")) == ""
     unknown = {"phase": "UNREACHABLE", "reason": "it was stopped", "nodes": {}}
