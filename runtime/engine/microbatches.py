@@ -65,13 +65,13 @@ class StageMicrobatches:
         self.assignment = assignment
         self._step = step
         self._rows = rows
-        self._batches: dict[int, tuple[Batch, Batch]] = {}
-        """This rank's rows of the microbatches that are loaded: on its device, and in host memory."""
+        self._batches: dict[int, tuple[Batch, Batch, Batch]] = {}
+        """The microbatches that are loaded: this rank's rows on its device, the same in host memory, and all rows."""
         self._signatures: dict[int, Any] = {}
 
-    def batches(self, microbatch: int) -> tuple[Batch, Batch]:
+    def batches(self, microbatch: int) -> tuple[Batch, Batch, Batch]:
         """Return this rank's rows of a microbatch on its device, and in host memory for code that must not wait for
-        the device.
+        the device, and all rows there.
         """
         if microbatch not in self._batches:
             assignment = self.assignment(microbatch)
@@ -83,7 +83,7 @@ class StageMicrobatches:
                 assignment.first_row + assignment.rows,
                 assignment.microbatch_rows,
             )
-            self._batches[microbatch] = to_device(own, self._model.device), own
+            self._batches[microbatch] = to_device(own, self._model.device), own, whole
         return self._batches[microbatch]
 
     def signature(self, microbatch: int) -> Any:
@@ -113,7 +113,7 @@ class StageMicrobatches:
         assignment, model = self.assignment(microbatch), self._model
         if model.needs_batch or assignment.is_first or assignment.is_last:
             self.batches(microbatch)
-        batch, host_batch = self._batches.get(microbatch, (None, None))
+        batch, host_batch, whole = self._batches.get(microbatch, (None, None, None))
         row = (assignment.first_microbatch + microbatch) * self._rows + assignment.first_row
         layers = assignment.first_layer, assignment.end_layer
         with self._monitor.trace.span("forward", microbatch), stopwatch.time_microbatch(microbatch):
@@ -123,7 +123,8 @@ class StageMicrobatches:
             )
             if assignment.is_last:
                 with torch.set_grad_enabled(train):
-                    total, weight = model.loss(output, batch, assignment.rows, host_batch)
+                    all_rows = whole, assignment.microbatch_rows
+                    total, weight = model.loss(output, batch, assignment.rows, host_batch, all_rows)
                 if assignment.is_representative:
                     totals.add(total, weight, model.loss.compute_metrics(output, batch, assignment.rows))
                 outputs: tuple[Tensor, ...] = (total,)

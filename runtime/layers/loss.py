@@ -56,12 +56,19 @@ class Loss:
         """
 
     def __call__(
-        self, output: Any, batch: Batch, rows: int, host_batch: Batch | None = None
+        self,
+        output: Any,
+        batch: Batch,
+        rows: int,
+        host_batch: Batch | None = None,
+        microbatch: tuple[Batch, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the sum and the weight of the loss of some rows.
 
         :param host_batch: the batch in host memory, where labels are counted without waiting for the
             device.
+        :param microbatch: the microbatch that the rows are part of, in host memory, and the number of its rows;
+            by default these rows are all of it.
         :raises TrainingError: the loss cannot be computed, or is a mean that depends on how rows are
             grouped.
         """
@@ -73,7 +80,8 @@ class Loss:
             return _pair(value)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TrainingError("the loss must return one number (a scalar tensor) or a pair (sum, weight)")
-        self._check_masks(host_batch[1] if self._takes_target else host_batch, rows)
+        whole, whole_rows = microbatch or (host_batch, rows)
+        self._check_masks(whole[1] if self._takes_target else whole, whole_rows)
         return value.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64)
 
     def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:

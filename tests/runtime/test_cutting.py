@@ -649,6 +649,9 @@ def test_masks_that_become_unequal_later_end_the_step() -> None:
         TrainingError, match=r"unequal numbers of targets that are -100.*return \(sum, weight\)"
     ):
         model.loss(output, batch, 2)
+    own = model.forward(0, model.layer_count, None, step=1, row=0, batch=slice_rows(batch, 0, 1, 2))
+    with pytest.raises(TrainingError, match=r"unequal numbers of targets"):  # on every device of a stage
+        model.loss(own, slice_rows(batch, 0, 1, 2), 1, microbatch=(batch, 2))
 
 
 def test_a_mean_over_the_rows_with_a_class_is_rejected_like_one_over_tokens() -> None:
