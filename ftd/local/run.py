@@ -22,6 +22,7 @@ from ftd.faults.chaos.values import AfterTime, CentralService, Fault, Scenario
 from ftd.local.cluster import COORDINATOR, ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.local.inject import LocalInjector
+from ftd.local.trainer_output import TrainerOutput
 from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.observe.view.document import Report
 from ftd.observe.view.files import require_writable, write_file
@@ -114,6 +115,7 @@ class LocalRun:
         self._announcement = announcement
         self._console = console
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
+        self._output = TrainerOutput(driver.cluster.processes.logs, self._show_output)
         self._notes: list[str] = []
         self._missing: list[str] = []
         """Sentences about nodes without which the job started."""
@@ -176,6 +178,7 @@ class LocalRun:
             await scheduler.cancel()
             monitoring.cancel()
             await asyncio.gather(monitoring, return_exceptions=True)
+            self._read_output()
 
     async def _submit(self) -> None:
         """Submit the job once all nodes have joined and have their trainers, so that the first plan uses all
@@ -214,6 +217,7 @@ class LocalRun:
         ended: set[str] = set()
         while True:
             await asyncio.sleep(_MONITOR_PERIOD_S)
+            self._read_output()
             for name in self._driver.ended_services(injector.absent | ended):
                 ended.add(name)
                 others = set(self._cluster.coordinators) - ended
@@ -221,6 +225,13 @@ class LocalRun:
                     raise self._driver.exit_error(name, f"{name} has ended")
                 self._warn(f"{name} has ended; {', '.join(sorted(others))} still running")
             self._abandon_when_stuck(scheduler)
+
+    def _read_output(self) -> None:
+        if self._view is not None:
+            self._output.read()
+
+    def _show_output(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _warn(self, message: str) -> None:
         self._console.print(message, style="yellow", markup=False, highlight=False)
