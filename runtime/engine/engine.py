@@ -849,8 +849,15 @@ def make_optimization(model: Model, data: TrainingData) -> Optimization:
     """Return an optimizer over parts of layers if the job needs it or may come to need it, otherwise one over
     whole layers.
 
-    :raises TrainingError: the factory failed, or the job uses zero1 and the optimizer does not allow it.
+    :raises TrainingError: the factory failed, the schedule is shorter than the job, or the job uses zero1 and the
+        optimizer does not allow it.
     """
+    optimization = _make_optimization(model, data)
+    optimization.check_length(data.steps)
+    return optimization
+
+
+def _make_optimization(model: Model, data: TrainingData) -> Optimization:
     if data.zero1:
         return ShardedOptimization(model)
     if data.within_node == "replicate":

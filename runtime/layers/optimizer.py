@@ -84,6 +84,18 @@ class Optimization:
         self._checked = False
         self.schedule()
 
+    def check_length(self, steps: int) -> None:
+        """Check that the schedule is as long as the job. Most schedules have no end.
+
+        :raises TrainingError: it is shorter, and would raise in the middle of the job.
+        """
+        length = getattr(self._scheduler, "total_steps", None)
+        if isinstance(length, int) and length < steps:
+            raise TrainingError(
+                f"Training.scheduler: {type(self._scheduler).__name__} ends after {length} steps, and the job has "
+                f"{steps}; give it the job's number of steps, for example by [training.arguments]"
+            )
+
     def step(self, owned: Collection[int], *, skipped: bool = False) -> None:
         """Apply the gradients (``.grad``) of the parameters of the layers ``owned`` and advance the schedule.
 

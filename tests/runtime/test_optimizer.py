@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
 from torch.optim.optimizer import Optimizer
 
+from runtime.engine.engine import make_optimization
 from runtime.errors import TrainingError
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
@@ -210,6 +211,21 @@ def test_a_model_without_trainable_parameters() -> None:
     assert optimization.schedule() == {"groups": [], "scheduler": None, "loss_scale": None}
     assert optimization.learning_rate() == 0.0
     optimization.set_schedule({"groups": [], "scheduler": None, "loss_scale": None})
+
+
+def test_a_schedule_that_is_shorter_than_the_job_is_rejected_before_the_first_step() -> None:
+    _, cycle = make(OPTIMIZERS["adam"], SCHEDULERS["one cycle"])
+    cycle.check_length(12)
+    with pytest.raises(TrainingError, match=r"OneCycleLR ends after 12 steps, and the job has 13"):
+        cycle.check_length(13)
+    _, cosine = make(OPTIMIZERS["adam"], SCHEDULERS["cosine"])
+    cosine.check_length(1000)
+    one_cycle = training_of(
+        [nn.Linear(6, 1)], optimizer=OPTIMIZERS["adam"], scheduler=SCHEDULERS["one cycle"]
+    )
+    data = data_for("unused.py:build", steps=13)
+    with pytest.raises(TrainingError, match="ends after 12 steps"):
+        make_optimization(Model(one_cycle, data), data)
 
 
 def test_the_schedule_of_another_optimizer_is_rejected() -> None:
