@@ -82,6 +82,9 @@ def test_an_epoch_that_was_completed_is_not_repeated(
     assert [len(list(second)) for _ in range(2)] == [2, 2]
     assert not (tmp_path / "job").exists()
     assert "code after each" not in caplog.text  # The script uses epochs().
+    next(iter(second))  # A look at a batch is no epoch.
+    with pytest.raises(SnapshotError, match=r"trains more epochs than protect\(\) was given \(epochs=3\)"):
+        list(second)
 
 
 def test_a_script_whose_code_after_completed_epochs_runs_again_is_warned_once(

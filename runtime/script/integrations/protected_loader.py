@@ -161,11 +161,17 @@ class ProtectedLoader(Wrapper):
         """Let the epoch that is next begin, or continue, with an iterator.
 
         :param start: states of the generators at its beginning.
+        :raises SnapshotError: all epochs are over.
         """
         if self._current is this:
             return
         if self._current is not None:
             self._next_epoch()
+        if self._position["epoch"] >= self._epochs:
+            raise SnapshotError(
+                f"the script trains more epochs than protect() was given (epochs={self._epochs}), after which its "
+                "snapshots are removed: give it the number of epochs that the script trains"
+            )
         self._position["start"] = start
         self._current, self._open = this, True
         self._resume_point = None
