@@ -257,8 +257,10 @@ class JournalReplication:
         """Take a journal that the broker sends back."""
         if journal in self._unconfirmed:
             self._unconfirmed.remove(journal)
-            if len(journal) >= self._suspected_bytes:
-                self._suspected_bytes = 0
+        if len(journal) >= self._suspected_bytes:
+            self._suspected_bytes = 0
+        if len(journal) >= self._refused_bytes:
+            self._refused_bytes = 0  # It came late.
 
     def end_session(self) -> None:
         """Note that the broker ended the session: a journal may have been the reason."""

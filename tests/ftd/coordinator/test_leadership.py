@@ -393,7 +393,7 @@ def test_a_journal_that_the_broker_refuses_is_withheld_with_the_remedy(
     """Commands go on, and no standby begins from an older journal. A restarted broker may have a higher limit."""
     errors: list[dict[str, Any]] = []
     monkeypatch.setattr(leadership_module._log, "error", lambda event, **words: errors.append(words))
-    monkeypatch.setattr(leadership_module, "ECHO_S", 0.1)
+    monkeypatch.setattr(leadership_module, "ECHO_S", 2.0)
     journals: list[bytes] = []
 
     async def play() -> None:
@@ -416,7 +416,9 @@ def test_a_journal_that_the_broker_refuses_is_withheld_with_the_remedy(
             for _ in range(2):
                 await until_async(lambda: anna.leadership.connected, "anna leads")
                 anna.leadership.replicate(anna.state, time.monotonic())
-                await asyncio.sleep(0.3)
+                await until_async(
+                    lambda: anna.leadership._replication._suspected_bytes, "a first attempt has failed"
+                )
             await until_async(lambda: errors, "the refusal is logged")
             await until_async(lambda: anna.leadership.connected, "anna leads again")
             sessions = anna.connections
