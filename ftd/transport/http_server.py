@@ -6,13 +6,18 @@ logged at a limited rate.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ftd.errors import ConfigurationError
-from ftd.transport.rate_limited_log import RateLimitedLog, http_logger
+from ftd.transport.rate_limited_log import RateLimitedLog
+
+_log = structlog.get_logger("ftd.http")
 
 
 def abort_connection(connection: web.RequestHandler) -> None:
@@ -64,7 +69,7 @@ class BoundedHttpServer:
             access_log=None,
             handle_signals=False,
             shutdown_timeout=0.0,
-            logger=http_logger(log),
+            logger=_http_logger(log),
             max_line_size=header_bytes,
             max_field_size=header_bytes,
             **options,
@@ -134,3 +139,24 @@ async def listen(start: Awaitable[None], port: int, *, field: str) -> None:
             field=field,
             remedy="stop the daemon that uses it, or choose another port (0 takes any free one)",
         ) from error
+
+
+def _http_logger(warnings: RateLimitedLog) -> logging.Logger:
+    """Return a logger for an aiohttp server that reports what is not HTTP in this log, without a traceback."""
+    log = logging.Logger("ftd.http", logging.WARNING)
+    log.addHandler(_Handler(warnings))
+    return log
+
+
+class _Handler(logging.Handler):
+    def __init__(self, warnings: RateLimitedLog) -> None:
+        super().__init__()
+        self._warnings = warnings
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | ConnectionError):
+            lines = str(error).splitlines() or [type(error).__name__]
+            self._warnings.warn(reason=" ".join(lines[:2])[:200])
+        else:
+            _log.error("http", problem=record.getMessage(), exc_info=record.exc_info)
