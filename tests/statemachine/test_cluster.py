@@ -683,12 +683,28 @@ def test_too_few_nodes_pause_the_job_until_a_new_one_joins() -> None:
     assert s.machine.phase is ClusterPhase.FAILED, "their holder came back empty"
 
 
-def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
+def waiting_for_state() -> Coordination:
+    """Return a cluster of three whose job waits for the layers that two absent nodes may hold."""
     s = running(3)
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.feed(NodeVanished, node="node-2", incarnation=102)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
     s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    return s
+
+
+def join_without_state(s: Coordination) -> None:
+    """Let a node join that holds nothing, so that there is no plan again."""
+    s.hello("node-8", 108)
+    s.say("node-8", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-0", 3, report(1, held=(0, 1)))
+    s.quiesced("node-8", 3, report())
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers 2, 3 are lost")
+
+
+def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
+    s = waiting_for_state()
     assert s.machine.phase is ClusterPhase.PAUSED
     assert "node-1 and node-2 may still hold it" in s.machine.public_state()["waiting_for"]
     assert [t.delay_s for t in s.all(SetTimer) if t.name == "pause_limit"] == [30.0]
@@ -700,18 +716,9 @@ def test_state_that_absent_nodes_may_hold_is_waited_for() -> None:
 
 
 def test_nodes_that_join_without_the_state_do_not_make_the_wait_for_it_longer() -> None:
-    s = running(3)
-    s.feed(NodeVanished, node="node-1", incarnation=101)
-    s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.quiesced("node-0", 2, report(1, held=(0, 1)))
-    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s = waiting_for_state()
     s.wait(20.0)
-    s.hello("node-8", 108)
-    s.say("node-8", Prepared(job_id="job-1", profile=None))
-    s.fire("join", 0.1)
-    s.quiesced("node-0", 3, report(1, held=(0, 1)))
-    s.quiesced("node-8", 3, report())
-    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers 2, 3 are lost")
+    join_without_state(s)
     assert s.machine.phase is ClusterPhase.PAUSED
     [limit] = [t.delay_s for t in s.all(SetTimer) if t.name == "pause_limit"]
     assert limit == pytest.approx(9.9)
@@ -720,31 +727,18 @@ def test_nodes_that_join_without_the_state_do_not_make_the_wait_for_it_longer() 
 
 
 def test_an_outage_of_the_broker_does_not_count_as_time_in_which_absent_nodes_could_return() -> None:
-    s = running(3)
-    s.feed(NodeVanished, node="node-1", incarnation=101)
-    s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.quiesced("node-0", 2, report(1, held=(0, 1)))
-    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s = waiting_for_state()
     s.feed(BrokerDisconnected)
     s.wait(60.0)
     s.feed(BrokerConnected)
-    s.hello("node-8", 108)
-    s.say("node-8", Prepared(job_id="job-1", profile=None))
-    s.fire("join", 0.1)
-    s.quiesced("node-0", 3, report(1, held=(0, 1)))
-    s.quiesced("node-8", 3, report())
-    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers 2, 3 are lost")
+    join_without_state(s)
     assert s.machine.phase is ClusterPhase.PAUSED
     assert s.due["pause_limit"] == pytest.approx(s.now + 29.9)
 
 
 def test_a_job_does_not_fail_because_its_coordinator_was_suspended_while_it_waited_for_state() -> None:
     """The Hello of the node that holds the state is yet to be read."""
-    s = running(3)
-    s.feed(NodeVanished, node="node-1", incarnation=101)
-    s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.quiesced("node-0", 2, report(1, held=(0, 1)))
-    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s = waiting_for_state()
     s.fire("pause_limit", 90.0)
     assert s.machine.phase is ClusterPhase.PAUSED
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
@@ -753,11 +747,7 @@ def test_a_job_does_not_fail_because_its_coordinator_was_suspended_while_it_wait
 
 
 def test_a_pause_is_extended_while_a_node_that_may_hold_the_state_builds_the_job() -> None:
-    s = running(3)
-    s.feed(NodeVanished, node="node-1", incarnation=101)
-    s.feed(NodeVanished, node="node-2", incarnation=102)
-    s.quiesced("node-0", 2, report(1, held=(0, 1)))
-    s.feed(PlanImpossible, generation=2, too_few=False, reason="layers 2, 3 are lost")
+    s = waiting_for_state()
     s.wait(20.0)
     s.hello("node-2", 202)
     s.fire("pause_limit", 10.0)
