@@ -59,8 +59,7 @@ def run(
     _check_options(where, logs, local=local)
     loaded = [load_scenario(path) for path in scenarios]
     for file, option in ((junit, "--junit"), (json_file, "--json")):
-        if file is not None:
-            require_writable(file, option)
+        require_writable(file, option)
 
     def report_result(played: "ScenarioResult") -> None:
         typer.echo(render_text(played))

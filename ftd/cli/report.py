@@ -49,8 +49,7 @@ def report(
     for path in plot or ():
         require_format(path, FORMATS, "--plot")
     for file, option in ((html, "--html"), (out, "--json")):
-        if file is not None:
-            require_writable(file, option)
+        require_writable(file, option)
     found = read_report(Path(job), "JOB") if job.endswith(".json") else _from_cluster(job, where.resolve())
     if html is not None:
         write_file(html, render_report_page(found).encode(), "--html")

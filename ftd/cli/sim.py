@@ -124,8 +124,7 @@ def _scenario(
     from ftd.faults.sim.scenario_setup import make_scenario_setup
     from ftd.observe.view.files import require_writable, write_file
 
-    if junit is not None:
-        require_writable(junit, "--junit")
+    require_writable(junit, "--junit")
     whole = load_scenario(path)
     setting = make_scenario_setup(whole, job, nodes, path.name)
     scenario, skipped = _playable(whole, setting, path.name, skip)

@@ -76,8 +76,7 @@ def soak(
 
     if plot is not None:
         require_format(plot, FORMATS, "--plot")
-    if report is not None:
-        require_writable(report, "--report")
+    require_writable(report, "--report")
     options = SoakOptions(
         job=job,
         minutes=minutes,

@@ -76,8 +76,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
     if options.chaos:
         require_known_nodes(scenario, names, options.chaos.name)
     _require_possible(scenario, options)
-    if options.report is not None:
-        require_writable(options.report, "--report")
+    require_writable(options.report, "--report")
     with register_cluster(_choose_cluster_name(options), options.job) as announcement:
         cluster_options = ClusterOptions(
             devices_per_node=options.devices_per_node,

@@ -23,11 +23,13 @@ def require_format(path: Path, formats: Sequence[str], field: str) -> None:
     require_writable(path, field)
 
 
-def require_writable(path: Path, field: str) -> None:
-    """Check that a file can be written before the work of which it is the result.
+def require_writable(path: Path | None, field: str) -> None:
+    """Check that a file can be written, if one was asked for, before the work of which it is the result.
 
     :raises ConfigurationError: its directory does not exist, it is a directory, or this user may not write it.
     """
+    if path is None:
+        return
     try:
         require_directory(path, field)
         is_directory, exists = path.is_dir(), path.exists()
