@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from runtime.data.reading import check_dataset
+from runtime.data.sampling import seed_host
 from runtime.deferred import DeferredModule, ModelFactory, Recording, UntrackedWriteError, recorded
 from runtime.device import create_cuda_context
 from runtime.errors import TrainingError
@@ -310,8 +310,7 @@ def torch_device(data: TrainingData) -> torch.device:
 
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_host(seed)
 
 
 def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | DeferredModule:

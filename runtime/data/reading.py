@@ -27,7 +27,7 @@ from runtime.data.batches import (
     first_difference,
 )
 from runtime.data.held_out import HeldOutSampler
-from runtime.data.sampling import Draw, stream_seed
+from runtime.data.sampling import Draw, seed_host, stream_seed
 from runtime.device import CPU
 from runtime.errors import TrainingError
 from runtime.tracebacks import describe_error, user_traceback
@@ -292,8 +292,7 @@ def _check_equal(batch: Batch, again: Batch) -> None:
 
 def _seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_host(seed)
 
 
 _SPARE_GENERATORS: list[np.random.MT19937] = []

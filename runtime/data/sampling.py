@@ -11,6 +11,7 @@ the data set (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 preparation, so a trainer that joins at step 10^6 of a data set of 10^9 samples finds its indices at once.
 """
 
+import random
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,3 +145,9 @@ def _mix(words: _Words) -> _Words:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+def seed_host(seed: int) -> None:
+    """Seed the global generators of ``random`` and numpy. This takes several times as long as those of torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

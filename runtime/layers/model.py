@@ -27,6 +27,7 @@ from runtime.data.batches import (
     to_device,
 )
 from runtime.data.reading import collate_samples, read_sample
+from runtime.data.sampling import seed_host
 from runtime.deferred import DeferredModule
 from runtime.device import CPU, DeviceRuntime, device_runtime
 from runtime.errors import TrainingError, errors_of
@@ -44,7 +45,6 @@ from runtime.layers.randomness import (
     SampleDropout,
     generator_states,
     host_states,
-    seed_host,
     seed_torch,
 )
 from runtime.layers.tensor_plan import (
@@ -180,10 +180,11 @@ class Model:
         self._check: Callable[[], None] = _no_check
         self._values: FiniteValues | None = None
         self._dropout = [False] * count
-        self._draws_around: dict[tuple[int, int], bool] = {}
-        """Whether code around the blocks draws random numbers, by layer and part; the first samples show it."""
+        # The first samples show what draws random numbers. The keys are numbers of random streams.
+        self._draws_around: dict[int, bool] = {}
+        """Whether code around the blocks draws from any generator."""
         self._draws_on_host: dict[int, bool] = {}
-        """Whether a layer draws from ``random`` or numpy, by the number of its random stream; the same."""
+        """Whether code draws from those of ``random`` or numpy."""
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
         """Whether a microbatch's rows influence each other, so that devices must not split them."""
@@ -811,13 +812,13 @@ class _RunScopes(LayerScopes):
 
     @contextmanager
     def outside(self, layer: int, part: int) -> Iterator[None]:
-        draws = self._model._draws_around
-        if (layer, part) not in draws:
+        draws, number = self._model._draws_around, self._number(layer, part)
+        if number not in draws:
             before = generator_states(self._model.device)
             yield
-            draws[layer, part] = generator_states(self._model.device) != before
-        elif draws[layer, part]:
-            with self._seeded(layer, self._number(layer, part)):
+            draws[number] = generator_states(self._model.device) != before
+        elif draws[number]:
+            with self._seeded(layer, number):
                 yield
         else:
             yield

@@ -36,12 +36,6 @@ def seed_torch(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def seed_host(seed: int) -> None:
-    """Seed the global generators of ``random`` and numpy. This takes several times as long as those of torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
 def host_states() -> tuple[object, ...]:
     """Return the states of the generators of ``random`` and numpy, which differ after one of them was used."""
     numpys = np.random.get_state(legacy=False)
