@@ -27,7 +27,7 @@ from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_journaled
 from statemachine.cluster.membership import inquire_all, remove_absent
-from statemachine.cluster.phases import Paused, Quiescing, Resuming
+from statemachine.cluster.phases import Quiescing, Resuming
 from statemachine.cluster.snapshots import orders, persisting, requests, snapshots
 from statemachine.cluster.state import (
     DRAIN,
@@ -350,8 +350,7 @@ class ClusterMachine:
             c.emit("BrokerRestored", "the broker is back")
         c.silence_floor_at = c.at
         inquire_all(c)
-        if c.checkpoints.state_missing_since is not None:
-            c.checkpoints.state_missing_since = c.at  # No absent node could return during the outage.
+        rollback.restart_waits(c)
         restored, c.from_journal = c.from_journal, False
         if restored:
             # The answers that came before the crash are lost.
@@ -368,8 +367,6 @@ class ClusterMachine:
                 c.set_timer(QUIESCE, max(limit_s, c.timing.hello_grace_s))
             case Resuming() as group:
                 c.set_timer(RESUME, recovery.resume_limit_s(c, group))
-            case Paused(pause_limited=True):
-                c.set_timer(PAUSE_LIMIT, c.timing.lost_state_s)
         if c.snapshots.pending is not None:
             c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
         if c.checkpoints.writing is not None:

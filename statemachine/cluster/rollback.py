@@ -204,6 +204,21 @@ def _wait_for_location(c: Cluster, reason: str) -> None:
     c.set_timer(PAUSE_LIMIT, c.checkpoints.retry_at - c.at)
 
 
+def restart_waits(c: Cluster) -> None:
+    """Begin the waits for lost state again, since the broker is back: during the outage no absent node could return,
+    and nobody tried the checkpoint location.
+    """
+    checkpoints = c.checkpoints
+    limit_s = c.timing.lost_state_s
+    if checkpoints.state_missing_since is not None:
+        checkpoints.state_missing_since = c.at
+    if checkpoints.unreadable_since is not None:
+        checkpoints.unreadable_since = c.at
+        limit_s /= UNREADABLE_TRIES
+    if isinstance(c.state, Paused) and c.state.pause_limited:
+        c.set_timer(PAUSE_LIMIT, limit_s)
+
+
 def find_overdue(c: Cluster) -> None:
     """Handle a search for the newest checkpoint without an answer."""
     if isinstance(c.state, Planning):

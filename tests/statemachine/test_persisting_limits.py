@@ -10,7 +10,13 @@ from statemachine.effects import (
     RetainSnapshotCopies,
     SetTimer,
 )
-from statemachine.events import CheckpointCommitted, CheckpointFound, RestoreChecked
+from statemachine.events import (
+    BrokerConnected,
+    BrokerDisconnected,
+    CheckpointCommitted,
+    CheckpointFound,
+    RestoreChecked,
+)
 from statemachine.messages import trainer
 from statemachine.messages.cluster import RestoreFailed, RetainSnapshot, TakeSnapshot
 from statemachine.messages.common import Finished, Resumed
@@ -173,6 +179,25 @@ def test_an_unreadable_checkpoint_location_fails_the_job_after_lost_state_s() ->
     unreadable(s, looked(s))
     reason = s.events("JobFailed")[0].reason
     assert "input/output error; this has lasted for 30 s" in reason
+
+
+def test_the_time_for_which_a_checkpoint_location_is_unreadable_does_not_include_an_outage_of_the_broker() -> (
+    None
+):
+    """Nobody tries the location during the outage."""
+    s = Writing()
+    gone(s)
+    unreadable(s, looked(s))
+    s.feed(BrokerDisconnected)
+    s.wait(60.0)
+    s.feed(BrokerConnected)
+    for _ in range(9):
+        s.fire("pause_limit", after_s=3.0)
+        unreadable(s, looked(s))
+        assert s.machine.phase is ClusterPhase.PAUSED
+    s.fire("pause_limit", after_s=3.0)
+    unreadable(s, looked(s))
+    assert s.machine.phase is ClusterPhase.FAILED
 
 
 def test_a_checkpoint_location_that_does_not_answer_is_unreadable() -> None:
