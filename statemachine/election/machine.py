@@ -39,7 +39,9 @@ stores until then. A coordinator that followed leaves the others ``leader_silenc
 does one that was restarted if all peers that it ever met are present; any other leaves them
 ``lost_record_timeout_s``. Each leaves the same time to a peer that knows more, from meeting it on, and
 longer while that peer stays. If no coordinator has ever known a cluster, none of them waits
-(``peer_knowledge``).
+(``peer_knowledge``). A leader whose journal is too large for the broker leaves its record there without the
+journal, and so does one that is killed in between. The others leave it ``lost_record_timeout_s`` from the moment
+in which one of them finds that out.
 
 A coordinator that cannot read the newest journal (another version of the program wrote it) is *ineligible*:
 it does not become a candidate, no other waits for its turn, and it stores nothing that it does not
@@ -134,6 +136,8 @@ class ElectionMachine:
         self._claimed: TermClaim | None = None
         self._record_without_journal: Leader | None = None
         """A record whose claimant left no journal at the broker, so it does not prove that this one led."""
+        self._journal_missed_at = 0.0
+        """Time at which that was found out, if the claimant was another coordinator."""
         self._tries = 0
         self._reported_ineligible = False
         """Whether it was reported that this coordinator must not lead, and none has led since."""
@@ -245,7 +249,7 @@ class ElectionMachine:
         """Return how long it is left to the others to supply the record that the broker lacks."""
         if self._record_present:
             return 0.0
-        since, led = self._began_at, self._led
+        since, led = max(self._began_at, self._journal_missed_at), self._led
         leader = self.leader if self.leader != self._record_without_journal else None
         return self._knowledge.wait_until(self.me, self._others(), leader, since, led=led) - self._at
 
@@ -358,8 +362,11 @@ class ElectionMachine:
         if self.role is not Role.CANDIDATE:
             return
         found, lost = event.found, event.found is None or event.found.term < self.term
-        if not event.has_journal:
+        self._knowledge.note_position(event.newest)
+        if not event.has_journal and found != self._record_without_journal:
             self._record_without_journal = found
+            if found is not None and found.incarnation != self.me.incarnation:
+                self._journal_missed_at = self._at
         self._record_present = not lost and event.has_journal
         if self._wait_for_record_s() > 0:
             self._release()  # The broker lost the record of the leader.

@@ -42,13 +42,18 @@ class PeerKnowledge:
 
         :param present_before: the peer was present before.
         """
-        self._new &= peer.position == (0, 0) and not peer.ineligible
+        self.note_position(peer.position)
+        self._new &= not peer.ineligible
         if peer.name == me.name:  # This coordinator itself, or what is left of an earlier process of it.
             return
         self._shared = True
         self._names.add(peer.name)
         if not present_before and peer.position >= self._furthest:
             self._furthest, self._furthest_at = peer.position, at
+
+    def note_position(self, position: tuple[int, int]) -> None:
+        """Note the position of a journal that this coordinator or another one holds."""
+        self._new &= position == (0, 0)
 
     def note_departed(self, me: Peer, name: str) -> None:
         """Note what is left at the broker of a coordinator that was not met: it may have known a cluster."""

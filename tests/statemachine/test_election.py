@@ -622,6 +622,36 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
     assert one.leads(found=claim).leader.term == 6
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_standby_with_an_older_journal_waits_for_a_leader_that_left_none_at_the_broker(
+    shared: bool,
+) -> None:
+    """It was too large for the broker. The leader may return with it, however long it led."""
+    one = One()
+    one.machine = ElectionMachine(one.machine.me, TIMING, shared=shared)
+    one.follows(ANNA, Peer(name="anna", incarnation=1))
+    one.feed(PeerVanished, after_s=3600.0, incarnation=1, name="anna")
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.waits_for_its_turn()
+    one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 8), has_journal=False)
+    assert one.has(ReleaseLeadership) and not one.has(ClaimTerm)
+    gone_at = one.at
+    one.waits_for_its_turn()
+    assert one.at >= gone_at + TIMING.lost_record_timeout_s
+    one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 8), has_journal=False)
+    assert one.has(ClaimTerm)
+
+
+def test_a_leader_whose_own_journal_is_not_at_the_broker_leads_again_at_once() -> None:
+    one = One()
+    one.feed(FollowerSessionOpened)
+    own = one.leads().leader
+    one.feed(LeaderSessionLost, after_s=3600.0, why="reset")
+    one.waits_for_its_turn()
+    one.feed(LeaderSessionOpened, found=own, newest=(1, 8), has_journal=False)
+    assert one.at == 3600.0 and one.has(ClaimTerm)
+
+
 def test_a_new_cluster_does_not_wait_for_a_claimant_that_died_before_it_left_a_journal() -> None:
     one = One()
     one.feed(PeerSeen, peer=Peer(name="carl", incarnation=3))
