@@ -250,8 +250,12 @@ class ElectionMachine:
         if self._record_present:
             return 0.0
         since, led = max(self._began_at, self._journal_missed_at), self._led
-        leader = self.leader if self.leader != self._record_without_journal else None
-        return self._knowledge.wait_until(self.me, self._others(), leader, since, led=led) - self._at
+        leader, others = self.leader, self._others()
+        if leader is not None and leader == self._record_without_journal:
+            # What its claimant announced is older than what it may have written since.
+            others = [peer for peer in others if peer.incarnation != leader.incarnation]
+            leader = None
+        return self._knowledge.wait_until(self.me, others, leader, since, led=led) - self._at
 
     def _others(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
@@ -365,7 +369,7 @@ class ElectionMachine:
         self._knowledge.note_position(event.newest)
         if not event.has_journal and found != self._record_without_journal:
             self._record_without_journal = found
-            if found is not None and found.incarnation != self.me.incarnation:
+            if found is not None and found.name != self.me.name:
                 self._journal_missed_at = self._at
         self._record_present = not lost and event.has_journal
         if self._wait_for_record_s() > 0:

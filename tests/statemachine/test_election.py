@@ -622,16 +622,19 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
     assert one.leads(found=claim).leader.term == 6
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_standby_with_an_older_journal_waits_for_a_leader_that_left_none_at_the_broker(
-    shared: bool,
+    shared: bool, hangs: bool
 ) -> None:
     """It was too large for the broker. The leader may return with it, however long it led."""
     one = One()
     one.machine = ElectionMachine(one.machine.me, TIMING, shared=shared)
     one.follows(ANNA, Peer(name="anna", incarnation=1))
-    one.feed(PeerVanished, after_s=3600.0, incarnation=1, name="anna")
-    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    one.feed(LeaderHeartbeatSeen, after_s=3600.0, leader=ANNA)
+    if not hangs:
+        one.feed(PeerVanished, incarnation=1, name="anna")
+        one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.waits_for_its_turn()
     one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 8), has_journal=False)
     assert one.has(ReleaseLeadership) and not one.has(ClaimTerm)
