@@ -26,7 +26,7 @@ from ftd.coordinator.ports import Ports, Program
 from ftd.driver import Clock, Driver
 from ftd.errors import JournalError, WireError
 from ftd.tasks import cancel_all
-from ftd.transport.mqtt.session import ECHO_S, MAX_PENDING, PendingMessage, Will
+from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will
 from ftd.transport.wire.checking import encode_event
 from ftd.transport.wire.codec import MAX_COMMAND_BYTES
 from ftd.transport.wire.coordinator_messages import (
@@ -213,94 +213,6 @@ class Takeover:
         return f"{there} wrote the newest journal, this is ftd {mine}: {why}; install the same version on this host"
 
 
-# --- what a standby can begin with ------------------------------------------------------------------
-
-MAX_UNCONFIRMED = 64
-"""Journals that are remembered until the broker sends them back."""
-
-
-class JournalReplication:
-    """The publisher of the leader's journal to the broker, where standbys read it. Journals of a size that the broker
-    refuses are withheld.
-
-    mosquitto ends the connection of a client that sends more than ``max_packet_size``, and acknowledges and drops
-    what exceeds ``message_size_limit``. A journal that comes back to its sender was not refused.
-    """
-
-    def __init__(self, topic: str, publish: Callable[..., None]) -> None:
-        """Begin with nothing known of the broker.
-
-        :param publish: publishes as the leader, as ``Leadership.publish``.
-        """
-        self._topic, self._publish = topic, publish
-        self._unconfirmed: deque[bytes] = deque(maxlen=MAX_UNCONFIRMED)
-        self._suspected_bytes = self._refused_bytes = 0
-        """Sizes that seem to be refused, after one attempt and after two in a row; 0: none. A connection may
-        end for any reason while a journal is under way.
-        """
-
-    def publish(self, journal: bytes) -> None:
-        """Publish the encoded journal, or delete the one at the broker if it would refuse this one."""
-        if 0 < self._refused_bytes <= len(journal):
-            self.withdraw()
-            return
-        self._unconfirmed.append(journal)
-        self._publish(self._topic, journal, retain=True, on_done=lambda: self._expect(journal))
-
-    def withdraw(self) -> None:
-        """Delete an older journal at the broker, from which no standby must begin. The one on this host holds
-        the new state.
-        """
-        self._publish(self._topic, b"", retain=True)
-
-    def receive(self, journal: bytes) -> None:
-        """Take a journal that the broker sends back."""
-        if journal in self._unconfirmed:
-            self._unconfirmed.remove(journal)
-        if len(journal) >= self._suspected_bytes:
-            self._suspected_bytes = 0
-        if len(journal) >= self._refused_bytes:
-            self._refused_bytes = 0  # It came late.
-
-    def end_session(self) -> None:
-        """Note that the broker ended the session: a journal may have been the reason."""
-        sizes = [len(journal) for journal in self._unconfirmed]
-        self._unconfirmed.clear()
-        if sizes:
-            self._suspect(max(sizes))
-        else:
-            self._suspected_bytes = 0
-
-    def leave_session(self) -> None:
-        """Note that this coordinator ended the session itself."""
-        self._unconfirmed.clear()
-
-    def forget_limit(self) -> None:
-        """Note that the broker is gone; it may come back with another limit."""
-        self._suspected_bytes = self._refused_bytes = 0
-
-    def _expect(self, journal: bytes) -> None:
-        asyncio.get_running_loop().call_later(ECHO_S, self._note_missing, journal)
-
-    def _note_missing(self, journal: bytes) -> None:
-        if journal in self._unconfirmed:
-            self._unconfirmed.remove(journal)
-            self._suspect(len(journal))
-
-    def _suspect(self, size: int) -> None:
-        if not self._suspected_bytes:
-            self._suspected_bytes = size
-            return
-        self._refused_bytes = min(size, self._suspected_bytes)
-        words: dict[str, Any] = {
-            "size_bytes": self._refused_bytes,
-            "remedy": "raise the broker's limit (mosquitto: max_packet_size, message_size_limit) and restart it; "
-            "training continues, and no standby can take over until then",
-        }
-        _log.error("journal_refused_by_broker", **words)
-        self.withdraw()
-
-
 # --- the sessions ----------------------------------------------------------------------------------
 
 
@@ -341,14 +253,12 @@ class LeaderSession:
         me: Peer,
         *,
         on_read: Callable[["LeaderSession"], None],
-        on_journal: Callable[[bytes], None],
         on_message: Callable[[str, bytes, bool], None],
         on_over: Callable[["LeaderSession"], None],
     ) -> None:
         """Connect.
 
         :param on_read: called when all retained messages have been read.
-        :param on_journal: called for each journal that arrives after them: this coordinator's own.
         :param on_message: called for messages once ``leads`` is set.
         :param on_over: called when the session ended without a call of ``leave``.
         """
@@ -365,8 +275,7 @@ class LeaderSession:
         self._early: list[tuple[str, bytes, bool]] = []
         self._topics, self._own = topics, topics.coordinator_peer(me.incarnation)
         self._last_leader_topics = (topics.leader, topics.journal)
-        self._on_read, self._on_journal = on_read, on_journal
-        self._on_message, self._on_over = on_message, on_over
+        self._on_read, self._on_message, self._on_over = on_read, on_message, on_over
         last_will = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
         presence = encode_peer(me, ports.program.version)
         self.session = ports.transport.session(
@@ -408,8 +317,6 @@ class LeaderSession:
         elif topic in self._last_leader_topics:
             if payload and not self._read:
                 self._read_retained(topic, payload)
-            elif topic == self._topics.journal:
-                self._on_journal(payload)
         elif self.leads:
             self._on_message(topic, payload, retained)
         else:
@@ -441,18 +348,16 @@ class FollowerSession:
         takeover: Takeover,
         callbacks: LeadershipCallbacks,
         remove_peer: Callable[[str], None],
-        on_lost: Callable[[], None],
     ) -> None:
         """Prepare the session; ``session.run`` connects it.
 
         :param remove_peer: deletes what is retained on the topic of a peer that is gone; called while this
             coordinator leads.
-        :param on_lost: called when a connection ended.
         """
         self._topics, self._me = topics, me
         self._feed, self._stamp, self._leading = driver.feed, driver.stamp, leading
         self._takeover, self._callbacks = takeover, callbacks
-        self._remove_peer, self._on_lost = remove_peer, on_lost
+        self._remove_peer = remove_peer
         self._on_broker_alive, self._version = ports.observer.on_broker_alive, ports.program.version
         self._began = False
         self._retained: list[tuple[str, bytes]] = []
@@ -515,7 +420,6 @@ class FollowerSession:
 
     def _lost(self) -> None:
         self._began = False
-        self._on_lost()
         self._feed(FollowerSessionLost(**self._stamp()))
 
     def _receive(self, topic: str, payload: bytes, retained: bool) -> None:
@@ -633,7 +537,6 @@ class Leadership:
         self._takeover, self._callbacks = takeover, callbacks
         self._driver = Driver(self.machine, self._perform, clock=ports.clock, suffix=f"{cause_suffix(me)}-e")
         self._leader_session: LeaderSession | None = None
-        self._replication = JournalReplication(topics.journal, self.publish)
         self._leading = False
         self._pending: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
         self._leaving: set[asyncio.Task[Any]] = set()
@@ -646,7 +549,6 @@ class Leadership:
             takeover=takeover,
             callbacks=callbacks,
             remove_peer=lambda topic: self.publish(topic, b"", retain=True),
-            on_lost=self._replication.forget_limit,
         )
 
     # --- as one session ------------------------------------------------------------------------------
@@ -735,12 +637,16 @@ class Leadership:
             state=state,
             compressed=is_compressed(state),
         )
-        if self.connected:
+        session = self._leader_session
+        if self.connected and session is not None:
             try:
-                self._replication.publish(encode_copy(copy))
+                payload = encode_copy(copy)
             except WireError as error:
                 _log.error("replication_failed", problem=str(error), remedy="no standby can take over now")
-                self._replication.withdraw()
+                payload = b""
+            if session.session.refuses(len(payload)):
+                payload = b""  # No standby must begin from an older one. The journal on this host has the new state.
+            self.publish(self._topics.journal, payload, retain=True)
         elif self.machine.record_lost:
             self._follower_session.announce(replace(self.machine.me, position=copy.position))
         return copy.position
@@ -819,7 +725,6 @@ class Leadership:
             self._topics,
             self._with_position(self.machine.me),
             on_read=self._on_session_read,
-            on_journal=self._replication.receive,
             on_message=self._callbacks.on_message,
             on_over=self._lost,
         )
@@ -846,13 +751,11 @@ class Leadership:
     def _lost(self, session: LeaderSession) -> None:
         self._pending.extend(session.session.take_pending())
         self._leader_session = None
-        self._replication.end_session()
         self._driver.feed(LeaderSessionLost(**self._driver.stamp(), why=session.session.problem))
 
     def _release(self) -> None:
         session, self._leader_session = self._leader_session, None
         if session is not None:
-            self._replication.leave_session()
             task = session.leave()
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)

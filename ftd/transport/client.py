@@ -144,6 +144,11 @@ class ClusterClient:
                 left_s = deadline - asyncio.get_running_loop().time()
                 if left_s <= 0:
                     raise UnreachableError(self._no_answer(topic))
+                if self._session.refuses(len(payload)):
+                    raise RequestRejected(
+                        f"the request is too large for the broker at {self._address.broker.url}: {len(payload)} bytes "
+                        "(raise its limit, mosquitto: max_packet_size, and restart it)"
+                    )
                 self._session.publish(topic or self.topics.request, payload)
                 await asyncio.wait([answer], timeout=min(1.0, left_s))
         finally:

@@ -176,6 +176,9 @@ class Session:
         """Receive a message of a node."""
         self._on_message(topic, payload, False)
 
+    def refuses(self, size: int) -> bool:
+        return False
+
     def take_pending(self) -> list[PendingMessage]:
         return []
 

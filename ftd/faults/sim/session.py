@@ -131,6 +131,9 @@ class SimSession:
             self._end(connection)
             self._network.abort(connection)
 
+    def refuses(self, size: int) -> bool:
+        return False
+
     def take_pending(self) -> list[PendingMessage]:
         pending, self._pending = list(self._pending), deque(maxlen=MAX_PENDING)
         return pending

@@ -25,6 +25,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from ftd.errors import ConfigurationError, UnreachableError
 from ftd.transport.address import BrokerAddress
 from ftd.transport.mqtt.fast_path import FastPathSocket
+from ftd.transport.mqtt.size_limit import LEAST_BYTES, SizeLimit
 from ftd.transport.tls import describe_tls_error, tls_context
 
 _log = structlog.get_logger("ftd.transport.mqtt")
@@ -106,6 +107,7 @@ class MqttSession:
         on_connected: Callable[[], None] = ignore,
         on_lost: Callable[[], None] = ignore,
         on_acknowledged: Callable[[float], None] = ignore,
+        size_limit: SizeLimit | None = None,
     ) -> None:
         """Prepare the session; ``run`` connects it.
 
@@ -115,6 +117,7 @@ class MqttSession:
             does not read in time, mosquitto drops messages beyond ``max_queued_messages`` at QoS 1, too.
         :param on_message: receives topic, payload and whether it was retained.
         :param on_acknowledged: receives the seconds that the broker took to acknowledge a message.
+        :param size_limit: what other sessions at this broker found out about its limit.
         """
         self.broker = broker
         self.client_id = client_id
@@ -127,6 +130,9 @@ class MqttSession:
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._on_acknowledged = on_acknowledged
+        self._size_limit = size_limit or SizeLimit()
+        self._unreturned: dict[tuple[str, bytes], asyncio.TimerHandle | None] = {}
+        """Large messages that should come back, until they do, and the timers of those that are acknowledged."""
         self._fast_path: FastPathSocket | None = None
         """The socket of the present connection; ``None`` without one."""
         self._up = asyncio.Event()
@@ -171,6 +177,10 @@ class MqttSession:
         except _CONNECTION_ERRORS as error:
             self._note_problem(error)
 
+    def refuses(self, size: int) -> bool:
+        """Return whether the broker refuses messages of this size, as far as is known; they are not sent."""
+        return self._size_limit.refuses(size)
+
     def take_pending(self) -> list[PendingMessage]:
         """Return and clear the messages that wait for the next connection, to be sent by another session."""
         queued = [
@@ -204,11 +214,14 @@ class MqttSession:
         queue_offline: bool = False,
         on_done: Callable[[], None] = ignore,
     ) -> None:
-        """Send a message, in the order of the calls.
+        """Send a message, in the order of the calls. Large ones are sent at QoS 1, so that a broker that refuses them
+        is recognised.
 
         :param queue_offline: send it after the next connection if there is none now.
         :param on_done: called once the broker has acknowledged it, or if it can never be sent.
         """
+        if len(payload) >= LEAST_BYTES:
+            qos = 1
         message = _Outgoing(
             topic=topic, payload=payload, retain=retain, qos=qos, queue_offline=queue_offline, on_done=on_done
         )
@@ -273,8 +286,10 @@ class MqttSession:
             self._up.clear()
             if guard is not None:
                 guard.cancel()
-            if echo is not None:
-                echo.cancel()
+            for timer in (echo, *self._unreturned.values()):
+                if timer is not None:
+                    timer.cancel()
+            self._unreturned.clear()
         return up
 
     async def _disconnect(self, client: aiomqtt.Client, fast_path: FastPathSocket) -> None:
@@ -336,6 +351,10 @@ class MqttSession:
             return
         if self._will is not None and topic == self._will.topic:
             self._received_own = True
+        if len(payload) >= LEAST_BYTES and not retained:
+            self._size_limit.note_returned(len(payload))
+            if (missing := self._unreturned.pop((topic, payload), None)) is not None:
+                missing.cancel()
         try:
             self._on_message(topic, payload, retained)
         except Exception:
@@ -377,6 +396,10 @@ class MqttSession:
     def _on_down(self) -> None:
         self._fast_path = None
         self._up.clear()
+        largest = max(
+            (message for message, _ in self._sending.values()), key=lambda one: len(one.payload), default=None
+        )
+        self._size_limit.note_end(*(("", 0) if largest is None else (largest.topic, len(largest.payload))))
         # Missing acknowledgements will not come any more. QoS 1 allows messages to be sent twice.
         unacknowledged = (*(message for message, _ in self._sending.values()), *self._waiting)
         self._queued.extend(message for message in unacknowledged if message.queue_offline)
@@ -393,6 +416,10 @@ class MqttSession:
         self.problem = problem
 
     def _send(self, fast_path: FastPathSocket, message: _Outgoing) -> None:
+        if self.refuses(len(message.payload)):
+            self._size_limit.log_refused(message.topic, len(message.payload))
+            message.on_done()
+            return
         number = 0
         if message.qos > 0:
             # The subscriptions' packet identifiers were acknowledged before anything is published.
@@ -406,6 +433,8 @@ class MqttSession:
         if number:
             self._sending[number] = message, time.monotonic()
             self._idle.clear()
+            if len(message.payload) >= LEAST_BYTES and self._receives(message.topic):
+                self._unreturned[message.topic, message.payload] = None
 
     def _note_acknowledged(self, number: int) -> None:
         sent = self._sending.pop(number, None)
@@ -415,11 +444,20 @@ class MqttSession:
             self._send(self._fast_path, self._waiting.popleft())
         if not self._sending:
             self._idle.set()
+        topic, payload = key = sent[0].topic, sent[0].payload
+        self._size_limit.note_acknowledged(len(payload))
+        if key in self._unreturned and self._unreturned[key] is None:
+            timer = asyncio.get_running_loop().call_later(ECHO_S, self._note_missing, topic, payload)
+            self._unreturned[key] = timer
         try:
             sent[0].on_done()
             self._on_acknowledged(time.monotonic() - sent[1])
         except Exception:
-            _log.exception("acknowledgement_failed", topic=sent[0].topic)
+            _log.exception("acknowledgement_failed", topic=topic)
+
+    def _note_missing(self, topic: str, payload: bytes) -> None:
+        del self._unreturned[topic, payload]
+        self._size_limit.note_missing(topic, len(payload))
 
 
 def _connection_hint(error: BaseException, broker: BrokerAddress) -> str:

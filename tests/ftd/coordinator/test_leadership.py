@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 import ftd
-from ftd.coordinator import leadership as leadership_module
 from ftd.coordinator.leadership import Leadership, LeadershipCallbacks
 from ftd.coordinator.ports import Observer, Program
 from ftd.driver import SystemClock
@@ -51,8 +50,10 @@ class Coordinator:
         self.copies: list[JournalCopy] = []
         self.full = False
         """Whether the coordinator's disk takes no journal."""
+        transport = MqttTransport(broker, TOPICS.cluster)
+        self.size_limit = transport.session.keywords["size_limit"]
         ports: Any = SimpleNamespace(
-            transport=MqttTransport(broker, TOPICS.cluster),
+            transport=transport,
             program=Program(version=ftd.__version__, schema=durable.SCHEMA),
             clock=SystemClock(),
             observer=Observer(),
@@ -392,13 +393,15 @@ def test_a_journal_that_the_broker_refuses_is_withheld_with_the_remedy(
 ) -> None:
     """Commands go on, and no standby begins from an older journal. A restarted broker may have a higher limit."""
     errors: list[dict[str, Any]] = []
-    monkeypatch.setattr(leadership_module._log, "error", lambda event, **words: errors.append(words))
-    monkeypatch.setattr(leadership_module, "ECHO_S", 2.0)
+    monkeypatch.setattr(
+        "ftd.transport.mqtt.size_limit._log.error", lambda event, **words: errors.append(words)
+    )
+    monkeypatch.setattr("ftd.transport.mqtt.session.ECHO_S", 2.0)
     journals: list[bytes] = []
 
     async def play() -> None:
         mosquitto.kill()
-        mosquitto.options = f"{option} 2000\n"
+        mosquitto.options = f"{option} 20000\n"
         mosquitto.start()
         reading = MqttSession(
             mosquitto.address,
@@ -412,28 +415,29 @@ def test_a_journal_that_the_broker_refuses_is_withheld_with_the_remedy(
         async with listener(mosquitto.address) as commands:
             anna.start()
             await until_async(lambda: anna.connections == 1, "anna leads")
-            anna.state = b"x" * 3000  # The session that follows begins with this state.
+            anna.state = b"x" * 30000  # The session that follows begins with this state.
+            limit = anna.size_limit
             for _ in range(2):
                 await until_async(lambda: anna.leadership.connected, "anna leads")
                 anna.leadership.replicate(anna.state, time.monotonic())
                 await until_async(
-                    lambda: anna.leadership._replication._suspected_bytes, "a first attempt has failed"
+                    lambda: limit._ended or limit._dropped or limit._refused, "an attempt has failed"
                 )
             await until_async(lambda: errors, "the refusal is logged")
             await until_async(lambda: anna.leadership.connected, "anna leads again")
             sessions = anna.connections
-            anna.state = b"x" * 4000
+            anna.state = b"x" * 40000
             for number in range(20):
                 anna.leadership.replicate(anna.state, time.monotonic())
                 anna.leadership.publish(COMMAND, b"%d" % number)
             await until_async(lambda: commands and commands[-1] == b"19", "the node receives anna's commands")
             assert anna.connections == sessions <= 4 and len(errors) == 1
-            assert option in errors[0]["remedy"] and 3000 < errors[0]["size_bytes"] < 3200
+            assert option in errors[0]["remedy"] and 30000 < errors[0]["size_bytes"] < 30200
             await until_async(lambda: journals[-1:] == [b""], "the older journal is deleted")
             mosquitto.kill()
             mosquitto.options = ""
             mosquitto.start()
-            await until_async(lambda: len(journals[-1]) > 4000, "the journal is there again")
+            await until_async(lambda: len(journals[-1]) > 40000, "the journal is there again")
             await anna.end()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -16,12 +16,14 @@ import pytest
 import trustme
 import uvloop
 
-from ftd.errors import UnreachableError
-from ftd.transport.address import BrokerAddress, Tls
+from ftd.errors import RequestRejected, UnreachableError
+from ftd.transport.address import BrokerAddress, ClusterAddress, Tls
+from ftd.transport.client import ClusterClient
 from ftd.transport.mqtt.embedded import embedded_command
 from ftd.transport.mqtt.fast_path import FastPathSocket
 from ftd.transport.mqtt.mosquitto import free_port
 from ftd.transport.mqtt.session import MAX_SENDING, MqttSession, Will
+from ftd.transport.wire.public import StopRequest
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.waiting import PATIENCE_S, until_async
 
@@ -466,6 +468,58 @@ def test_a_session_waits_for_a_broker_that_does_not_read(mosquitto: RunningBroke
             assert (a.downs, b.downs) == (0, 0)
 
     uvloop.run(scene())
+
+
+def test_a_message_that_is_too_large_for_the_broker_is_dropped_after_two_attempts(
+    mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends each connection on which it is sent. Smaller messages that were sent with it arrive."""
+    errors: list[dict[str, object]] = []
+    monkeypatch.setattr(
+        "ftd.transport.mqtt.size_limit._log.error", lambda event, **words: errors.append(words)
+    )
+    mosquitto.kill()
+    mosquitto.options = "max_packet_size 20000\n"
+    mosquitto.start()
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "a", "t") as a, Listener(mosquitto.address, "b") as b:
+            done: list[str] = []
+            b.session.publish("t", bytes(30_000), queue_offline=True, on_done=lambda: done.append("large"))
+            b.session.publish("t", b"small", queue_offline=True, on_done=lambda: done.append("small"))
+            assert await a.next() == ("t", b"small", False)
+            await until_async(lambda: done == ["large", "small"])
+            assert (a.downs, b.downs) == (0, 2)
+            b.session.publish("t", bytes(30_000), qos=0)
+            b.session.publish("t", bytes(10_000))
+            assert await a.next() == ("t", bytes(10_000), False)
+            assert b.downs == 2 and b.session.refuses(30_000) and not b.session.refuses(10_000)
+            mosquitto.kill()
+            mosquitto.options = ""
+            mosquitto.start()
+            await until_async(lambda: a.ups == 2 and b.ups == 4)
+            b.session.publish("t", bytes(30_000))
+            assert await a.next() == ("t", bytes(30_000), False)
+
+    asyncio.run(scene())
+    [error] = errors
+    assert (
+        error["topic"] == "t" and error["size_bytes"] == 30_000 and "max_packet_size" in str(error["remedy"])
+    )
+
+
+def test_a_request_that_is_too_large_for_the_broker_is_rejected(mosquitto: RunningBroker) -> None:
+    mosquitto.kill()
+    mosquitto.options = "max_packet_size 20000\n"
+    mosquitto.start()
+
+    async def scene() -> None:
+        async with ClusterClient(ClusterAddress(broker=mosquitto.address, cluster="t")) as client:
+            request = StopRequest(**client.envelope(), job="x" * 30_000)
+            with pytest.raises(RequestRejected, match="too large for the broker"):
+                await client.request(request, timeout_s=PATIENCE_S)
+
+    asyncio.run(scene())
 
 
 def test_a_missing_broker_is_a_clear_error() -> None:
