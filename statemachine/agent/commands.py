@@ -172,7 +172,8 @@ def send_heartbeat(a: Agent) -> None:
 
 def send_reports(a: Agent) -> None:
     """Send the reports of those trainers that have one."""
-    reports = tuple(report for trainer in a.trainers if (report := trainer.report) is not None)
+    resumed = a.resume.generation if a.resume is not None else 0
+    reports = tuple(report for trainer in a.trainers if (report := trainer.report(resumed)) is not None)
     a.send(Quiesced(generation=a.generation, reports=reports))
 
 

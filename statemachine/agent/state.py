@@ -114,13 +114,15 @@ class TrainerRecord:
         """Return whether its process is known to be alive."""
         return self.phase not in (TrainerPhase.DOWN, TrainerPhase.STARTING)
 
-    @property
-    def report(self) -> DeviceReport | None:
-        """Return its state as the node reports it, or ``None`` if it has not quiesced."""
+    def report(self, resumed: int) -> DeviceReport | None:
+        """Return its state as the node reports it, or ``None`` if it has not quiesced.
+
+        :param resumed: generation of the last Resume.
+        """
         if self.state is None:
             return None
         fields = {name: getattr(self.state, name) for name in TrainerState.__struct_fields__}
-        return DeviceReport(device=self.device, **fields)
+        return DeviceReport(device=self.device, resumed=resumed, **fields)
 
 
 @dataclass(slots=True, kw_only=True)

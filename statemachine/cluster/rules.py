@@ -20,6 +20,8 @@ The following makes it safe when generations follow each other closely, each per
   parameters are whole only after the parts are gathered, and that takes the group.
 * After a rollback (``rollback``) only reports of its lineage count: a trainer that did not get to obey the
   Resume that undid steps may still be at one of them, and holds nothing.
+* A coordinator that began from an older journal, since the newest one was lost, may not know the last resumed
+  generation. Gradients of a generation after R do not count: who owned which layer in it is unknown.
 * A node whose report did not count in R's decision, and whose trainers are not new, must not be trusted at
   all: it may have committed a step that R redid (``is_trusted``).
 """
@@ -205,7 +207,7 @@ def _by_gradients(
     owned: Callable[[], dict[Device, frozenset[int]]],
 ) -> frozenset[int]:
     """Return the layers that ``device`` holds at ``target`` once it applies the gradients that it reports."""
-    if resumption is None:
+    if resumption is None or report.resumed > resumption.generation:
         return frozenset()
     here = frozenset(report.held).union(part.layer for part in report.parts)
     if target > resumption.step:

@@ -495,6 +495,9 @@ class DeviceReport(TrainerState, frozen=True, kw_only=True):
     """State of the trainer of one device of a node."""
 
     device: int
+    resumed: int = 0
+    """Generation of the last Resume that the node received, whose plan says which layers its gradients are of; 0: none.
+    """
 
 
 PROTOCOL = 11

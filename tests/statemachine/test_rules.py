@@ -95,6 +95,15 @@ def test_gradients_of_an_idle_node_belong_to_an_older_group() -> None:
     assert decision.holdings[device("e")] == frozenset()
 
 
+def test_gradients_of_a_generation_that_the_journal_lacks_do_not_count() -> None:
+    """``a`` owns 2 and 3 in the plan of generation 4. It still has 0 and 1, which it owned before, of step 5."""
+    [report] = at(5, 0, 1, 2, 3, ready=True)
+    reports = {"a": (structs.replace(report, resumed=4),), "b": at(6, 0, 1)}
+    assert decide(reports, None, RUNNING, "abort").holdings[device("a")] == frozenset()
+    reports["a"] = (structs.replace(report, resumed=3),)
+    assert decide(reports, None, RUNNING, "abort").holdings[device("a")] == {0, 1}
+
+
 def test_gradients_that_counted_count_again_when_the_resume_did_not_arrive() -> None:
     resumption = Resumption(
         generation=3, step=6, vote=None, plan=plan(("a", "b")), ready={device("c"): frozenset({0, 1})}
