@@ -39,7 +39,7 @@ from statemachine.cluster.recovery import (
 from statemachine.cluster.recovery_times import note_time_of_failure
 from statemachine.cluster.rollback import take_restore_failed
 from statemachine.cluster.snapshots import intervals, persisting, snapshots
-from statemachine.cluster.state import Cluster
+from statemachine.cluster.state import TICK, Cluster
 from statemachine.cluster.stragglers import take_times
 from statemachine.cluster.trainers import trainer_lost
 from statemachine.events import SignalArrived
@@ -171,7 +171,9 @@ def take_newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> Non
     learn_generation(c, signal.generation)
     old = c.nodes.get(name)
     if old is not None and old.alive:
-        if c.at - c.heard_at(old) <= c.timing.silence_s:
+        # If this process was suspended, the messages of the live node are yet to be read; the tick is overdue then.
+        suspended = c.at - c.due.get(TICK, c.at) > c.timing.silence_s / 2
+        if suspended or c.at - c.heard_at(old) <= c.timing.silence_s:
             reason = f"a node named {name!r} is alive at {old.facts.host}: give this one another name"
             reject(c, name, incarnation, reason)
             return

@@ -318,6 +318,7 @@ def test_a_second_node_of_a_name_is_rejected_until_the_first_is_silent() -> None
     s.hello("node-3", 999)
     assert events(s) == [], "said once"
     s.wait(1.0)
+    s.machine._c.due["tick"] = s.now
     s.hello("node-3", 999)
     assert "NodeLost" in events(s)
     assert "NodeJoined" in events(s)
@@ -439,6 +440,21 @@ def test_no_node_is_lost_because_the_coordinator_itself_was_suspended() -> None:
     s = running()
     s.fire("tick", 60.0)
     assert "NodeLost" not in events(s)
+
+
+def test_a_node_keeps_its_name_although_the_coordinator_was_suspended() -> None:
+    """The Hello of the other daemon of this name is read before what the live one has sent meanwhile."""
+    s = running()
+    s.wait(60.0)
+    s.hello("node-3", 999)
+    assert set(sent(s, Reject)) == {"node-3"} and "NodeLost" not in events(s)
+    s.fire("tick")
+    s.hello("node-3", 999, facts=facts(host="10.0.0.9"))
+    assert set(sent(s, Reject)) == {"node-3"}
+    s.wait(Timing().silence_s + 0.1)
+    s.machine._c.due["tick"] = s.now
+    s.hello("node-3", 999)
+    assert "NodeLost" in events(s), "it is silent"
 
 
 def test_a_node_that_returns_after_a_resume_without_it_is_fenced() -> None:
