@@ -360,7 +360,10 @@ class FollowerSession:
         self._remove_peer = remove_peer
         self._on_broker_alive, self._version = ports.observer.on_broker_alive, ports.program.version
         self._began = False
-        self._retained: list[tuple[str, bytes]] = []
+        self._retained: dict[str, bytes] = {}
+        """The newest message of each topic, until all retained ones have been read: if the broker does not send this
+        coordinator's own announcement back, that takes for as long as this process lives.
+        """
         self._own = topics.coordinator_peer(me.incarnation)
         self._handlers: dict[str, Callable[[bytes], None]] = {
             topics.events: self._handle_event,
@@ -427,12 +430,13 @@ class FollowerSession:
         if not self._began and topic == self._own and not retained:
             self._began = True
             # The record of who leads comes before the last will of that leader.
-            self._retained.sort(key=lambda message: message[0] == self._topics.cluster_state)
-            for message in self._retained:
+            if (state := self._retained.pop(self._topics.cluster_state, None)) is not None:
+                self._retained[self._topics.cluster_state] = state
+            for message in self._retained.items():
                 self._handle(*message)
             self._feed(FollowerSessionOpened(**self._stamp()))
-        elif not self._began:
-            self._retained.append((topic, payload))
+        elif not self._began and topic != self._topics.events:
+            self._retained[topic] = payload
         else:
             self._handle(topic, payload)
 

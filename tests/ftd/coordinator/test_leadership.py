@@ -20,12 +20,13 @@ from ftd.errors import JournalError
 from ftd.transport.address import BrokerAddress
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.mqtt.transport import MqttTransport
-from ftd.transport.wire.coordinator_messages import JournalCopy
+from ftd.transport.wire.coordinator_messages import JournalCopy, encode_copy
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
 from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Leader, Peer
 from statemachine.election.peer_knowledge import FORGOTTEN_TERMS
+from statemachine.messages.values import PROTOCOL
 from statemachine.timing import Timing
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.waiting import PATIENCE_S, until_async
@@ -441,5 +442,33 @@ def test_a_journal_that_the_broker_refuses_is_withheld_with_the_remedy(
             await anna.end()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+    run(play())
+
+
+def test_a_standby_whose_own_announcement_is_not_sent_back_keeps_the_newest_message_of_each_topic() -> None:
+    """The broker's ACL may forbid it, and the leader publishes a journal with each step."""
+
+    async def play() -> None:
+        bert = Coordinator("bert", 2, BrokerAddress(host="127.0.0.1", port=1))
+        follower = bert.leadership._follower_session
+        for number in range(1, 101):
+            copy = JournalCopy(
+                term=1,
+                serial=number,
+                wall_s=0.0,
+                monotonic_s=0.0,
+                version=ftd.__version__,
+                schema=durable.SCHEMA,
+                protocol=PROTOCOL,
+                state=b"",
+                compressed=False,
+            )
+            follower._receive(TOPICS.cluster_state, b"{}", False)
+            follower._receive(TOPICS.journal, encode_copy(copy), False)
+            follower._receive(TOPICS.events, b"not kept", False)
+        assert len(follower._retained) == 2
+        follower._receive(TOPICS.coordinator_peer(2), b"", False)
+        assert [copy.serial for copy in bert.copies] == [100]
 
     run(play())
