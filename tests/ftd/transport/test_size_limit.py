@@ -65,3 +65,19 @@ def test_a_message_that_comes_back_was_not_dropped() -> None:
     limit.note_returned(9000)
     limit.note_missing("t", 9000)
     assert not limit.refuses(9000)
+
+
+def test_a_refused_size_is_tried_again_after_pauses_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(size_limit.time, "monotonic", lambda: now)
+    limit = SizeLimit()
+    limit.note_end("t", 9000)
+    for pause_s in (60.0, 120.0, 240.0):
+        limit.note_end("t", 9000)
+        now += pause_s - 1
+        assert limit.refuses(9000)
+        now += 1
+        assert not limit.refuses(9000)
+    limit.note_acknowledged(9000)
+    limit.note_end("t", 9000)
+    assert not limit.refuses(9000), "the broker takes this size"
