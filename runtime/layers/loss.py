@@ -84,6 +84,11 @@ class Loss:
         self._check_masks(whole[1] if self._takes_target else whole, whole_rows)
         return value.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64)
 
+    def mean(self, output: Any, batch: Batch, rows: int) -> Tensor:
+        """Return the loss of a microbatch as a mean, 0 if nothing in it counts."""
+        mean: Tensor = _mean(*self(output, batch, rows))
+        return mean
+
     def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the job's own metrics as (sum, weight) in float64, without waiting for the device.
 
@@ -128,7 +133,7 @@ class Loss:
         batch: Batch,
         rows: int,
         *,
-        whole: Callable[[Batch, int], Any],
+        whole: Callable[[Batch, int, int], Any],
         last: Callable[[Batch], Any],
         verified: bool = False,
     ) -> None:
@@ -136,7 +141,8 @@ class Loss:
         its parts.
 
         :param output: the model's output for all rows.
-        :param whole: runs the model in evaluation mode on a batch of so many rows.
+        :param whole: runs the model in evaluation mode on a batch of so many rows; its last argument, the number of the
+            first row, selects the random numbers that the model draws.
         :param last: runs the last layer in evaluation mode on all rows, with other labels in the batch.
         :param verified: skip the comparison because another trainer makes it.
         :raises TrainingError: the loss fails, or is not a mean over rows.
@@ -156,19 +162,23 @@ class Loss:
         with errors_of("the loss", " on a part of the rows"):
             found = [
                 self(
-                    _rows(output, *cut, rows) if cuttable else whole(part, cut[1] - cut[0]),
+                    _rows(output, *cut, rows) if cuttable else whole(part, cut[1] - cut[0], cut[0]),
                     part,
                     cut[1] - cut[0],
                 )
                 for part, cut in zip(parts, cuts, strict=True)
             ]
             if not cuttable:
-                total, weight = self(whole(batch, rows), batch, rows)
+                total, weight = self(whole(batch, rows, 0), batch, rows)
         sums, weights = sum(float(s) for s, _ in found), sum(float(w) for _, w in found)
         if not math.isfinite(sums) or (
             self._close(float(total), sums) and self._close(float(weight), weights)
         ):
             return
+        with errors_of("the loss"):
+            again, _ = self(output if cuttable else whole(batch, rows, rows), batch, rows)
+        if not self._close(float(total), float(again)):
+            return  # It depends on random numbers, so parts cannot be compared: each microbatch draws its own.
         if self._function is not None and self._close(
             float(total) / rows, sum(float(s) / (e - b) for (s, _), (b, e) in zip(found, cuts, strict=True))
         ):
@@ -177,8 +187,9 @@ class Loss:
                 "elements) for a mean over elements"
             )
         raise TrainingError(
-            f"the loss of {rows} rows is {float(total):.6g} (weight {float(weight):g}), but its parts give "
-            f"{sums:.6g} (weight {weights:g}), so it would depend on how rows are grouped; {_REMEDY}"
+            f"the loss of {rows} rows is {float(_mean(total, weight)):.6g} (weight {float(weight):g}), but its "
+            f"parts give {_mean(sums, weights):.6g} (weight {weights:g}), so it would depend on how rows are grouped; "
+            f"{_REMEDY}"
         )
 
     def _close(self, one: float, other: float) -> bool:
@@ -297,6 +308,10 @@ def _pair(value: Any) -> tuple[Tensor, Tensor]:
     if weight.numel() != 1:
         raise TrainingError(f"the loss has a weight of {weight.numel()} numbers; it must be one")
     return value[0].squeeze(), weight.squeeze()
+
+
+def _mean(total: Any, weight: Any) -> Any:
+    return total / weight if weight else total
 
 
 def _is_real_number(value: Tensor) -> bool:

@@ -656,17 +656,17 @@ class Model:
                 self._structure.verify(
                     batch,
                     rows,
-                    lambda output: self.loss(output, batch, rows)[0],
+                    lambda output: self.loss.mean(output, batch, rows),
                     tolerance,
                     self.temporarily_provided,
                 )
 
-    def _whole(self, batch: Batch, rows: int) -> Any:
-        """Return the output of all layers in evaluation mode."""
+    def _whole(self, batch: Batch, rows: int, row: int) -> Any:
+        """Return the output of all layers in evaluation mode, with the random numbers of rows from ``row`` on."""
         x: Any = None
         for layer in range(self.layer_count):
             with self.temporarily_provided(layer):
-                x = self.forward(layer, layer + 1, x, step=0, row=0, rows=rows, batch=batch, train=False)
+                x = self.forward(layer, layer + 1, x, step=0, row=row, rows=rows, batch=batch, train=False)
         return x
 
     def _check_output(self, index: int, output: object, rows: int) -> None:

@@ -524,6 +524,21 @@ def test_a_module_that_checkpoints_its_blocks_itself_is_rejected_in_the_first_st
     """Run again without its window, a block would not take the received tensors."""
     model = model_of(OwnCheckpointing())
     batch = {"x": torch.ones(4, WIDTH, dtype=torch.float64), "y": torch.ones(4, WIDTH, dtype=torch.float64)}
+class Calls(Chain):
+    """A module that returns how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * 0 + self.calls
+
+
+def test_a_comparison_with_the_whole_names_means_and_not_sums() -> None:
+    with pytest.raises(TrainingError, match=r"it returns \d+, run as a whole \d,"):
+        model_of(Calls(), loss=lambda output, batch: output.mean())
+
+
     output = model.forward(0, model.layer_count, None, step=1, row=0, batch=batch)
     with pytest.raises(
         TrainingError, match=r"torch.utils.checkpoint around its blocks.*activation_checkpointing"
@@ -781,6 +796,36 @@ def test_modules_that_the_user_put_into_evaluation_mode_stay_there(deferred: boo
             (pipeline((0, 2, [0]), (2, layers, [1]), first_microbatch=0, microbatches=4),),
         )
         fleet.steps(steps)
+class Diffusing(Chain):
+    """A module with a loss of its own that predicts noise, which it draws in evaluation mode, too."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        noise = torch.randn_like(x)
+        return {"loss": functional.mse_loss(super().forward(x + noise), noise)}
+
+
+class Drawing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
+class DrawingBlocks(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Drawing() for _ in range(4))
+
+
+def noisy_squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return squares(output + torch.randn_like(output), batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"), [(Diffusing, None), (DrawingBlocks, squares), (Chain, noisy_squares)]
+)
+def test_a_model_may_draw_random_numbers_in_evaluation_mode(kind: type[nn.Module], loss: Any) -> None:
+    assert model_of(kind(), loss=loss).layer_count == 6
+
+
         check([fleet.votes[step] for step in range(1, steps + 1)], expected)
 
 
