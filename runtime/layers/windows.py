@@ -15,7 +15,9 @@ masks, rotary tables and the loss come from the module's own code in every windo
 Which arguments depend on earlier layers is *recorded* in one run of the whole module, in which every output
 of a block or other submodule requires a gradient. An argument that is the very tensor that the previous
 block took is *carried*: every block of the window takes it from what was received. A parameter that code
-reads without calling the parameter's module belongs to all layers that run this code.
+reads without calling the parameter's module belongs to all layers that run this code. A submodule that runs
+before the first block, and whose result is used after a block too (the embedding of a diffusion model's time
+step), runs in every window.
 
 The window's results are compared with those of the whole module (``WindowedModule.verify``). A module that
 keeps state of its own, or whose code around the blocks takes a value past a block (a shortcut), is
@@ -35,9 +37,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 
 from runtime.data.batches import signature
+from runtime.data.sampling import seed_host
 from runtime.errors import TrainingError
 from runtime.layers.chain import normalises_over_rows
-from runtime.data.sampling import seed_host
 from runtime.layers.experts import ExpertBalance
 from runtime.layers.modes import evaluating
 from runtime.training import Batch
@@ -104,6 +106,8 @@ class _Window:
     scopes: "LayerScopes"
     segment: int = 0
     """The layer to which the code that is running belongs."""
+    part: int = 0
+    """The part of that layer's code outside of its block."""
     due: int = 0
     """The number of the block that must run next."""
     scope: AbstractContextManager[None] | None = None
@@ -195,6 +199,10 @@ class WindowedModule:
         self._layers_of_unit: dict[str, set[int]] = {}
         self._read_units: set[str] = set()
         """Units of which other code reads parameters, without calling them."""
+        self._early_units: set[str] = set()
+        """Units that run before the first block, and whose results are used after a block, too. They run in every
+        window.
+        """
         self._window: _Window | None = None
         self._shaping = False
         """Whether a unit is running on the meta device to find the shapes of its outputs."""
@@ -339,20 +347,20 @@ class WindowedModule:
             self._check_state(batch)
         with evaluating(self.root), torch.no_grad(), self._equal_random_numbers():
             with self._whole():
+                _seed(0)
                 wanted = compare(self._call(batch))
             tensors: Any = ()
             for layer in range(self.layer_count):
                 with with_layer(layer), self._only_layer(layer):
+                    _seed(0)
                     tensors = self._verified(layer, batch, tensors, rows)
             found = compare(tensors)
         found, wanted = found.double(), wanted.double()
         # A loss that is not a number says nothing about the cut; its steps are skipped, and named.
-                _seed(0)
         if found.shape != wanted.shape or not torch.allclose(
             found, wanted, rtol=tolerance, atol=tolerance / 100, equal_nan=True
         ):
             results = f"run layer by layer it returns {_first_values(found)}, run as a whole {_first_values(wanted)}"
-                    _seed(0)
             if self._shortcuts:
                 raise TrainingError(
                     f"{self._uncut}: {'; '.join(self._shortcuts[:3])}; only what a block takes crosses a cut "
@@ -364,14 +372,6 @@ class WindowedModule:
                 f"depends on the values that it computes; {CUT_REMEDIES}"
             )
 
-    def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
-        try:
-            return self.run(layer, layer + 1, batch, tensors, rows, LayerScopes())
-        except TrainingError:
-            raise
-        except Exception as error:
-            raise TrainingError(
-                f"{self._uncut}: running {self.name(layer)} alone raised {type(error).__name__}: {error}; "
     @contextmanager
     def _equal_random_numbers(self) -> Iterator[None]:
         """Let each block, and the code after it, draw the same random numbers in all runs of this context.
@@ -388,6 +388,14 @@ class WindowedModule:
             for handle in handles:
                 handle.remove()
 
+    def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
+        try:
+            return self.run(layer, layer + 1, batch, tensors, rows, LayerScopes())
+        except TrainingError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"{self._uncut}: running {self.name(layer)} alone raised {type(error).__name__}: {error}; "
                 f"{CUT_REMEDIES}"
             ) from error
 
@@ -455,14 +463,19 @@ class WindowedModule:
         handles = []
         found: dict[int, _Cut] = {}
         running: dict[nn.Module, ExitStack] = {}
-        sources: list[tuple[Tensor, int, str]] = []
-        self._shortcuts = []
+        sources: list[tuple[Any, int, str]] = []
+        self._shortcuts, self._early_units = [], set()
 
         def note_shortcuts(tensors: Iterable[Tensor], number: int, reader: str) -> None:
             """Record what was computed before block ``number - 1`` and reaches code after it in another way."""
             reached = _reached(tensors)
-            for tensor, segment, name in sources:
-                if segment < number and id(tensor) in reached:
+            for source, segment, name in sources:
+                if segment >= number or id(source) not in reached:
+                    continue
+                # Losses of expert balancing are computed from all blocks, and made elsewhere (``_balancing``).
+                if segment == 0 and self._balance is None:
+                    self._early_units.add(name)
+                else:
                     passed = " … ".join(
                         self._names[n] for n in dict.fromkeys((order[segment], order[number - 1]))
                     )
@@ -539,7 +552,9 @@ class WindowedModule:
                 leaf if getattr(leaf, "requires_grad", False) else _require_gradient(leaf) for leaf in leaves
             ]
             new = [one for one, leaf in zip(marked, leaves, strict=True) if one is not leaf]
-            sources.extend((leaf, last, name) for leaf in new)
+            if not order:  # Other units before the first block may lie on the way from an early unit.
+                new += [one.grad_fn for one in marked if isinstance(one, Tensor) and one.grad_fn is not None]
+            sources.extend((source, last, name) for source in new)
             return tree.tree_unflatten(marked, structure)
 
         try:
@@ -555,6 +570,8 @@ class WindowedModule:
                 output = self._call(batch)
             ends = [leaf for leaf in tree.tree_flatten(_loss_of(output))[0] if isinstance(leaf, Tensor)]
             note_shortcuts(ends, len(order), "the output of the model")
+            for name in self._early_units:
+                self._layers_of_unit[name] = set(range(self.layer_count))
         except TrainingError:
             raise
         except Exception as error:
@@ -702,6 +719,12 @@ class WindowedModule:
                 return original(*arguments, **named)
             with self._present(self._units[name].modules()):
                 return original(*arguments, **named)
+        if name in self._early_units and window.scope is not None:
+            # Units before it draw random numbers in one window only, so it has a stream of its own.
+            self._switch(window, window.segment, window.part + 1)
+            output = original(*arguments, **named)
+            self._switch(window, window.segment, window.part + 1)
+            return output
         if window.first <= window.segment < window.end:
             return original(*arguments, **named)
         return self._stand_in(name, original, arguments, named)
@@ -743,6 +766,7 @@ class WindowedModule:
     def _switch(self, window: _Window, layer: int, part: int) -> None:
         """Leave the open scope and enter that of ``layer``."""
         self._leave(window)
+        window.part = part
         if layer < window.end:
             scopes = window.scopes
             window.scope = (scopes.outside if layer < window.first else scopes.around)(layer, part)
@@ -885,7 +909,7 @@ def _require_gradient(leaf: Any) -> Any:
 
 
 def _reached(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the ids of the leaves of the autograd graph that the tensors depend on."""
+    """Return the ids of the leaves and nodes of the autograd graph that the tensors depend on."""
     tensors = list(tensors)
     leaves = {id(tensor) for tensor in tensors}
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
@@ -935,6 +959,11 @@ def _to_rows(tensors: list[Tensor], per_row: list[bool], rows: int) -> list[Tens
 def _from_rows(tensors: tuple[Tensor, ...], per_row: list[bool]) -> list[Tensor]:
     """Return the inverse of ``_to_rows``."""
     return [tensor if has_rows else tensor[0] for tensor, has_rows in zip(tensors, per_row, strict=True)]
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    seed_host(seed)
 
 
 def _loss_of(output: Any) -> Any:

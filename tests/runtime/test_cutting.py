@@ -127,6 +127,40 @@ class TiedByHand(Chain):
         return functional.linear(self.outer(x), self.inner.weight)
 
 
+class Shortcut(Chain):
+    """A module that uses the result of its input after the blocks, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + 1e-4 * first
+
+
+class Conditioned(nn.Module):
+    """A diffusion transformer: its blocks and its output take an embedding of the time step."""
+
+    class Modulated(Block):
+        def forward(self, x: Tensor, condition: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * condition)
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout))
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.narrow = nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(dropout))
+        self.blocks = nn.ModuleList(self.Modulated() for _ in range(3))
+        self.outer = self.Modulated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        condition = self.narrow(self.embed(x).tanh())
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        out: Tensor = self.outer(hidden, condition)
+        return out
+
+
 class Named(nn.Module):
     """A module whose blocks take and return everything by name; a scalar is passed on from block to block."""
 
@@ -179,6 +213,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[str]]
     "parameters around": (Around, None, [f"blocks.{i}" for i in range(4)]),
     "parameters read elsewhere": (Reading, None, [f"blocks.{i}" for i in range(4)]),
     "tied by hand": (TiedByHand, None, [f"blocks.{i}" for i in range(4)]),
+    "used after the blocks": (Shortcut, None, [f"blocks.{i}" for i in range(4)]),
+    "conditioned": (Conditioned, None, [f"blocks.{i}" for i in range(3)]),
     "by name": (Named, None, [f"blocks.{i}" for i in range(3)]),
     "in the order that they run": (Backwards, None, ["early.0", "early.1", "late.0", "late.1"]),
     "a sequential": (lambda: Wrapped(unlike()), None, [f"net.{i}" for i in range(4)]),
@@ -209,7 +245,12 @@ def build(case: str, deferred: bool = False) -> Training:
 
 @pytest.mark.parametrize(
     ("case", "deferred"),
-    [*((case, False) for case in FOUND), ("parameters read elsewhere", True), ("tied by hand", True)],
+    [
+        *((case, False) for case in FOUND),
+        ("parameters read elsewhere", True),
+        ("tied by hand", True),
+        ("conditioned", True),
+    ],
 )
 def test_layers_train_like_the_whole(case: str, deferred: bool) -> None:
     """Each layer is a stage of its own, next to a pipeline of one stage."""
@@ -298,8 +339,8 @@ class FaintShortcut(Chain):
     """A difference of 1e-4, which rounding cannot explain."""
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.inner(x)
-        for block in self.blocks:
+        first = x = self.blocks[0](self.inner(x))
+        for block in self.blocks[1:]:
             x = block(x)
         return x + 1e-4 * first
 
@@ -440,7 +481,7 @@ REFUSED = [
     (
         FaintShortcut,
         {},
-        r"from the output of inner, past blocks.0 … blocks.3; only what a block takes crosses",
+        r"from the output of blocks.0, past blocks.1 … blocks.3; only what a block takes crosses",
     ),
     (
         SkipsOne,
@@ -481,6 +522,21 @@ def test_a_module_that_cannot_be_cut_is_rejected(
 ) -> None:
     with pytest.raises(TrainingError, match=message):
         model_of(kind(), **changes)
+
+
+class Calls(Chain):
+    """A module that returns how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * 0 + self.calls
+
+
+def test_a_comparison_with_the_whole_names_means_and_not_sums() -> None:
+    with pytest.raises(TrainingError, match=r"it returns \d+, run as a whole \d,"):
+        model_of(Calls(), loss=lambda output, batch: output.mean())
 
 
 class Random(Chain):
@@ -524,21 +580,6 @@ def test_a_module_that_checkpoints_its_blocks_itself_is_rejected_in_the_first_st
     """Run again without its window, a block would not take the received tensors."""
     model = model_of(OwnCheckpointing())
     batch = {"x": torch.ones(4, WIDTH, dtype=torch.float64), "y": torch.ones(4, WIDTH, dtype=torch.float64)}
-class Calls(Chain):
-    """A module that returns how often it was called."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * 0 + self.calls
-
-
-def test_a_comparison_with_the_whole_names_means_and_not_sums() -> None:
-    with pytest.raises(TrainingError, match=r"it returns \d+, run as a whole \d,"):
-        model_of(Calls(), loss=lambda output, batch: output.mean())
-
-
     output = model.forward(0, model.layer_count, None, step=1, row=0, batch=batch)
     with pytest.raises(
         TrainingError, match=r"torch.utils.checkpoint around its blocks.*activation_checkpointing"
@@ -731,7 +772,14 @@ class MaskingByNumpy(Masking):
         return torch.from_numpy(np.random.rand(WIDTH)) if self.training else super().draw()
 
 
-@pytest.mark.parametrize("kind", [Masking, MaskingEach, MaskingByDropout, MaskingByNumpy])
+class MaskingEarly(Conditioned):
+    """A module whose submodules before the first block draw masks."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+
+
+@pytest.mark.parametrize("kind", [Masking, MaskingEach, MaskingByDropout, MaskingByNumpy, MaskingEarly])
 def test_code_around_the_blocks_draws_the_same_numbers_in_every_stage(kind: type[nn.Module]) -> None:
     model = model_of(kind())
     batch = {"x": torch.randn(2, WIDTH, dtype=torch.float64)}
@@ -744,8 +792,38 @@ def test_code_around_the_blocks_draws_the_same_numbers_in_every_stage(kind: type
         return x  # type: ignore[no-any-return]
 
     whole = run(0)
-    for starts in ((0, 3), (0, 1, 2, 5), range(count)):
+    for starts in ((0, 3), (0, 1, 2, count - 1), range(count)):
         assert torch.equal(run(*starts), whole)
+
+
+class Diffusing(Chain):
+    """A module with a loss of its own that predicts noise, which it draws in evaluation mode, too."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        noise = torch.randn_like(x)
+        return {"loss": functional.mse_loss(super().forward(x + noise), noise)}
+
+
+class Drawing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
+class DrawingBlocks(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Drawing() for _ in range(4))
+
+
+def noisy_squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return squares(output + torch.randn_like(output), batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"), [(Diffusing, None), (DrawingBlocks, squares), (Chain, noisy_squares)]
+)
+def test_a_model_may_draw_random_numbers_in_evaluation_mode(kind: type[nn.Module], loss: Any) -> None:
+    assert model_of(kind(), loss=loss).layer_count == 6
 
 
 # --- training and evaluation mode --------------------------------------------------------------------------
@@ -796,36 +874,6 @@ def test_modules_that_the_user_put_into_evaluation_mode_stay_there(deferred: boo
             (pipeline((0, 2, [0]), (2, layers, [1]), first_microbatch=0, microbatches=4),),
         )
         fleet.steps(steps)
-class Diffusing(Chain):
-    """A module with a loss of its own that predicts noise, which it draws in evaluation mode, too."""
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        noise = torch.randn_like(x)
-        return {"loss": functional.mse_loss(super().forward(x + noise), noise)}
-
-
-class Drawing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.randn_like(x)
-
-
-class DrawingBlocks(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Drawing() for _ in range(4))
-
-
-def noisy_squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return squares(output + torch.randn_like(output), batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss"), [(Diffusing, None), (DrawingBlocks, squares), (Chain, noisy_squares)]
-)
-def test_a_model_may_draw_random_numbers_in_evaluation_mode(kind: type[nn.Module], loss: Any) -> None:
-    assert model_of(kind(), loss=loss).layer_count == 6
-
-
         check([fleet.votes[step] for step in range(1, steps + 1)], expected)
 
 
