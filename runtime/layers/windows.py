@@ -631,7 +631,10 @@ class WindowedModule:
         gradients = torch.autograd.grad(
             torch.stack([r.double() for r in roots]).sum(), [leaves[i] for i in floating], allow_unused=True
         )
-        used = [i for i, g in zip(floating, gradients, strict=True) if g is not None]
+        returned = {id(end) for end in ends}
+        used = [
+            i for i, g in zip(floating, gradients, strict=True) if id(leaves[i]) in returned or g is not None
+        ]
         return used or floating
 
     # --- running ---------------------------------------------------------------------------------

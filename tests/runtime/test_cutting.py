@@ -4,6 +4,7 @@ vocabulary.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,6 +182,57 @@ class Named(nn.Module):
         return state["hidden"] * state["total"]
 
 
+class Counted(Chain):
+    """A module whose blocks add to a number for each row, which the module returns as the last block does."""
+
+    class Adding(Block):
+        def forward(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), total + x.square().mean(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Adding() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, total = self.inner(x), x.new_zeros(len(x))
+        for block in self.blocks:
+            x, total = block(x, total)
+        return self.outer(x), total
+
+
+def squares_and_total(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    return squares(output[0], batch) + 0.1 * output[1].mean()
+
+
+@dataclass
+class State:
+    hidden: Tensor
+
+
+torch.export.register_dataclass(State)
+
+
+class Stateful(Chain):
+    """A module whose blocks take and return a dataclass."""
+
+    class Inner(Block):
+        def forward(self, state: Any) -> Any:
+            return type(state)(super().forward(state.hidden))
+
+    state: Any = State
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.state(self.inner(x))
+        for block in self.blocks:
+            state = block(state)
+        out: Tensor = self.outer(state.hidden)
+        return out
+
+
 class Backwards(nn.Module):
     """A module whose second list runs first."""
 
@@ -216,6 +268,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[str]]
     "used after the blocks": (Shortcut, None, [f"blocks.{i}" for i in range(4)]),
     "conditioned": (Conditioned, None, [f"blocks.{i}" for i in range(3)]),
     "by name": (Named, None, [f"blocks.{i}" for i in range(3)]),
+    "returned as it is": (Counted, None, [f"blocks.{i}" for i in range(3)]),
+    "dataclasses": (Stateful, None, [f"blocks.{i}" for i in range(3)]),
     "in the order that they run": (Backwards, None, ["early.0", "early.1", "late.0", "late.1"]),
     "a sequential": (lambda: Wrapped(unlike()), None, [f"net.{i}" for i in range(4)]),
     "the blocks inside": (
@@ -227,10 +281,14 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[str]]
 }
 
 
+def loss_for(make: Any) -> Any:
+    return squares_and_total if make is Counted else squares
+
+
 @pytest.mark.parametrize("case", FOUND)
 def test_a_module_is_cut_before_its_blocks(case: str) -> None:
     make, split, names = FOUND[case]
-    model = model_of(make(), split=split)
+    model = model_of(make(), split=split, loss=loss_for(make))
     found = [model.layer_name(layer).split(" ")[0] for layer in range(1, model.layer_count - 1)]
     assert found == names
 
@@ -240,7 +298,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {name: make for name, (make, _, _) 
 
 def build(case: str, deferred: bool = False) -> Training:
     make = MAKERS[case]
-    return training_of(make if deferred else make(), split=FOUND[case][1])
+    return training_of(make if deferred else make(), split=FOUND[case][1], loss=loss_for(make))
 
 
 @pytest.mark.parametrize(
