@@ -130,8 +130,11 @@ class Arena:
     def commit(self, manifest: SnapshotManifest) -> None:
         """Mark a snapshot as complete by writing its manifest.
 
-        :raises OSError: the manifest cannot be written; the snapshot is not complete.
+        :raises OSError: the manifest cannot be written, or one of a newer version is there; the snapshot is not
+            complete.
         """
+        if manifest.step in self.newer:
+            raise FileExistsError(self.newer[manifest.step])
         write_record(manifest_path(self.directory, manifest.step), manifest)
         self._manifests[manifest.step] = manifest
 

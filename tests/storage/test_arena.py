@@ -122,6 +122,10 @@ def test_a_snapshot_of_a_newer_version_stays_with_its_slot(directory: Path) -> N
         snapshot(older, step)
     with pytest.raises(ArenaFullError, match=r"all 3 slots hold .*; .*newer version of ftd"):
         older.begin(1)
+    older.release([4])
+    with pytest.raises(OSError, match=r"newer version of ftd"):
+        snapshot(older, 2)
+    snapshot(older, 4)
     older = Arena.open(directory)
     assert [found.step for found in older.snapshots] == [4, 3] and list(older.newer) == [2]
     assert (directory / f"slot-{newest.slot}").read_bytes()[: len(content)] == content
