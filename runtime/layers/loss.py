@@ -27,6 +27,7 @@ _PROBED = 3
 _REMEDY = (
     "return (sum, weight) instead, for example (cross_entropy(…, reduction='sum'), (target != -100).sum())"
 )
+_COMPARING = "if it compares rows (contrastive), let a sample be a group of such rows, and set microbatch = 1"
 
 
 class Loss:
@@ -159,7 +160,9 @@ class Loss:
         cuts = [(0, 1), (1, rows)]
         parts = [slice_rows(batch, start, end, rows) for start, end in cuts]
         cuttable = self._function is not None and isinstance(output, Tensor | tuple | list | Mapping)
-        with errors_of("the loss", " on a part of the rows"):
+        with errors_of(
+            "the loss", f" on a part of the microbatch's rows, on which it must work, too ({_COMPARING})"
+        ):
             found = [
                 self(
                     _rows(output, *cut, rows) if cuttable else whole(part, cut[1] - cut[0], cut[0]),
@@ -189,7 +192,7 @@ class Loss:
         raise TrainingError(
             f"the loss of {rows} rows is {float(_mean(total, weight)):.6g} (weight {float(weight):g}), but its "
             f"parts give {_mean(sums, weights):.6g} (weight {weights:g}), so it would depend on how rows are grouped; "
-            f"{_REMEDY}"
+            f"{_REMEDY}; {_COMPARING}"
         )
 
     def _close(self, one: float, other: float) -> bool:

@@ -884,6 +884,20 @@ def test_a_model_may_draw_random_numbers_in_evaluation_mode(kind: type[nn.Module
     assert model_of(kind(), loss=loss).layer_count == 6
 
 
+def contrastive(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output @ batch["y"].T, torch.arange(len(output)))
+
+
+def in_fours(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output @ batch["y"].T, torch.arange(4))
+
+
+@pytest.mark.parametrize("loss", [contrastive, in_fours])
+def test_a_loss_that_compares_rows_is_rejected_with_the_remedy(loss: Any) -> None:
+    with pytest.raises(TrainingError, match=r"contrastive\), let a sample be a group of .* microbatch = 1"):
+        model_of(Chain(), loss=loss)
+
+
 # --- training and evaluation mode --------------------------------------------------------------------------
 
 
