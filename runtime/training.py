@@ -364,6 +364,11 @@ def _checked(model: nn.Module, function: str) -> nn.Module:
             f"{function}: {type(model).__name__} has gradient checkpointing enabled; leave that to ftd: "
             'activation_checkpointing = "auto" in the job file'
         )
+    if any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules()):
+        raise TrainingError(
+            f"{function}: {type(model).__name__}, or a part of it, was compiled with torch.compile; leave that to ftd: "
+            "compile = true in [training] of the job file"
+        )
     dropped = [key for key, value in vars(config).items() if "layerdrop" in key and value] if config else []
     if dropped:
         raise TrainingError(
@@ -376,6 +381,7 @@ def _checked(model: nn.Module, function: str) -> nn.Module:
         part_config = getattr(part, "config", None)
         if part_config is not None and getattr(part_config, "use_cache", False):
             part_config.use_cache = False  # The cache of keys and values only serves generation.
+    _check_hooks([model], function)
     _check_ties([model])
     return model
 
@@ -386,6 +392,7 @@ def _check(training: Training, data: TrainingData) -> None:
         raise TrainingError(f"{function}: give either Training.layers or Training.model")
     if training.layers is not None:
         _check_layers(training.layers, function)
+        _check_hooks(training.layers, function)
         _check_ties(training.layers)
         if training.split is not None:
             raise TrainingError(f"{function}: Training.split is for Training.model; layers are cut already")
@@ -445,6 +452,16 @@ def _check_layers(layers: Sequence[nn.Module], function: str) -> None:
                 raise TrainingError(
                     f"{function}: parameter {name} of layer {index} is uninitialised; "
                     "give lazy modules their sizes"
+                )
+
+
+def _check_hooks(layers: Sequence[nn.Module], function: str) -> None:
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise TrainingError(
+                    f"{function}: parameter {name} has a hook, which is lost when its layer moves; change its gradient "
+                    "in forward, with a torch.autograd.Function or torch.clamp, or by a learning rate of its own"
                 )
 
 

@@ -616,7 +616,7 @@ class Model:
                         nullcontext() if self._region_checker is None else self._region_checker.observe(index)
                     )
                     with self.temporarily_provided(index):
-                        with probe, watching:
+                        with probe, watching, self._checked_state(index, run):
                             x = run()
                         if self._region_checker is not None:
                             self._region_checker.compare_split(
@@ -661,6 +661,43 @@ class Model:
                     self.temporarily_provided,
                 )
 
+    @contextmanager
+    def _checked_state(self, layer: int, run_again: Callable[[], object]) -> Iterator[None]:
+        """Run a layer in training mode within this context, and reject it if it changes parameters, or keeps state in
+        buffers that are not persistent.
+        """
+        parameters = [
+            (t.name, t.value, t.value._version) for t in self._of_layer[layer] if t.kind == "parameter"
+        ]
+        before = self._temporary_buffers(layer)
+        yield
+        for name, value, version in parameters:
+            if value._version != version:
+                raise TrainingError(
+                    f"{self.layer_name(layer)} changes its parameter {name} while it runs (as nn.Embedding does with "
+                    "max_norm), and copies of it on several nodes would differ; leave that out, or change a copy"
+                )
+        after = self._temporary_buffers(layer)
+        if _differing(before, after) is None:
+            return
+        run_again()
+        # What the first run computes and keeps, such as a table, the second one leaves.
+        if (lost := _differing(after, self._temporary_buffers(layer))) is not None:
+            raise TrainingError(
+                f"{self.layer_name(layer)} changes the buffer {lost} in training, and as it is not persistent, it is "
+                "lost when the layer moves; register it with persistent=True"
+            )
+
+    def _temporary_buffers(self, layer: int) -> dict[str, Tensor]:
+        """Return copies of the layer's buffers that are not persistent."""
+        return {
+            f"{path}.{name}" if path else name: value.clone()
+            for path, module, layers in self._structure.modules()
+            if layer in layers
+            for name, value in module._buffers.items()
+            if name in module._non_persistent_buffers_set and value is not None
+        }
+
     def _whole(self, batch: Batch, rows: int, row: int) -> Any:
         """Return the output of all layers in evaluation mode, with the random numbers of rows from ``row`` on."""
         x: Any = None
@@ -679,6 +716,11 @@ class Model:
                 f"{self.layer_name(index)} must return a tensor or a tuple of tensors, not {type(output).__name__}"
             )
         for tensor in tensors:
+            if tensor.is_complex():
+                raise TrainingError(
+                    f"{self.layer_name(index)} passes a complex tensor on, and stages exchange real numbers only; pass "
+                    "torch.view_as_real of it"
+                )
             if tensor.dim() == 0 or tensor.shape[0] not in (rows, *((1,) if self.needs_batch else ())):
                 raise TrainingError(
                     f"{self.layer_name(index)} returned a tensor of shape {tuple(tensor.shape)} for {rows} "
@@ -879,6 +921,13 @@ def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
         for row in range(rows)
     ]
     return cast_floating(collate_samples(training.collate, samples, f"the first {rows} samples"), dtype)
+
+
+def _differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
+    """Return the name of a tensor that is different after a run."""
+    return next(
+        (n for n, value in after.items() if n not in before or not torch.equal(before[n], value)), None
+    )
 
 
 def _no_check() -> None:

@@ -58,6 +58,9 @@ DYNAMIC_BLOCKS = (
 )
 
 
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
 class _WindowEnd(Exception):
     """The exception that carries the tensors which cross the cut at a window's end out of the module's
     ``forward``.
@@ -213,6 +216,9 @@ class WindowedModule:
         """Values that code around the blocks takes past a block, in words."""
         self._shapes: dict[Any, Any] = {}
         self._balance = ExpertBalance.find(root)
+        self._check_backward_hooks()
+        self._attributes = {module: _plain_attributes(module) for module in root.modules()}
+        """Plain attributes of all modules before their first run, and the items of those that are lists or dicts."""
         order = self._record(batch, rows)
         if split is None and sorted(order) == list(range(len(names))) != order:
             # For example, a decoder that is registered before its encoder.
@@ -346,14 +352,18 @@ class WindowedModule:
         with self._whole():
             self._check_state(batch)
         with evaluating(self.root), torch.no_grad(), self._equal_random_numbers():
+            self._restore_attributes()
             with self._whole():
                 _seed(0)
                 wanted = compare(self._call(batch))
+            # A stage does not have what blocks of other stages keep in attributes.
+            kept = [name for name in self._restore_attributes() if self.in_block(name)]
             tensors: Any = ()
             for layer in range(self.layer_count):
                 with with_layer(layer), self._only_layer(layer):
                     _seed(0)
-                    tensors = self._verified(layer, batch, tensors, rows)
+                    tensors = self._verified(layer, batch, tensors, rows, kept)
+                    self._restore_attributes()
             found = compare(tensors)
         found, wanted = found.double(), wanted.double()
         # A loss that is not a number says nothing about the cut; its steps are skipped, and named.
@@ -369,7 +379,7 @@ class WindowedModule:
                 )
             raise TrainingError(
                 f"{self._uncut}: {results}, so its code around the blocks keeps state from one call to the next, or "
-                f"depends on the values that it computes; {CUT_REMEDIES}"
+                f"depends on the values that it computes; {_remedies(kept)}"
             )
 
     @contextmanager
@@ -388,7 +398,9 @@ class WindowedModule:
             for handle in handles:
                 handle.remove()
 
-    def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
+    def _verified(
+        self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int, kept: Sequence[str]
+    ) -> Any:
         try:
             return self.run(layer, layer + 1, batch, tensors, rows, LayerScopes())
         except TrainingError:
@@ -396,8 +408,29 @@ class WindowedModule:
         except Exception as error:
             raise TrainingError(
                 f"{self._uncut}: running {self.name(layer)} alone raised {type(error).__name__}: {error}; "
-                f"{CUT_REMEDIES}"
+                f"{_remedies(kept)}"
             ) from error
+
+    def _restore_attributes(self) -> list[str]:
+        """Restore the plain attributes whose tensors have changed since the first run, and return their names."""
+        changed = []
+        for prefix, module in self.root.named_modules():
+            before = self._attributes[module]
+            for key, (_, items) in _plain_attributes(module).items():
+                was, had = before.get(key, (None, None))
+                if list(map(id, _tensors_in(items))) == list(map(id, _tensors_in(had))):
+                    continue
+                changed.append(f"{prefix}.{key}" if prefix else key)
+                if key not in before:
+                    del module.__dict__[key]
+                    continue
+                module.__dict__[key] = was
+                if isinstance(was, list):
+                    was[:] = had
+                elif isinstance(was, dict):
+                    was.clear()
+                    was.update(had)
+        return changed
 
     def _check_state(self, batch: Batch) -> None:
         """Reject a module that changes buffers around its blocks during training.
@@ -492,6 +525,7 @@ class WindowedModule:
 
         def enter(number: int, module: nn.Module, arguments: Any, named: Any) -> None:
             leaves, _ = tree.tree_flatten((arguments, named))
+            self._check_leaves(number, leaves)
             needed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
             before = taken[-1] if taken else []
             carried = {
@@ -510,6 +544,7 @@ class WindowedModule:
 
         def leave(number: int, module: nn.Module, arguments: Any, named: Any, output: Any) -> Any:
             leaves, structure = tree.tree_flatten(output)
+            self._check_leaves(number, leaves)
             first = next((a for a in taken[-1] if isinstance(a, Tensor) and a.is_floating_point()), None)
             cut = found[number]
             cut.output = structure
@@ -594,6 +629,30 @@ class WindowedModule:
         self._exit = self._used_later(results[-1], output)
         self._exit_per_row = [_has_rows(results[-1][i], rows) for i in self._exit]
         return order
+
+    def _check_leaves(self, number: int, leaves: Iterable[Any]) -> None:
+        """Reject objects in which tensors that depend on earlier layers cannot be found."""
+        for leaf in leaves:
+            attributes = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()
+            if any(isinstance(value, Tensor) and value.requires_grad for value in attributes):
+                kind = type(leaf).__name__
+                raise TrainingError(
+                    f"{self._uncut}: {self._names[number]} takes or returns an object of class {kind}, in which ftd "
+                    "does not find the tensors that cross the cut; pass them in tuples, lists or dicts, or, if it is a "
+                    f"dataclass, call torch.export.register_dataclass({kind}) after its definition"
+                )
+
+    def _check_backward_hooks(self) -> None:
+        """Reject backward hooks of modules whose ``forward`` may begin or end in the middle of a stage."""
+        blocks = {id(block) for block in self._blocks}
+        for name, module in self.root.named_modules():
+            if id(module) in self._ancestors | blocks and (
+                module._backward_hooks or module._backward_pre_hooks
+            ):
+                raise TrainingError(
+                    f"{self._uncut}: {name or 'the model itself'} has a backward hook, which a stage that begins there "
+                    "does not call; register it on a submodule of a block"
+                )
 
     def _owners(self, parameter: nn.Parameter) -> dict[str, nn.Module]:
         """Return the units and blocks that hold the parameter, by name; none if code around the blocks may always
@@ -969,6 +1028,36 @@ def _seed(seed: int) -> None:
     seed_host(seed)
 
 
+def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return the module's own attributes that may hold tensors, each with a copy if it is a list or dict."""
+    return {
+        key: (value, value.copy() if isinstance(value, list | dict) else value)
+        for key, value in vars(module).items()
+        if key not in _MODULE_ATTRIBUTES and isinstance(value, Tensor | tuple | list | dict | None)
+    }
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [
+        leaf
+        for leaf in tree.tree_leaves(value)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+    ]
+
+
+def _remedies(kept: Sequence[str]) -> str:
+    """Return what to do about a module that does not run in parts.
+
+    :param kept: attributes in which blocks keep tensors.
+    """
+    if not kept:
+        return CUT_REMEDIES
+    return (
+        f"blocks keep tensors in attributes ({', '.join(kept[:3])}), which other stages do not have: let each block "
+        f"take and return such a value; {CUT_REMEDIES}"
+    )
+
+
 def _loss_of(output: Any) -> Any:
     """Return the loss in a ``ModelOutput`` (an ordered mapping) if it has one, otherwise the whole output."""
     if not isinstance(output, Mapping):
@@ -983,6 +1072,9 @@ def _first_values(tensor: Tensor) -> str:
 
 
 def _accepted(root: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = getattr(root, "get_base_model", None)
+    if callable(inner):  # A model of peft passes everything on.
+        return _accepted(inner(), batch)
     parameters = inspect.signature(root.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return batch

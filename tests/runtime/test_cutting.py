@@ -524,6 +524,118 @@ class Overwriting(Chain):
         return self.outer(x)
 
 
+class Keeping(Chain):
+    """A module whose blocks keep a part of the loss in an attribute."""
+
+    class Inner(Block):
+        balance: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.balance = x.square().mean()
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[0].balance
+
+
+class Gathering(Keeping):
+    """A module whose blocks keep parts of the loss in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, _, output: self.found.append(block.balance))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found.clear()
+        return Chain.forward(self, x) + sum(self.found)
+
+
+@dataclass
+class Unregistered:
+    hidden: Tensor
+
+
+class UnknownState(Stateful):
+    state = Unregistered
+
+
+class Complex(Chain):
+    """A module whose blocks take complex numbers."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.complex(super().forward(x.real), x.imag)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.complex(self.inner(x), x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.outer(x.abs())
+        return out
+
+
+class Bounded(Chain):
+    """A module that changes a parameter while it runs."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.linear.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+
+class Forgetting(Chain):
+    """A module whose blocks keep a table, and an average that gets lost, in buffers that are not persistent."""
+
+    class Inner(Block):
+        counts = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", None, persistent=False)
+            self.register_buffer("average", torch.ones(WIDTH), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(WIDTH, dtype=x.dtype)
+            if self.training and self.counts:
+                self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
+            return super().forward(x * self.average + self.table)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+
+
+class Remembering(Forgetting):
+    """The same without the average: a table is computed by every stage that needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.counts = False
+
+
+class Hooked(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].register_full_backward_hook(lambda module, given, received: None)
+
+
 WAYS_OUT = r"Training\(split=\[\.\.\.\]\).*Training\(layers=\[\.\.\.\]\)"
 REFUSED = [
     (NoBlocks, {}, rf"NoBlocks has no list of equal blocks .*{WAYS_OUT}"),
@@ -560,6 +672,18 @@ REFUSED = [
         {},
         rf"ReadingBlock cannot be cut .*: code outside of blocks.1 reads a parameter of it.*{WAYS_OUT}",
     ),
+    (
+        Keeping,
+        {},
+        r"Keeping cannot be cut .*running what runs after blocks.3 alone raised TypeError.*blocks keep tensors in "
+        r"attributes \(blocks.0.balance, .* let each block take and return such a value",
+    ),
+    (Gathering, {}, r"Gathering cannot be cut .*blocks keep tensors in attributes \(blocks.0.balance"),
+    (UnknownState, {}, r"blocks.0 takes or returns an object of class Unregistered, .*register_dataclass"),
+    (Complex, {}, r"what runs before blocks.0 passes a complex tensor on, .*torch.view_as_real"),
+    (Bounded, {}, r"blocks.0 \(Inner\) changes its parameter blocks.0.linear.weight while it runs"),
+    (Forgetting, {}, r"blocks.0 \(Inner\) changes the buffer blocks.0.average .*persistent=True"),
+    (Hooked, {}, r"Hooked cannot be cut .*: blocks.2 has a backward hook, .*submodule of a block"),
     (Scoring, {"loss": None}, r"Scoring cannot be cut .*: its forward changes average around "),
     (
         Chain,
@@ -595,6 +719,26 @@ class Calls(Chain):
 def test_a_comparison_with_the_whole_names_means_and_not_sums() -> None:
     with pytest.raises(TrainingError, match=r"it returns \d+, run as a whole \d,"):
         model_of(Calls(), loss=lambda output, batch: output.mean())
+
+
+class Adapted(Chain):
+    """A wrapper that passes everything on, as a model of peft does."""
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Chain()
+
+    def forward(self, *arguments: Any, **named: Any) -> Tensor:
+        out: Tensor = self.inner(*arguments, **named)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Remembering, Adapted])
+def test_a_module_is_accepted(kind: type[nn.Module]) -> None:
+    assert model_of(kind(), split=None if kind is Remembering else ["inner.blocks.1"]).layer_count > 2
 
 
 class Random(Chain):
@@ -740,6 +884,20 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_over_its_weight_is_rejected(los
         model_of(Tokens(), dataset=Samples("masked"), loss=loss)
 
 
+def contrastive(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output @ batch["y"].T, torch.arange(len(output)))
+
+
+def in_fours(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output @ batch["y"].T, torch.arange(4))
+
+
+@pytest.mark.parametrize("loss", [contrastive, in_fours])
+def test_a_loss_that_compares_rows_is_rejected_with_the_remedy(loss: Any) -> None:
+    with pytest.raises(TrainingError, match=r"contrastive\), let a sample be a group of .* microbatch = 1"):
+        model_of(Chain(), loss=loss)
+
+
 def test_a_sum_and_its_weight_are_accepted() -> None:
     model = model_of(Tokens(), dataset=Samples("masked"), loss=weighed)
     assert model.loss.nominal_weight > 1
@@ -882,20 +1040,6 @@ def noisy_squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 )
 def test_a_model_may_draw_random_numbers_in_evaluation_mode(kind: type[nn.Module], loss: Any) -> None:
     assert model_of(kind(), loss=loss).layer_count == 6
-
-
-def contrastive(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(output @ batch["y"].T, torch.arange(len(output)))
-
-
-def in_fours(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(output @ batch["y"].T, torch.arange(4))
-
-
-@pytest.mark.parametrize("loss", [contrastive, in_fours])
-def test_a_loss_that_compares_rows_is_rejected_with_the_remedy(loss: Any) -> None:
-    with pytest.raises(TrainingError, match=r"contrastive\), let a sample be a group of .* microbatch = 1"):
-        model_of(Chain(), loss=loss)
 
 
 # --- training and evaluation mode --------------------------------------------------------------------------

@@ -171,6 +171,11 @@ def twice():
     layer = nn.Linear(3, 3)
     return [layer, nn.ReLU(), layer]
 
+def hooked():
+    layer = nn.Linear(3, 1)
+    layer.weight.register_hook(lambda gradient: gradient / 2)
+    return [layer]
+
 class Loss(nn.Module):
     def __init__(self):
         super().__init__()
@@ -205,6 +210,14 @@ class Words(Rows):
         ({"layers": "twice()"}, "layer 2 is the same module as layer 0"),
         ({"layers": "share()"}, "parameters 0.weight and 1.weight share memory but are two"),
         ({"layers": "[nn.LazyLinear(4)]"}, "parameter weight of layer 0 is uninitialised"),
+        (
+            {"layers": "hooked()"},
+            "parameter weight has a hook, which is lost when its layer moves; .*autograd.Function",
+        ),
+        (
+            {"layers": "None", "model": "torch.compile(nn.Linear(3, 1))"},
+            r"was compiled with torch.compile; .* compile = true in \[training\]",
+        ),
         ({"loss": "None"}, "Training.loss is missing; only a model has a loss of its own"),
         ({"loss": "Loss()"}, "Training.loss has parameters"),
         ({"optimizer": "torch.ones(1)"}, "Training.optimizer must be a function"),
