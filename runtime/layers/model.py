@@ -162,6 +162,9 @@ class Model:
                     self._present,
                     has_loss=training.loss is not None,
                 )
+        for module in (module for root in self._structure.roots for module in root.modules()):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # Gradients are summed densely, in memory that ranks exchange.
         self._modes = [ModuleModes(root) for root in self._structure.roots]
         low = self._precision.compute is not None
         self.loss = Loss(training, self._structure, tolerance=0.02 if low else 1e-3)

@@ -891,7 +891,10 @@ def find_blocks(root: nn.Module) -> list[str]:
         if any(not outer or name.startswith(outer + ".") for outer, _, _ in lists):
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
-        if not size or any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in module):
+        # Embeddings take numbers, so they are no chain.
+        if not size or any(
+            isinstance(block, nn.ModuleList | nn.ModuleDict | nn.Embedding) for block in module
+        ):
             continue
         if len({type(block) for block in module}) == 1:
             lists.append((name, module, size))

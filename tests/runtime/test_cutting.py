@@ -70,6 +70,12 @@ class Block(nn.Module):
         return out
 
 
+class Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(x * mask)
+        return out
+
+
 class Chain(nn.Module):
     """An input, four blocks and an output."""
 
@@ -233,6 +239,25 @@ class Stateful(Chain):
         return out
 
 
+class Indexed(Chain):
+    """A module whose blocks each take an embedding of their own."""
+
+    sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked() for _ in range(3))
+        self.tables = nn.ModuleList(nn.Embedding(2, WIDTH, sparse=self.sparse) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [table((x[:, 0] > 0).long()) for table in self.tables]
+        x = self.inner(x)
+        for block, values in zip(self.blocks, found, strict=True):
+            x = block(x, values)
+        out: Tensor = self.outer(x)
+        return out
+
+
 class Backwards(nn.Module):
     """A module whose second list runs first."""
 
@@ -269,6 +294,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[str]]
     "conditioned": (Conditioned, None, [f"blocks.{i}" for i in range(3)]),
     "by name": (Named, None, [f"blocks.{i}" for i in range(3)]),
     "returned as it is": (Counted, None, [f"blocks.{i}" for i in range(3)]),
+    "next to a list of embeddings": (Indexed, None, [f"blocks.{i}" for i in range(3)]),
     "dataclasses": (Stateful, None, [f"blocks.{i}" for i in range(3)]),
     "in the order that they run": (Backwards, None, ["early.0", "early.1", "late.0", "late.1"]),
     "a sequential": (lambda: Wrapped(unlike()), None, [f"net.{i}" for i in range(4)]),
@@ -331,6 +357,18 @@ def test_layers_train_like_the_whole(case: str, deferred: bool) -> None:
         )
         fleet.steps(steps)
         check([fleet.votes[step] for step in range(1, steps + 1)], expected)
+
+
+def test_embeddings_with_sparse_gradients_get_dense_ones_which_ranks_can_sum() -> None:
+    class Sparse(Indexed):
+        sparse = True
+
+    root = Sparse()
+    model = model_of(root)
+    batch = {"x": torch.ones(2, WIDTH, dtype=torch.float64)}
+    model.forward(0, model.layer_count, None, step=1, row=0, batch=batch).sum().backward()
+    gradient = root.tables[0].weight.grad
+    assert gradient is not None and gradient.layout == torch.strided
 
 
 def test_a_module_that_is_itself_a_sequential_has_its_own_names() -> None:
@@ -942,12 +980,6 @@ def test_a_mean_over_the_rows_with_a_class_is_rejected_like_one_over_tokens() ->
 
 
 # --- random numbers around the blocks -----------------------------------------------------------------------
-
-
-class Masked(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = super().forward(x * mask)
-        return out
 
 
 class Masking(Chain):
