@@ -9,7 +9,7 @@ a transfer then fills. A tensor that several layers share (a tied weight) is one
 of these layers is held. Its *canonical* name is the first one in model order.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +55,7 @@ from runtime.layers.tensor_plan import (
     make_tensor_plan,
 )
 from runtime.layers.vocabulary import Vocabulary
-from runtime.layers.windows import IN_PLACE_REMEDY, LayerScopes, WindowedModule
+from runtime.layers.windows import IN_PLACE_REMEDY, LayerScopes, ParameterReads, WindowedModule
 from runtime.precision import PRECISIONS, dtype_name, unsupported_reason
 from runtime.training import Batch, Training
 from statemachine.messages.trainer import TrainingData
@@ -650,6 +650,8 @@ class Model:
                     )
 
             self.loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
+            if self.training.loss is not None:
+                self._check_gradient(x, batch, rows)
         self._shapes[self.first_signature] = shapes
         if isinstance(self._structure, WindowedModule) and not verified:
             exact = self._precision.parameters == torch.float64
@@ -663,6 +665,35 @@ class Model:
                     tolerance,
                     self.temporarily_provided,
                 )
+
+    def _check_read_by_loss(self, parameter: nn.Parameter) -> None:
+        last = self.layer_count - 1
+        for tensor in self._parameters:
+            if tensor.value is parameter and last not in tensor.layers:
+                raise TrainingError(
+                    f"the loss reads the parameter {tensor.name}, which the stage that computes the loss does not "
+                    "have; use the optimizer's weight_decay, or let layers compute such a term and pass it on"
+                )
+
+    def _check_gradient(self, output: Any, batch: Batch, rows: int) -> None:
+        """Check that the loss function has a gradient, and reads only parameters that the last stage has."""
+        leaves = list(leaves_of(dict(output) if isinstance(output, Mapping) else output))
+        # A parameter that the model returns has its own gradient.
+        tensors = [
+            t for t in leaves if isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad
+        ]
+        with torch.enable_grad(), errors_of("the loss"), ParameterReads(self._check_read_by_loss):
+            for tensor in tensors:
+                tensor.requires_grad_()
+            value, weight = self.loss(output, batch, rows)
+            for tensor in tensors:
+                tensor.requires_grad_(False)
+        known = tensors and all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
+        if known and weight and not value.requires_grad:
+            raise TrainingError(
+                "the loss has no gradient: it was detached from what the model computed (by detach(), item(), "
+                "no_grad() or numpy); return the tensor itself"
+            )
 
     @contextmanager
     def _checked_state(self, layer: int, run_again: Callable[[], object]) -> Iterator[None]:

@@ -140,7 +140,7 @@ class LayerScopes:
         return function(*arguments, **named)
 
 
-class _ParameterReads(TorchFunctionMode):
+class ParameterReads(TorchFunctionMode):
     """A mode that reports each parameter from which an operation makes a tensor."""
 
     def __init__(self, report: Callable[[nn.Parameter], None]) -> None:
@@ -601,7 +601,7 @@ class WindowedModule:
                 handles.append(block.register_forward_pre_hook(partial(enter, number), with_kwargs=True))
                 handles.append(block.register_forward_hook(partial(leave, number), with_kwargs=True))
             handles += [m.register_forward_hook(partial(unit, name)) for name, m in self._units.items()]
-            with evaluating(self.root), torch.enable_grad(), self._whole(), _ParameterReads(read):
+            with evaluating(self.root), torch.enable_grad(), self._whole(), ParameterReads(read):
                 output = self._call(batch)
             ends = [leaf for leaf in tree.tree_flatten(_loss_of(output))[0] if isinstance(leaf, Tensor)]
             note_shortcuts(ends, len(order), "the output of the model")

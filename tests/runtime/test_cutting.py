@@ -922,6 +922,25 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_over_its_weight_is_rejected(los
         model_of(Tokens(), dataset=Samples("masked"), loss=loss)
 
 
+def test_a_loss_that_is_detached_is_rejected() -> None:
+    with pytest.raises(TrainingError, match=r"the loss has no gradient: .*return the tensor itself"):
+        model_of(Chain(), loss=lambda output, batch: squares(output, batch).detach())
+
+
+def test_a_loss_that_reads_parameters_of_earlier_stages_is_rejected() -> None:
+    root = Chain()
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return squares(output, batch) + sum(parameter.square().sum() for parameter in parameters)
+
+    parameters = list(root.outer.parameters())
+    assert model_of(root, loss=loss).layer_count == 6
+    root = Chain()
+    parameters = list(root.parameters())
+    with pytest.raises(TrainingError, match=r"the loss reads the parameter inner.weight, .*weight_decay"):
+        model_of(root, loss=loss)
+
+
 def contrastive(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output @ batch["y"].T, torch.arange(len(output)))
 
