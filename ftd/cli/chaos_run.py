@@ -54,12 +54,18 @@ def run(
     """
     from ftd.faults.chaos.report import encode_documents, render_junit, render_text
     from ftd.faults.chaos.scenario import load_scenario
-    from ftd.observe.view.files import require_writable, write_file
+    from ftd.observe.view.files import require_distinct, require_writable, write_file
 
     _check_options(where, logs, local=local)
     loaded = [load_scenario(path) for path in scenarios]
     for file, option in ((junit, "--junit"), (json_file, "--json")):
         require_writable(file, option)
+    require_distinct(
+        ("--junit", junit),
+        ("--json", json_file),
+        ("--logs", logs),
+        read=[("SCENARIO.toml", path) for path in scenarios],
+    )
 
     def report_result(played: "ScenarioResult") -> None:
         typer.echo(render_text(played))

@@ -36,12 +36,13 @@ def profile(
     """
     from ftd.config.job import load_job
     from ftd.config.profile_file import save_profile
-    from ftd.observe.view.files import require_writable
+    from ftd.observe.view.files import require_distinct, require_writable
     from ftd.observe.view.profile import render_profile
 
     loaded = load_job(job, devices_per_node=devices_per_node)
     path = output if output is not None else Path(f"{loaded.name}.profile.json")
     require_writable(path, "--output")
+    require_distinct(("--output", path), read=[("JOB.toml", job)])
     document = run_async(_measured(loaded, network=network))
     save_profile(path, document)
     print_rich(render_profile(document))

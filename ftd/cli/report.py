@@ -40,7 +40,13 @@ def report(
 
     Example: ftd report gpt --html gpt.html
     """
-    from ftd.observe.view.files import read_report, require_format, require_writable, write_file
+    from ftd.observe.view.files import (
+        read_report,
+        require_distinct,
+        require_format,
+        require_writable,
+        write_file,
+    )
     from ftd.observe.view.pages.report_page import render_report_page
     from ftd.observe.view.plots.report_plot import FORMATS, plot_report
     from ftd.observe.view.summary import render_summary
@@ -50,7 +56,14 @@ def report(
         require_format(path, FORMATS, "--plot")
     for file, option in ((html, "--html"), (out, "--json")):
         require_writable(file, option)
-    found = read_report(Path(job), "JOB") if job.endswith(".json") else _from_cluster(job, where.resolve())
+    from_file = job.endswith(".json")
+    require_distinct(
+        *(("--plot", path) for path in plot or ()),
+        ("--html", html),
+        ("--json", out),
+        read=[("JOB", Path(job) if from_file else None)],
+    )
+    found = read_report(Path(job), "JOB") if from_file else _from_cluster(job, where.resolve())
     if html is not None:
         write_file(html, render_report_page(found).encode(), "--html")
     for path in plot or ():

@@ -122,9 +122,10 @@ def _scenario(
     from ftd.faults.chaos.scenario import load_scenario
     from ftd.faults.sim.scenario import play_simulated
     from ftd.faults.sim.scenario_setup import make_scenario_setup
-    from ftd.observe.view.files import require_writable, write_file
+    from ftd.observe.view.files import require_distinct, require_writable, write_file
 
     require_writable(junit, "--junit")
+    require_distinct(("--junit", junit), read=[("--scenario", path), ("--job", job)])
     whole = load_scenario(path)
     setting = make_scenario_setup(whole, job, nodes, path.name)
     scenario, skipped = _playable(whole, setting, path.name, skip)

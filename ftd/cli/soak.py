@@ -71,12 +71,13 @@ def soak(
     from ftd.local.soak.plot import FORMATS, plot_soak
     from ftd.local.soak.report import render_lines
     from ftd.local.soak.soak import run_soak
-    from ftd.observe.view.files import require_format, require_writable, write_file
+    from ftd.observe.view.files import require_distinct, require_format, require_writable, write_file
     from ftd.transport.wire.public import encode_document
 
     if plot is not None:
         require_format(plot, FORMATS, "--plot")
     require_writable(report, "--report")
+    require_distinct(("--report", report), ("--plot", plot), ("--logs", logs), read=[("JOB.toml", job)])
     options = SoakOptions(
         job=job,
         minutes=minutes,

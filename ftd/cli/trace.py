@@ -47,13 +47,14 @@ def trace(
 
     Example: ftd trace --steps 5 --out trace.json --out trace.png
     """
-    from ftd.observe.view.files import require_format, write_file
+    from ftd.observe.view.files import require_distinct, require_format, write_file
     from ftd.observe.view.plots.trace_plot import copied_line, plot_trace
     from ftd.observe.view.trace import align_traces, chrome_trace
 
     places = out or [Path("trace.json")]
     for path in places:
         require_format(path, FORMATS, "--out")
+    require_distinct(*(("--out", path) for path in places))
     address = where.resolve()
     state, found = run_async(request_traces(address, steps, within))
     rows = align_traces(found, _places(state))

@@ -25,7 +25,7 @@ from ftd.local.inject import LocalInjector
 from ftd.local.trainer_output import TrainerOutput
 from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.observe.view.document import Report
-from ftd.observe.view.files import require_writable, write_file
+from ftd.observe.view.files import require_distinct, require_writable, write_file
 from ftd.observe.view.live.view import LiveView
 from ftd.observe.view.report import build_report
 from ftd.observe.view.summary import render_summary
@@ -77,6 +77,11 @@ async def run_local(options: LocalOptions, console: Console) -> int:
         require_known_nodes(scenario, names, options.chaos.name)
     _require_possible(scenario, options)
     require_writable(options.report, "--report")
+    require_distinct(
+        ("--report", options.report),
+        ("--logs", options.logs),
+        read=[("JOB.toml", options.job), ("--chaos", options.chaos)],
+    )
     with register_cluster(_choose_cluster_name(options), options.job) as announcement:
         cluster_options = ClusterOptions(
             devices_per_node=options.devices_per_node,

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ftd.errors import ConfigurationError
@@ -41,6 +41,26 @@ def require_writable(path: Path | None, field: str) -> None:
         raise ConfigurationError(f"{path} is a directory", field=field, remedy="name a file in it")
     if not os.access(path if exists else path.absolute().parent, os.W_OK):
         raise ConfigurationError(f"{path} cannot be written", field=field, remedy="name another file")
+
+
+def require_distinct(*written: tuple[str, Path | None], read: Iterable[tuple[str, Path | None]] = ()) -> None:
+    """Check that a command writes no file that it also reads, and none twice. Devices such as ``/dev/null`` may be
+    named again.
+
+    :param written: options with the files that the command writes, as far as they were asked for.
+    :param read: arguments and options with the files that it reads.
+    :raises ConfigurationError: two of them name the same file.
+    """
+    taken = {os.path.realpath(path): field for field, path in read if path is not None}
+    for field, path in written:
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        place = os.path.realpath(path)
+        if place in taken:
+            raise ConfigurationError(
+                f"{path} is also the file of {taken[place]}", field=field, remedy="name another file"
+            )
+        taken[place] = field
 
 
 def require_directory(path: Path, field: str) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ftd.observe.view.files import require_distinct
 from tests.helpers.commands import ftd_here
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -87,3 +88,65 @@ def test_a_binary_file_is_called_no_toml_and_not_unreadable(
     (tmp_path / "job.toml").write_bytes(b"\x90\x00")
     code, _, err = ftd_here("sim", "--scenario", str(tmp_path / "job.toml"), patch=monkeypatch, said=capsys)
     assert code == 2 and "job.toml is not valid TOML" in err and "(correct the file)" in err
+
+
+SCENARIO = f"{EXAMPLES}/chaos/node-killed.toml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["chaos", "run", SCENARIO, "--junit", "a", "--json", "./a"],
+            "--json: a is also the file of --junit",
+        ),
+        (
+            ["chaos", "run", "--local", SCENARIO, "--json", "a", "--logs", "a"],
+            "--logs: a is also the file of",
+        ),
+        (
+            ["chaos", "run", "s.toml", "--junit", "s.toml"],
+            "--junit: s.toml is also the file of SCENARIO.toml",
+        ),
+        (
+            ["chaos", "soak", "job.toml", "--report", "a.png", "--plot", "a.png"],
+            "--plot: a.png is also the file of --report",
+        ),
+        (
+            ["sim", "--scenario", "s.toml", "--junit", "s.toml"],
+            "--junit: s.toml is also the file of --scenario",
+        ),
+        (["report", "gpt", "--html", "a.svg", "--plot", "a.svg"], "--html: a.svg is also the file of --plot"),
+        (["report", "r.json", "--json", "link.json"], "--json: link.json is also the file of JOB"),
+        (["trace", "--out", "a.png", "--out", "a.png"], "--out: a.png is also the file of --out"),
+        (
+            ["local", "job.toml", "--nodes", "1", "--report", "job.toml"],
+            "job.toml is also the file of JOB.toml",
+        ),
+        (["profile", "job.toml", "--output", "job.toml"], "--output: job.toml is also the file of JOB.toml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_no_command_writes_a_file_twice_or_one_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ftd.transport.address.user_runtime_dir", lambda: tmp_path)
+    (tmp_path / "s.toml").write_text(Path(SCENARIO).read_text())
+    job = (EXAMPLES / "mlp.toml").read_text().replace('"mlp.py', f'"{EXAMPLES}/mlp.py')
+    (tmp_path / "job.toml").write_text(job)
+    (tmp_path / "r.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "r.json")
+    before = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    code, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys, FTD_BROKER="mqtt://127.0.0.1:9")
+    assert (code, out) == (2, "")
+    assert says in err and "(name another file)" in err
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_device_may_be_named_for_several_files() -> None:
+    require_distinct(("--junit", Path("/dev/null")), ("--json", Path("/dev/null")))
