@@ -175,14 +175,33 @@ def print_cluster(address: ClusterAddress) -> None:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine. Ctrl-C ends it with exit code 130 and without a traceback."""
+    """Run a command's coroutine. Ctrl-C, SIGTERM and a closed terminal cancel it, so that nothing is left of it in the
+    terminal or elsewhere, and the exit code is that of a command that the signal ended.
+    """
     import asyncio
+    import signal
+
+    caught: list[int] = []
+
+    async def run() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+        def stop(number: int) -> None:
+            caught.append(number)
+            loop.remove_signal_handler(number)  # A second one ends the command at once.
+            task.cancel()
+
+        for number in _unless_ignored(signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop, number)
+        return await task
 
     silence_logs()
     try:
-        return asyncio.run(work)
+        return asyncio.run(run())
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + caught[0]) from None
 
 
 def run_until_signal(work: Coroutine[Any, Any, T], report: Callable[[str], None]) -> T:
@@ -205,7 +224,7 @@ def run_until_signal(work: Coroutine[Any, Any, T], report: Callable[[str], None]
             caught.append(number)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, *_unless_ignored(signal.SIGTERM, signal.SIGHUP)):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         try:
             return await task
@@ -215,6 +234,13 @@ def run_until_signal(work: Coroutine[Any, Any, T], report: Callable[[str], None]
 
     silence_logs()
     return uvloop.run(run())
+
+
+def _unless_ignored(*numbers: int) -> list[int]:
+    """Return the signals that this process does not ignore: ``nohup`` lets a command outlast its terminal."""
+    import signal
+
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def silence_logs() -> None:
