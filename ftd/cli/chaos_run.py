@@ -52,9 +52,9 @@ def run(
 
     Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
     """
-    from ftd.faults.chaos.report import encode_documents, render_junit, render_text
+    from ftd.faults.chaos.report import render_text
     from ftd.faults.chaos.scenario import load_scenario
-    from ftd.observe.view.files import require_distinct, require_writable, write_file
+    from ftd.observe.view.files import require_distinct, require_writable
 
     _check_options(where, logs, local=local)
     loaded = [load_scenario(path) for path in scenarios]
@@ -66,19 +66,37 @@ def run(
         ("--logs", logs),
         read=[("SCENARIO.toml", path) for path in scenarios],
     )
+    played: list[ScenarioResult] = []
 
-    def report_result(played: "ScenarioResult") -> None:
-        typer.echo(render_text(played))
+    def on_result(result: "ScenarioResult") -> None:
+        typer.echo(render_text(result))
+        played.append(result)
 
-    if local:
-        all_played = run_until_signal(play_locally(loaded, logs, typer.echo, report_result), typer.echo)
-    else:
-        all_played = run_async(_play_remotely(where.resolve(), loaded, report_result))
+    try:
+        if local:
+            run_until_signal(play_locally(loaded, logs, typer.echo, on_result), typer.echo)
+        else:
+            run_async(_play_remotely(where.resolve(), loaded, on_result))
+    finally:  # A signal or an error leaves the results of the scenarios before it.
+        if played:
+            played.sort(key=lambda result: loaded.index(result.scenario))
+            _write_results(played, len(loaded), junit, json_file)
+    raise typer.Exit(0 if all(result.met for result in played) else 1)
+
+
+def _write_results(
+    played: "list[ScenarioResult]", scenarios: int, junit: Path | None, json_file: Path | None
+) -> None:
+    """Write the files that were asked for, and say so if not all scenarios were played."""
+    from ftd.faults.chaos.report import encode_documents, render_junit
+    from ftd.observe.view.files import write_file
+
     if junit is not None:
-        write_file(junit, render_junit(all_played), "--junit")
+        write_file(junit, render_junit(played), "--junit")
     if json_file is not None:
-        write_file(json_file, encode_documents(all_played), "--json")
-    raise typer.Exit(0 if all(played.met for played in all_played) else 1)
+        write_file(json_file, encode_documents(played), "--json")
+    if len(played) < scenarios:
+        typer.echo(f"ftd: {len(played)} of {scenarios} scenarios were played", err=True)
 
 
 def _check_options(where: ClusterOptions, logs: Path | None, *, local: bool) -> None:
@@ -106,34 +124,30 @@ async def play_locally(
     scenarios: "list[Scenario]",
     logs: Path | None,
     report_progress: Callable[[str], None],
-    report_result: "Callable[[ScenarioResult], None]",
-) -> "list[ScenarioResult]":
-    """Play scenarios on clusters that are started for them, and return the results in the order of the
-    scenarios.
-
-    Scenarios that need the same cluster share it.
+    on_result: "Callable[[ScenarioResult], None]",
+) -> None:
+    """Play scenarios on clusters that are started for them. Scenarios that need the same cluster share it.
 
     :raises ConfigurationError: one of them cannot be played; nothing was started.
     """
     from ftd.local.scenario_cluster import ScenarioCluster, cluster_key, require_setup
 
     keys = [cluster_key(require_setup(scenario)) for scenario in scenarios]
-    found: dict[int, ScenarioResult] = {}
+    played: set[int] = set()
     for number, key in enumerate(keys):
-        if number in found:
+        if number in played:
             continue
         async with ScenarioCluster(key, report=report_progress, logs=logs) as stage:
             for index, scenario in enumerate(scenarios):
-                if keys[index] == key and index not in found:
+                if keys[index] == key:
                     report_progress(f"── {scenario.name}: {scenario.purpose}")
-                    found[index] = await stage.play(scenario)
-                    report_result(found[index])
-    return [found[index] for index in range(len(scenarios))]
+                    on_result(await stage.play(scenario))
+                    played.add(index)
 
 
 async def _play_remotely(
-    address: ClusterAddress, scenarios: "list[Scenario]", report_result: "Callable[[ScenarioResult], None]"
-) -> "list[ScenarioResult]":
+    address: ClusterAddress, scenarios: "list[Scenario]", on_result: "Callable[[ScenarioResult], None]"
+) -> None:
     """Play scenarios on a running cluster, with the faults that can be injected over MQTT."""
     from ftd.faults.chaos.inject import require_remote
     from ftd.faults.chaos.remote import play_remotely
@@ -141,8 +155,5 @@ async def _play_remotely(
     for scenario in scenarios:
         require_remote(scenario, scenario.name)
     print_cluster(address)
-    found = []
     for scenario in scenarios:
-        found.append(await play_remotely(address, scenario, report=typer.echo))
-        report_result(found[-1])
-    return found
+        on_result(await play_remotely(address, scenario, report=typer.echo))
