@@ -37,7 +37,7 @@ class Timing:
     # --- reconfiguration (coordinator) ---
     quiesce_s: float = 5.0
     """A node that does not answer ``Quiesce(abort)`` for this long is fenced, also if its agent would find only
-    later that a trainer hangs (``hang_s``). Choose more than the longest single operation that a trainer cannot
+    later that a trainer hangs. Choose more than the longest single operation that a trainer cannot
     interrupt.
     """
     boundary_s: float = 10.0
@@ -49,7 +49,7 @@ class Timing:
     deaths and hangs are noticed by other means.
     """
     restore_s: float = 300.0
-    """The same limit if the state comes from a snapshot, through the network and from parity."""
+    """The same limit if the state comes from a snapshot or a checkpoint, through the network and from parity."""
     suspicion_s: float = 1.5
     """A trainer saw a connection to a peer break. If ``silence_s`` and this have passed and nothing was found
     dead, hung or silent, the connection alone was at fault, and the group forms again.
@@ -60,7 +60,8 @@ class Timing:
     """Time within which joins and drains share one reconfiguration."""
     lost_state_s: float = 30.0
     """Time for which the job stays PAUSED if only absent nodes, which are not provably dead, hold some state.
-    After that it returns to a persistent checkpoint, or is FAILED.
+    After that it returns to a persistent checkpoint, or is FAILED. A checkpoint location that cannot be read is
+    tried again for this long, too.
     """
     steps_request_s: float = 2.0
     """Longest time that one node may take to answer ``RequestSteps`` before another is asked."""

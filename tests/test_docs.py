@@ -177,11 +177,8 @@ def test_the_profile_in_the_documentation_is_one(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "example.json").stage_devices == (1, 2, 4)
 
 
-def test_every_timing_is_documented_with_its_default() -> None:
-    rows = table_rows("configuration.md")
-    fields = {f.name: f.default for f in dataclasses.fields(Timing)}
-    assert {n for n in rows if n.endswith("_s") or n in fields} == set(fields)
-    assert {n: rows[n].split("|")[0].strip() for n in fields} == {n: str(d) for n, d in fields.items()}
+def test_timings_are_described_in_one_place() -> None:
+    assert not {field.name for field in dataclasses.fields(Timing)} & table_rows("configuration.md").keys()
 
 
 def test_every_timing_has_a_description_of_its_own() -> None:
