@@ -4,10 +4,13 @@ Exit codes: 0 success; 1 failure, or a rejected request; 2 wrong configuration o
 cluster answers.
 """
 
+import errno
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -94,12 +97,36 @@ def options(
 
 def main() -> None:
     """Run a command; print our own errors as single lines on stderr, and return their exit code."""
+    prepare_streams()
     try:
         app(prog_name="ftd")
     except FtdError as error:
         for single in error.errors if isinstance(error, ConfigurationError) else (error,):
             print(f"ftd: {single}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - What is buffered cannot be written at the end either.
+        remedy = "free some space, or write elsewhere"
+        print(
+            f"ftd: {error.filename or 'the output'} cannot be written: {error.strerror} ({remedy})",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+def prepare_streams() -> None:
+    """Make the standard streams usable, however the command was started.
+
+    Each stream that was closed leads to ``/dev/null``, so that no connection gets its number and with it what is
+    printed. Characters that the encoding of the terminal lacks are printed as question marks.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # In the order of their numbers.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - It is never closed.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

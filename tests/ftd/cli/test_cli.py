@@ -479,3 +479,36 @@ def test_a_coordinator_does_not_load_what_it_does_not_serve() -> None:
 def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
     done = ftd("--version", directory=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"ftd {version('ftd')}\n")
+
+
+def test_output_to_a_full_disk_is_an_error_in_one_line(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ftd.cli.main", "config", "show"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "ftd: the output cannot be written: No space left on device (free some space, or write elsewhere)\n"
+    )
+
+
+def test_a_terminal_without_unicode_shows_question_marks(tmp_path: Path) -> None:
+    done = ftd("config", "show", directory=tmp_path, PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout
+
+
+def test_closed_streams_leave_their_numbers_to_no_connection() -> None:
+    program = (
+        "import socket, sys; from ftd.cli.main import prepare_streams; prepare_streams(); print('nobody reads this'); "
+        "sys.exit(socket.socket().fileno() <= 2 or sys.stdin.read() != '')"
+    )
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, program], check=False
+    )
+    assert done.returncode == 0
