@@ -125,6 +125,7 @@ class ClusterClient:
         :raises RequestRejected: the answer is no, or the request is too large to be read.
         :raises UnreachableError: no answer arrives in time.
         """
+        limit_s = ANSWER_S if timeout_s is None else timeout_s
         if timeout_s is None:
             solver = isinstance(request, SubmitRequest) and request.job.policy.batch_solver != "exact"
             decided = isinstance(request, DrainRequest) or (
@@ -138,10 +139,11 @@ class ClusterClient:
             raise RequestRejected(f"the request is too large: {error}") from None
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.request] = answer
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        began = asyncio.get_running_loop().time()
         try:
             while not answer.done():
-                left_s = deadline - asyncio.get_running_loop().time()
+                # Only a coordinator that leads takes longer than for an answer at once.
+                left_s = began + (timeout_s if self._leader else limit_s) - asyncio.get_running_loop().time()
                 if left_s <= 0:
                     raise UnreachableError(self._no_answer(topic))
                 if self._session.refuses(len(payload)):
@@ -237,6 +239,12 @@ class ClusterClient:
         """Publish a payload on a topic. Without a connection it waits for the next one."""
         self._session.publish(topic, payload, queue_offline=True)
 
+    @property
+    def _leader(self) -> str:
+        """Name of the leading coordinator; empty if the newest state names none."""
+        state = self._state.result() if self._state.done() else {}
+        return "" if state.get("phase") == "UNREACHABLE" else str(state.get("leader") or "")
+
     def _no_answer(self, topic: str | None) -> str:
         broker, cluster = self._address.broker, self._address.cluster
         state = self._state.result() if self._state.done() else {}
@@ -246,7 +254,7 @@ class ClusterClient:
             return f"no answer on {topic} {where} (is the node up{rights}?)"
         if state.get("phase") == "UNREACHABLE":
             return f"no coordinator answers {where}: {state.get('reason') or 'it is gone'}"
-        if leader := state.get("leader"):
+        if leader := self._leader:
             asked = self.topics.request
             return f"{leader} leads {where}, and does not answer on {asked} (is it busy{rights}?)"
         return f"no coordinator answers {where} (is it running, and is the cluster's name right?)"

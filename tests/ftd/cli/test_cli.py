@@ -19,9 +19,9 @@ import pytest
 from ftd.config.profile_file import save_profile
 from ftd.errors import RequestRejected, UnreachableError
 from ftd.transport.address import BrokerAddress, ClusterAddress
-from ftd.transport.client import ClusterClient
+from ftd.transport.client import DECISION_ANSWER_S, ClusterClient
 from ftd.transport.mqtt.mosquitto import free_port
-from ftd.transport.wire.public import Answer, StatusRequest
+from ftd.transport.wire.public import Answer, DrainRequest, StatusRequest
 from planner.values import LayerProfile, ModelProfile
 from tests.helpers.brokers import RunningBroker
 from tests.helpers.commands import ftd_here
@@ -182,6 +182,19 @@ def test_a_broker_without_a_coordinator_is_exit_code_3(tmp_path: Path, mosquitto
     done = ftd("status", "--json", directory=tmp_path, FTD_BROKER=mosquitto.address.url, FTD_CLUSTER="lab")
     assert done.returncode == 3
     assert "no coordinator answers" in done.stderr and "'lab'" in done.stderr
+
+
+def test_a_drain_waits_long_only_for_a_coordinator_that_leads(
+    mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftd.transport.client.ANSWER_S", 0.3)
+
+    async def drain() -> None:
+        async with ClusterClient(ClusterAddress(broker=mosquitto.address)) as client:
+            await client.request(DrainRequest(**client.envelope(), node="node-0"))
+
+    with pytest.raises(UnreachableError, match="no coordinator answers"):
+        asyncio.run(asyncio.wait_for(drain(), DECISION_ANSWER_S / 2))
 
 
 def test_a_missing_answer_names_the_possible_causes() -> None:
