@@ -4,7 +4,6 @@ Pipelines have the form of the public JSON: ``{"stages": [{"first_layer", "end_l
 "microbatches"}``, with devices named ``node/index``.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -272,13 +271,14 @@ def format_duration(value_s: float) -> str:
 
 def format_number(value: float | None, digits: int = 4) -> str:
     """Return a loss or a metric with so many decimal places, such as ``2.5000``, or ``4e-05`` if that would leave fewer
-    than two digits of it; ``–`` for ``None``, and ``nan`` or ``inf`` if it is not finite.
+    than two digits of it, or ``1.2e+12`` from a billion on; ``–`` for ``None``, and ``nan`` or ``inf`` if it is not
+    finite.
     """
     if value is None:
         return "–"
-    if 0 < abs(value) < 10.0 ** (1 - digits):
+    if 0 < abs(value) < 10.0 ** (1 - digits) or abs(value) >= 1e9:
         return f"{value:.{digits - 1}g}"
-    return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
+    return f"{value:.{digits}f}"
 
 
 def format_rate(value: float | None) -> str:

@@ -615,10 +615,10 @@ def test_the_chart_shows_the_throughput_of_steps_that_take_minutes() -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_page_prints_digits_of_small_losses() -> None:
-    numbers = "[12345.6, 2.5, 0, 0.00004, -0.000123456].map((value) => page.number(value))"
+def test_the_page_prints_few_digits_of_small_and_of_huge_losses() -> None:
+    numbers = "[1.234e30, 12345.6, 2.5, 0, 0.00004, -0.000123456].map((value) => page.number(value))"
     assert in_node(f"console.log(JSON.stringify({numbers}))", "words.js") == [
-        "12,346", "2.5000", "0.0000", "4e-5", "-1.23e-4",
+        "1.23e+30", "12,346", "2.5000", "0.0000", "4e-5", "-1.23e-4",
     ]  # fmt: skip
 
 

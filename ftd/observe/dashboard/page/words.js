@@ -57,11 +57,12 @@ export function size(bytes) {
   return `${value.toFixed(1)} TiB`;
 }
 
-/** A loss or a metric: 12,345, 2.5000, 4e-5. */
+/** A loss or a metric: 1.2e+12, 12,345, 2.5000, 4e-5. */
 export function number(value) {
   if (value == null || !isFinite(value)) return "–";
+  if (Math.abs(value) >= 1e9) return shortExponent(value);
   if (Math.abs(value) >= 10000) return Math.round(value).toLocaleString("en");
-  return value && Math.abs(value) < 1e-3 ? learningRate(value) : value.toFixed(4);
+  return value && Math.abs(value) < 1e-3 ? shortExponent(value) : value.toFixed(4);
 }
 
 /** A rate per second: 0.52, 7.3, 320, 51,200. */
@@ -72,8 +73,13 @@ export function rate(value) {
 
 export function learningRate(value) {
   if (!value) return "–";
+  return value < 1e-3 ? shortExponent(value) : String(Number(value.toPrecision(3)));
+}
+
+/** Three digits and a power of ten: 4e-5, -1.23e+30. */
+function shortExponent(value) {
   const [digits, power] = value.toExponential(2).split("e");
-  return value < 1e-3 ? `${Number(digits)}e${power}` : String(Number(value.toPrecision(3)));
+  return `${Number(digits)}e${power}`;
 }
 
 export function percent(share) {
