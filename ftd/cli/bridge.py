@@ -58,6 +58,7 @@ def bridge(
     try:
         url = urlsplit(webhook)
         usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        usable = usable and not any(map(str.isspace, webhook))
     except ValueError:
         usable = False
     if not usable:

@@ -23,7 +23,7 @@ CONNECT_S = 10.0
 
 
 class Bridge:
-    """The daemon of ``ftd bridge``; SIGTERM and SIGINT end ``run``."""
+    """The daemon of ``ftd bridge``; SIGTERM, SIGINT and a closed terminal end ``run``."""
 
     def __init__(
         self,
@@ -56,21 +56,26 @@ class Bridge:
         :raises Unreachable: the broker does not answer at the start.
         """
         stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has it for SIGHUP.
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
         receiving = asyncio.create_task(self._session.run())
         delivering = asyncio.create_task(self._sender.run())
+        stopped = asyncio.ensure_future(stop.wait())
+        connecting = asyncio.ensure_future(self._session.wait_connected(CONNECT_S))
         try:
-            await self._session.wait_connected(CONNECT_S)
-            _log.info("bridge_started", cluster=self._cluster)
-            stopped = asyncio.ensure_future(stop.wait())
-            await asyncio.wait([stopped, delivering], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopped, connecting], return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                await connecting
+                _log.info("bridge_started", cluster=self._cluster)
+                await asyncio.wait([stopped, delivering], return_when=asyncio.FIRST_COMPLETED)
             if delivering.done():
                 # It ends by itself only through a bug; raise it, so that systemd restarts the bridge.
                 await delivering
         finally:
-            receiving.cancel()
-            await asyncio.gather(receiving, return_exceptions=True)
+            for task in (receiving, connecting):
+                task.cancel()
+            await asyncio.gather(receiving, connecting, return_exceptions=True)
             await self._sender.finish(delivering, self._finish_s)
         _log.info(
             "bridge_ended", delivered=self._sender.delivered, dead_letters=self._sender.dead_letter_file.count

@@ -1,5 +1,6 @@
 """The bridge from events to a webhook: a real broker, a real process, and an HTTP server that misbehaves."""
 
+import asyncio
 import json
 import os
 import re
@@ -20,8 +21,10 @@ import structlog
 
 from ftd.errors import ConfigurationError
 from ftd.observe.bridge.alert import build_alert
+from ftd.observe.bridge.daemon import CONNECT_S, Bridge
 from ftd.observe.bridge.filters import parse_filter
-from ftd.observe.bridge.webhook import DeadLetterFile
+from ftd.observe.bridge.webhook import DeadLetterFile, WebhookOptions
+from ftd.transport.address import BrokerAddress, ClusterAddress
 from ftd.transport.wire.catalogue import SEVERITIES
 from ftd.transport.wire.contract_examples import DETAILS, envelope
 from ftd.transport.wire.public import EventMessage, decode_json
@@ -267,15 +270,26 @@ def test_rejected_and_overflowing_alerts_are_in_the_dead_letter_file(start: Star
     assert bridge.dead_letters()[2:] == [("e-NodeLost-2", stopped), ("e-NodeLost-3", stopped)]
 
 
-def test_sigterm_delivers_queued_alerts_first(start: Start, webhook: Webhook) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_deliver_queued_alerts_first(how: signal.Signals, start: Start, webhook: Webhook) -> None:
     bridge = start("--finish-s", "30", "--retry-for-s", "60")
     webhook.answer = 503
     bridge.send_events(event("NodeLost", 1), event("NodeLost", 2))
     until(lambda: webhook.attempts >= 1, describe=bridge.log.read_text)
-    bridge.process.send_signal(signal.SIGTERM)
+    bridge.process.send_signal(how)
     webhook.answer = 200
     assert bridge.process.wait(PATIENCE_S) == 0
     assert webhook.taken == ["e-NodeLost-1", "e-NodeLost-2"]
+
+
+def test_a_signal_ends_the_wait_for_a_broker(tmp_path: Path) -> None:
+    async def run() -> int:
+        address = ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=9))
+        options = WebhookOptions(url="http://x", dead_letters=tmp_path / "dead.jsonl")
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
+        return await Bridge(address, [], options, 0.1).run()
+
+    assert asyncio.run(asyncio.wait_for(run(), CONNECT_S / 2)) == 0
 
 
 def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
@@ -299,6 +313,7 @@ def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
     [
         (["--webhook", "ftp://x"], "--webhook: 'ftp://x' is not a valid URL"),
         (["--webhook", "http://x:99999/"], "--webhook: 'http://x:99999/' is not a valid URL"),
+        (["--webhook", "http://x/a b"], "--webhook: 'http://x/a b' is not a valid URL"),
         (["--webhook", "http://x", "--filter", "severity=loud"], "unknown severity 'loud'"),
         (["--webhook", "http://x", "--token-file", "missing"], "--token-file: missing cannot be read"),
         (["--webhook", "http://x", "--dead-letters", "/proc/none/file"], "--dead-letters"),
