@@ -1,11 +1,14 @@
 """``ftd chaos soak``: injects random faults into a local cluster and checks invariants for some minutes."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftd.cli.options import JsonOption, run_until_signal
+
+if TYPE_CHECKING:
+    from ftd.local.soak.report import SoakReport
 
 
 def soak(
@@ -93,12 +96,18 @@ def soak(
         broker=broker,
         logs=logs,
     )
+    passed = False
+
+    def on_report(found: "SoakReport") -> None:
+        nonlocal passed
+        passed = found.passed
+        typer.echo(encode_document(found).decode().rstrip() if as_json else "\n".join(render_lines(found)))
+        if report is not None:
+            write_file(report, encode_document(found), "--report")
+        if plot is not None:
+            plot_soak(found, plot)
+
     # Progress goes to stderr if stdout is for JSON.
-    soaking = run_soak(options, lambda line: typer.echo(line, err=as_json))
-    found = run_until_signal(soaking, lambda line: typer.echo(line, err=True))
-    typer.echo(encode_document(found).decode().rstrip() if as_json else "\n".join(render_lines(found)))
-    if report is not None:
-        write_file(report, encode_document(found), "--report")
-    if plot is not None:
-        plot_soak(found, plot)
-    raise typer.Exit(0 if found.passed else 1)
+    soaking = run_soak(options, lambda line: typer.echo(line, err=as_json), on_report)
+    run_until_signal(soaking, lambda line: typer.echo(line, err=True))
+    raise typer.Exit(0 if passed else 1)

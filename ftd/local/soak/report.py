@@ -72,8 +72,10 @@ class SoakReport:
     rounds: int
     """Jobs that reached their last step under faults."""
     duration_s: float
+    complete: bool
+    """Whether the soak ran to its end."""
     passed: bool
-    """Whether no rule was violated."""
+    """Whether it did, and no rule was violated."""
     violations: tuple[Violation, ...]
     faults: tuple[FaultRecord, ...]
     by_kind: dict[str, int]
@@ -168,8 +170,10 @@ def render_lines(report: SoakReport) -> list[str]:
         f"{report.rollbacks} rollbacks)",
     ]
     found += [f"lost without an injected fault: {what}" for what in report.unprovoked]
-    if report.passed:
-        return [*found, "every rule held"]
+    if not report.complete:
+        found.append("the soak ended early")
+    if not report.violations:
+        return [*found, "every rule held" if report.complete else "every rule held so far"]
     found += [f"VIOLATION at {v.at_s:.1f} s ({v.rule}): {v.detail}" for v in report.violations]
     return [*found, f"repeat with: {report.repeat_command}", f"logs: {report.logs}"]
 

@@ -49,9 +49,13 @@ _FURTHER_STEPS = 3
 """Number of steps that must follow when all faults are over."""
 
 
-async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakReport:
-    """Run a soak and return its report. All processes are ended, whatever happens.
+async def run_soak(
+    options: SoakOptions, report: Callable[[str], None], on_report: Callable[[SoakReport], None]
+) -> None:
+    """Run a soak. All processes are ended, whatever happens.
 
+    :param report: takes a line of progress.
+    :param on_report: takes the report, also if a signal or an error ends the soak after its faults began.
     :raises ConfigurationError: the job or the options are wrong; nothing was started.
     :raises FtdError: the cluster did not start, or the job does not even run undisturbed.
     """
@@ -73,7 +77,8 @@ async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakR
     finally:
         if driver.logs is not None and driver.logs.is_dir():
             (driver.logs / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in soak.events))
-    return soak.report()
+        if soak.disturbed:
+            on_report(soak.report())
 
 
 def _private(job: JobData, directory: Path, number: int) -> JobData:
@@ -148,7 +153,8 @@ class Soak:
         """Earliest time of a fault, in seconds since the soak began; ``_faults_end_s`` is the end of the
         faults.
         """
-        self._faults_end_s: float | None = None
+        self._faults_end_s = 0.0
+        self._complete = False
         self._step_s = 0.0
         self._submitted = 0
         self._rounds = 0
@@ -158,6 +164,11 @@ class Soak:
         self._gaps: list[tuple[float, float]] = []
         self._idle_since: float | None = None
         self._injector: SoakInjector | None = None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether faults were due, so that there is something to report."""
+        return self._faults_end_s > 0
 
     @property
     def now_s(self) -> float:
@@ -189,6 +200,7 @@ class Soak:
         await self._inject_faults(injector)
         await self._heal(injector)
         await self._shut_down(injector)
+        self._complete = True
 
     # --- phases ------------------------------------------------------------------------------------
 
@@ -246,14 +258,17 @@ class Soak:
         faults = list(drawn)
         self._faults_start_s = self._idle_since = self.now_s
         end_s = self._faults_start_s + 60.0 * options.minutes
-        while self.now_s < end_s and not self._has_failed:
-            await self._next_round()
-            self._inject_due(faults, injector)
-            injector.update(self.now_s)
-            self.monitor.on_time(self.now_s)
-            await asyncio.sleep(_TICK_S)
-        self._faults_end_s = self.now_s
-        self._not_injected = sum(fault.at_s < end_s - self._faults_start_s for fault in faults)
+        try:
+            while self.now_s < end_s and not self._has_failed:
+                await self._next_round()
+                self._inject_due(faults, injector)
+                injector.update(self.now_s)
+                self.monitor.on_time(self.now_s)
+                await asyncio.sleep(_TICK_S)
+        finally:
+            self._faults_end_s = self.now_s
+            took_s = self._faults_end_s - self._faults_start_s
+            self._not_injected = sum(fault.at_s < took_s for fault in faults)
 
     def _inject_due(self, faults: list[DrawnFault], injector: SoakInjector) -> None:
         """Inject the faults that are due. Those that must wait keep their order, and others overtake them."""
@@ -400,7 +415,7 @@ class Soak:
     def report(self) -> SoakReport:
         """Return the report. Its times count from the first moment at which faults could come."""
         options, monitor, zero_s = self._options, self.monitor, self._faults_start_s
-        over_s = self._faults_end_s if self._faults_end_s is not None else self.now_s
+        over_s = self._faults_end_s
         gaps = [*self._gaps, *([(self._idle_since, over_s)] if self._idle_since is not None else [])]
         injected = self._injector.injected if self._injector is not None else []
         faults = _since(zero_s, injected)
@@ -413,7 +428,8 @@ class Soak:
             steps=self._job.steps,
             rounds=self._rounds,
             duration_s=round(over_s - zero_s, 3),
-            passed=not monitor.violations,
+            complete=self._complete,
+            passed=self._complete and not monitor.violations,
             violations=_since(zero_s, monitor.violations),
             faults=faults,
             by_kind=count_by_kind(faults),

@@ -358,6 +358,7 @@ def found(passed: bool = True) -> SoakReport:
         steps=300,
         rounds=2,
         duration_s=60.0,
+        complete=True,
         passed=passed,
         violations=() if passed else broken,
         faults=faults,
@@ -407,6 +408,8 @@ def test_the_report_lists_faults_recoveries_and_the_command_to_repeat() -> None:
     assert "VIOLATION at 13.0 s (loss): step 5" in text
     assert "ftd chaos soak --seed 4 job.toml" in text
     assert "/tmp/somewhere" in text
+    text = "\n".join(render_lines(replace(found(), complete=False, passed=False)))
+    assert text.endswith("the soak ended early\nevery rule held so far")
 
 
 def test_the_written_report_contains_goodput() -> None:

@@ -18,6 +18,7 @@ from ftd.local.soak.draw import DrawnFault
 from ftd.local.soak.injector import SoakInjector
 from ftd.local.soak.monitor import SoakMonitor
 from ftd.local.soak.options import SoakOptions
+from ftd.local.soak.report import SoakReport
 from ftd.local.soak.soak import Soak
 from ftd.transport.client import ClusterClient
 from tests.helpers.playground import write_job
@@ -139,6 +140,56 @@ def test_an_undisturbed_run_that_does_not_end_raises_the_reason(
     with pytest.raises(FtdError) as caught:
         asyncio.run(soak._undisturbed())
     assert expected_words in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["signal", "error"])
+def test_a_soak_that_ends_early_reports_what_it_found(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        logs = disk = tmp_path
+        client = cluster = None
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        async def __aenter__(self) -> "Driver":
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        def connected(self, **_: Any) -> "Driver":
+            return self
+
+        async def ready(self, _: float) -> None: ...
+
+        async def run_guarded(self, work: Any) -> None:
+            await work
+
+    async def nothing(*_: Any) -> None: ...
+
+    async def next_round(soak: Soak) -> None:
+        if how == "error" and soak.now_s > 0.2:
+            raise PeerError("the broker has ended")
+
+    injector = SimpleNamespace(injected=[], update=lambda _: None, may_inject=lambda _: False, cancel=nothing)
+    monkeypatch.setattr(module, "LocalDriver", Driver)
+    monkeypatch.setattr(module, "SoakInjector", lambda *_, **__: injector)
+    monkeypatch.setattr(Soak, "_undisturbed", nothing)
+    monkeypatch.setattr(Soak, "_next_round", next_round)
+    reports: list[SoakReport] = []
+
+    async def run() -> None:
+        options = replace(soak_options(write_job(tmp_path, steps=9)), minutes=1.0)
+        soaking = asyncio.ensure_future(module.run_soak(options, lambda _: None, reports.append))
+        await asyncio.wait([soaking], timeout=0.3 if how == "signal" else None)
+        soaking.cancel()
+        with pytest.raises(asyncio.CancelledError if how == "signal" else PeerError):
+            await soaking
+
+    asyncio.run(run())
+    [found] = reports
+    assert (found.complete, found.passed, found.violations) == (False, False, ())
+    assert 0 < found.duration_s < 60
 
 
 # --- the end ---------------------------------------------------------------------------------------
