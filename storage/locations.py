@@ -210,8 +210,10 @@ class RemoteLocation:
 
         self.url = url.rstrip("/")
         try:
+            if "://" not in self.url:
+                raise ValueError("it names no bucket or directory")
             self._files, self._root = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, OSError) as error:  # Some file systems connect at once.
             known = "a path, file://, or a URL whose fsspec package is installed (s3fs for s3://)"
             raise LocationError(f"{url} cannot be used: {error}; use {known}") from None
 

@@ -137,6 +137,12 @@ class PlanRequest:
                 field="--microbatches",
                 remedy=f"write {pipelines} or more",
             )
+        if options.template_nodes is not None and options.template_nodes > options.nodes:
+            raise ConfigurationError(
+                f"there are only {options.nodes} nodes, and no template has more than these",
+                field="--template-nodes",
+                remedy=f"write at most {options.nodes}",
+            )
         layers = len(self.profile.layers)
         cells = (policy.devices_per_node + 1) * (layers + 1) ** 2
         if cells > MAX_TABLE_CELLS:

@@ -38,6 +38,7 @@ from ftd.config.secrets import require_private, secret_or_file
 from ftd.config.shard_tls import ShardTls, shard_tls
 from ftd.config.validation import (
     keep_valid_fields,
+    problem_words,
     read_toml,
     require_memory,
     require_name,
@@ -496,7 +497,7 @@ def _value(text: str, kind: Any, variable: str) -> Any:
     try:
         return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{text!r}: {error}", field=f"${variable}") from None
+        raise ConfigurationError(f"{text!r}: {problem_words(str(error))}", field=f"${variable}") from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,7 +202,7 @@ def _explained(message: str, kind: Any, place: str) -> ConfigurationError:
         return _unknown_field(f"{place}.{match[1]}", match[1], _field_names(kind, inner))
     if match := _MISSING.fullmatch(problem):
         return _missing_field(f"{place}.{match[1]}")
-    return ConfigurationError(_in_words(problem), field=place)
+    return ConfigurationError(problem_words(problem), field=place)
 
 
 def _unknown_field(place: str, name: str, known: list[str]) -> ConfigurationError:
@@ -265,7 +265,7 @@ def struct_of(kind: Any) -> type[msgspec.Struct] | None:
     )
 
 
-def _in_words(problem: str) -> str:
+def problem_words(problem: str) -> str:
     """Return a message such as ``Expected `int | null`, got `str` `` in words for the author of the file."""
     if match := _LENGTH.fullmatch(problem):
         return f"expected {match['wanted']} values, got {match['got']}"

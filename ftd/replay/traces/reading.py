@@ -56,7 +56,9 @@ def read_trace(
     """
     if format not in ("auto", *FORMATS):
         raise TraceError(
-            f"the format {format!r} is unknown", remedy=f"use auto or one of {', '.join(FORMATS)}"
+            f"the format {format!r} is unknown",
+            field="--format",
+            remedy=f"use auto or one of {', '.join(FORMATS)}",
         )
     file = TraceFile.read(path)
     name = _recognised(file) if format == "auto" else format

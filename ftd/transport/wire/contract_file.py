@@ -39,7 +39,8 @@ def read_contract(path: Path) -> dict[str, Any]:
         raise ConfigurationError(
             f"{path} cannot be read: {error.strerror}", field="--against", remedy=remedy
         ) from None
-    except (ValueError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"{path} is no contract of ftd: {error}"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        why = error if isinstance(error, ValueError) else "parts of one are missing"
+        problem = f"{path} is no contract of ftd: {why}"
         raise ConfigurationError(problem, field="--against", remedy=remedy) from None
     return dict(found)

@@ -144,6 +144,11 @@ def test_errors_name_the_wrong_input(checkpoints: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "x.safetensors")
     for arguments, words in (
         (("list", str(tmp_path / "nowhere")), "does not exist"),
+        (("list", "s3://"), "s3:// cannot be used: it names no bucket or directory"),
+        (
+            ("list", "ftp://127.0.0.1:1/x"),
+            "ftp://127.0.0.1:1/x cannot be used: [Errno 111] Connection refused",
+        ),
         (("verify", str(tmp_path)), "has no checkpoint"),
         (("verify", str(checkpoints), "--step", "6"), "no checkpoint of step 6; complete ones: 7, 5"),
         (

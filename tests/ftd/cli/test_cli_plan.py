@@ -277,7 +277,7 @@ BAD = [
     (("--profile", "P", "--tolerate", 1, "--microbatches", 1), "--microbatches: 1 cannot be distributed"),
     (("--profile", "P", "--gpus-per-node", 3), "--gpus-per-node is 3"),
     (("--profile", "P", "--gpus-per-node", 6), "use 4 or 8 devices per node"),
-    (("--profile", "P", "--template-nodes", 4), "the largest that works has 3 nodes"),
+    (("--profile", "P", "--template-nodes", 4), "--template-nodes: there are only 3 nodes"),
     (("--profile", "P", "--tolerate", 2, "--template-nodes", 2), "the largest that works has 1 nodes"),
     (("gone.toml",), "gone.toml does not exist"),
 ]

@@ -140,7 +140,7 @@ def test_names_are_listed() -> None:
         (("--trace", TRACE, "--repeat", 9), "--repeat: it belongs to --failures"),
         (("--failures", "M", "--format", "csv"), "--format: it belongs to --trace"),
         (("--failures", "M", "--system", "2"), "--system: it belongs to --trace"),
-        (("--trace", TRACE, "--format", "xls"), "the format 'xls' is unknown"),
+        (("--trace", TRACE, "--format", "xls"), "--format: the format 'xls' is unknown"),
         (("--trace", TRACE, "--nodes", 4), "the format csv has no option nodes"),
         (("--trace", "missing.csv"), "the file does not exist"),
         (("--trace", TRACE, "--until", "soon"), "--until: 'soon' is not a duration"),

@@ -466,7 +466,7 @@ def test_the_environment_takes_precedence_over_the_file(tmp_path: Path) -> None:
     [
         ("FTD_NODE_DEVICE", "2", "FTD_NODE_DEVICES"),
         ("FTD_TIMING_SILENCE", "2", "FTD_TIMING_SILENCE_S"),
-        ("FTD_NODE_DEVICES", "two", "FTD_NODE_DEVICES"),
+        ("FTD_NODE_DEVICES", "two", "$FTD_NODE_DEVICES: 'two': expected a whole number, got text"),
         ("FTD_NODE_DEVICES", "0", "node.devices"),
         ("FTD_BROKER", "http://h", "mqtt://host:port"),
     ],

@@ -280,13 +280,22 @@ def test_additions_break_nobody() -> None:
     assert breaking_changes(document(), document()) == []
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"asyncapi": "2.6.0"}', '{"asyncapi": "3.0.0"}'])
-def test_a_file_that_is_no_contract_is_rejected(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "truncated"),
+        ("[]", "parts of one are missing"),
+        ("{}", "parts of one are missing"),
+        ('{"asyncapi": "2.6.0"}', "no AsyncAPI 3 document"),
+        ('{"asyncapi": "3.0.0"}', "parts of one are missing"),
+    ],
+)
+def test_a_file_that_is_no_contract_is_rejected(tmp_path: Path, text: str, why: str) -> None:
     from ftd.errors import ConfigurationError
     from ftd.transport.wire.contract_file import read_contract
 
     (tmp_path / "kept.json").write_text(text)
-    with pytest.raises(ConfigurationError, match="is no contract of ftd"):
+    with pytest.raises(ConfigurationError, match=f"is no contract of ftd: .*{why}"):
         read_contract(tmp_path / "kept.json")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_contract(tmp_path / "missing.json")
