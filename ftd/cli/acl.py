@@ -29,8 +29,13 @@ def acl(
 
     Example: ftd acl --nodes host-a,host-b --operators alice --tools grafana > ftd.acl
     """
+    from ftd.errors import ConfigurationError
     from ftd.transport.mqtt.acl import Users, acl_text
 
+    if not _names(nodes):
+        raise ConfigurationError(
+            f"{nodes!r} names no node", field="--nodes", remedy="write names such as host-a,host-b"
+        )
     users = Users(
         nodes=_names(nodes),
         coordinator=coordinator,

@@ -47,6 +47,12 @@ def install(
             raise ConfigurationError(
                 f"{path} is a relative path", field=field, remedy="write the absolute path"
             )
+        if not str(path).isprintable():  # A line break would begin another line of the unit.
+            raise ConfigurationError(
+                f"{str(path)!r} has a character that a systemd unit cannot hold",
+                field=field,
+                remedy="name another path",
+            )
     if os.path.isdir(root / config.relative_to(config.anchor)):  # noqa: PTH112 - is_dir raises errors.
         raise ConfigurationError(
             f"{config} is a directory", field="--config", remedy="name the file ftd.toml in it"

@@ -150,3 +150,22 @@ def test_no_command_writes_a_file_twice_or_one_that_it_reads(
 
 def test_a_device_may_be_named_for_several_files() -> None:
     require_distinct(("--junit", Path("/dev/null")), ("--json", Path("/dev/null")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["acl", "--nodes", " , "], "--nodes: ' , ' names no node (write names such as host-a,host-b)"),
+        (
+            ["install", "node", "--dry-run", "--config", "/etc/a\nExecStartPre=/bin/b"],
+            "--config: '/etc/a\\nExecStartPre=/bin/b' has a character that a systemd unit cannot hold",
+        ),
+        (["install", "node", "--dry-run", "--writable", "/a\tb"], "--writable: '/a\\tb' has a character"),
+    ],
+    ids=["no node", "line break", "tab"],
+)
+def test_names_and_paths_that_a_file_cannot_hold_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    code, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
+    assert (code, out) == (2, "") and says in err
