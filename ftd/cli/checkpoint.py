@@ -276,8 +276,9 @@ def _check_output(path: Path, kind: Format) -> None:
     """
     from ftd.observe.view.files import require_directory
 
-    if kind == "safetensors" and path.is_dir():
-        raise ConfigurationError(f"{path} is a directory", field="OUTPUT", remedy="name a file in it")
+    if kind == "safetensors" and path.exists() and not path.is_file():
+        what = "a directory" if path.is_dir() else "not a file"
+        raise ConfigurationError(f"{path} is {what}", field="OUTPUT", remedy="name a file")
     if kind != "safetensors" and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(
             f"{path} already exists", field="OUTPUT", remedy="name a new or an empty directory"

@@ -116,6 +116,8 @@ def train_tokenizer(
 
 
 def _check_absent(path: Path, overwrite: bool) -> None:
+    if path.exists() and not path.is_file():
+        raise ConfigurationError(f"{path} is not a file", field="--out", remedy="name a file")
     if path.exists() and not overwrite:
         raise ConfigurationError(
             f"{path} already exists", field="--out", remedy="add --overwrite to replace it"

@@ -262,6 +262,7 @@ def _check_place(path: Path, *, force: bool) -> None:
 
     try:
         is_directory, exists = path.is_dir(), path.exists()
+        is_file = path.is_file()
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror}",
@@ -271,6 +272,8 @@ def _check_place(path: Path, *, force: bool) -> None:
     if is_directory or (exists and not force):
         remedy = "name a file in it" if is_directory else "name another file, or add --force to replace it"
         raise ConfigurationError(f"{path} already exists", field="PATH", remedy=remedy)
+    if exists and not is_file:
+        raise ConfigurationError(f"{path} is not a file", field="PATH", remedy="name a file")
     require_directory(path, "PATH")
 
 

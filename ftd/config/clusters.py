@@ -29,6 +29,7 @@ from ftd.transport.address import (
     parse_broker,
     user_runtime_dir,
 )
+from storage.atomic import write_whole
 
 _PREFIX = "local-"
 _START_S = 20.0
@@ -72,7 +73,8 @@ class LocalClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
         try:
             yield
         finally:
-            _write(self)
+            with contextlib.suppress(ConfigurationError):  # The file is removed when the cluster has ended.
+                _write(self)
 
 
 @contextlib.contextmanager
@@ -134,11 +136,19 @@ def _file(name: str) -> Path:
 
 
 def _write(content: LocalClusterRecord) -> None:
-    """Replace the file of the cluster atomically."""
+    """Replace the file of the cluster.
+
+    :raises ConfigurationError: it cannot be written.
+    """
     path = _file(content.cluster)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(msgspec.json.encode(content))
-    partial.replace(path)
+    try:
+        write_whole(path, msgspec.json.encode(content))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}, by which commands find the cluster, cannot be written: {error.strerror}",
+            field="--cluster",
+            remedy="free some space there, or set XDG_RUNTIME_DIR to another directory",
+        ) from None
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from ftd.config.validation import convert
 from ftd.errors import ConfigurationError
 from planner.values import LayerProfile, Link, ModelProfile, SplitTime
 from runtime.wire.measurement import MAX_DEVICES, TimingSpread
-from storage.atomic import atomic_file
+from storage.atomic import write_whole
 
 T = TypeVar("T")
 
@@ -82,8 +82,7 @@ def save_profile(path: Path, document: ProfileDocument) -> None:
     _check_document(document)
     text = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
     try:
-        with atomic_file(path) as draft:
-            draft.write_bytes(text)
+        write_whole(path, text)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error}", remedy="name a file in a directory that you may write to"

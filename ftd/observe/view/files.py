@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ftd.errors import ConfigurationError
 from ftd.observe.view.document import Report, ReportError
+from storage.atomic import write_whole
 
 
 def require_format(path: Path, formats: Sequence[str], field: str) -> None:
@@ -76,7 +77,7 @@ def require_directory(path: Path, field: str) -> None:
 def write_file(path: Path, content: bytes, field: str) -> None:
     """:raises ConfigurationError: the file cannot be written."""
     try:
-        path.write_bytes(content)
+        write_whole(path, content)
     except OSError as error:
         raise ConfigurationError(
             f"{path} cannot be written: {error.strerror}", field=field, remedy="name another file"

@@ -1,10 +1,14 @@
 """Tests of options and arguments that commands reject before anything is sent, played or measured."""
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from ftd.config.clusters import register_cluster
+from ftd.errors import ConfigurationError
 from ftd.observe.view.files import require_distinct
 from tests.helpers.commands import ftd_here
 
@@ -169,3 +173,36 @@ def test_names_and_paths_that_a_file_cannot_hold_are_rejected(
 ) -> None:
     code, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
     assert (code, out) == (2, "") and says in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["init", "pipe", "--force", "--function", "train.py:build"],
+        ["checkpoint", "export", ".", "pipe", "--format", "safetensors"],
+        ["data", "tokenize", "a.txt", "--tokenizer", "bytes", "--out", "pipe", "--overwrite"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    code, _, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
+    assert code == 2 and "pipe is not a file (name a file)" in err
+
+
+def test_a_full_runtime_directory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def write(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("ftd.config.clusters.write_whole", write)
+    with (
+        pytest.raises(
+            ConfigurationError, match=r"ftd/local-ftd.json, by which commands find .* No space left"
+        ),
+        register_cluster(None, Path("job.toml")),
+    ):
+        pass
