@@ -63,8 +63,11 @@ class AdditiveMapping:
         ranks = np.full((*table_ms.shape[:2], costs.layers + 2), len(times), dtype=np.int64)
         ranks[:, :, :-1][real] = places
         self._ranks = ranks
-        self.prefix_ms: Floats = np.concatenate((np.zeros((len(self.sizes), 1)), table_ms[:, 0, 1:]), axis=1)
-        """Time of layers [0, v) in each option, shape (D, L + 1) with D options."""
+        self.prefix_ms: Floats = np.zeros((len(self.sizes), costs.layers + 1))
+        """Time of layers [0, v) in each option, shape (D, L + 1) with D options; 0 for an option that no stage has,
+        such as tensor parallelism on a number of devices that the model does not allow.
+        """
+        np.copyto(self.prefix_ms[:, 1:], table_ms[:, 0, 1:], where=real[:, 0, 1:])
         self.rounding_ms = 4 * np.finfo(float).eps * costs.layers * float(self.prefix_ms[:, -1].max())
         """Largest rounding error of a sum where other numbers of devices take far longer, in milliseconds."""
         self.allowed = [count * sizes for sizes in sizes_allowed(costs)]

@@ -319,13 +319,9 @@ class _Search:
 
 
 def _possible(costs: StageCosts) -> NDArray[np.bool_]:
-    """Return the options that a stage can take: they fit as the last stage, and the quickest mode of all does
-    not fit with the most stages after it.
-    """
+    """Return the options that a stage can take, with any number of stages after it."""
     possible = np.zeros(costs.time_ms.shape, dtype=np.bool_)
     for d in costs.stage_devices:
         for mode in costs.modes_of(d):
-            possible[mode, d] = costs.mode_fits(mode, d, 0)
-            if mode:
-                possible[mode, d] &= ~costs.mode_fits(0, d, costs.layers - 1)
+            possible[mode, d] = costs.may_be_quickest(mode, d, 0, costs.layers - 1)
     return possible

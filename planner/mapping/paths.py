@@ -13,7 +13,7 @@ interval [low, high] in the place of B, high as the cap on stage times and low i
 lower bound for every mapping whose slowest stage is in the interval.
 
 A stage whose mode is chosen has one time for each mode that may be the quickest one that fits: the mode
-fits with the fewest possible stages after it, and the quickest mode of all does not fit with the most.
+fits with the fewest possible stages after it, and no quicker one fits with the most.
 
 The first two need N − 2 stages after k* at most. So k* is the slowest of the stages that surely have no
 more after them; others may be slower, as far as a mapping better than the best one known can have them.
@@ -280,15 +280,11 @@ class Band:
 
 
 class _MemoryMasks:
-    """Masks: 0 where a stage may take an option, else ``inf``.
-
-    It may if the option fits with the fewest possible stages after it, and the quickest mode of all does
-    not fit with the most.
-    """
+    """Masks: 0 where a stage may take an option, else ``inf``."""
 
     def __init__(self, costs: StageCosts, widest: int) -> None:
         self._costs = costs
-        self._limited = costs.memory.limit_bytes is not None
+        self._limited = costs.memory.limit_bytes is not None or len(costs.modes) > 1
         starts = np.arange(costs.layers + 1)
         self._starts = starts
         self._ends = np.minimum(starts + 1 + np.arange(widest)[:, None], costs.layers)
@@ -303,13 +299,10 @@ class _MemoryMasks:
         costs, (mode, d) = self._costs, option
         full, rest = divmod(left, costs.devices_per_node)
         fewest = full * self._fewest[-1] + self._fewest[rest]
-        most = min(left, costs.layers - 1) if mode else 0
+        most = min(left, costs.layers - 1) if len(costs.modes) > 1 else 0
         known = self._known.get((option, fewest, most))
         if known is None:
-            taken = costs.mode_fits(mode, d, fewest)
-            if mode:
-                taken = taken & ~costs.mode_fits(0, d, most)
-            taken = taken[self._starts, self._ends]
+            taken = costs.may_be_quickest(mode, d, fewest, most)[self._starts, self._ends]
             known = self._known[option, fewest, most] = np.where(taken, 0.0, np.inf)[:, None, :]
         return known
 

@@ -56,7 +56,7 @@ def all_mappings(costs: StageCosts, nodes: int) -> Iterator[tuple[Ints, Ints]]:
 def quickest_modes(costs: StageCosts, cuts: Ints, devices: Ints) -> Ints:
     """Return for each stage of mappings the number of its mode, shape (C, S); -1 where none fits into memory."""
     modes: Ints = np.zeros(devices.shape, dtype=np.int64)
-    if costs.memory.limit_bytes is None:
+    if costs.memory.limit_bytes is None and len(costs.modes) == 1:
         return modes
     stages = devices.shape[1]
     for stage in range(stages):

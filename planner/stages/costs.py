@@ -63,9 +63,7 @@ class StageCosts:
         _check_within(profile, policy, self.max_devices)
         self.memory = MemoryModel(profile, policy)
         self.modes = _modes(profile, policy, self.memory, self.stage_devices)
-        """Modes that a stage can have. The first is the quickest where it fits; of equally quick modes the
-        first is taken.
-        """
+        """Modes that a stage can have; of equally quick modes the first is taken."""
         self._mode_numbers = {mode: number for number, mode in enumerate(self.modes)}
         first = self.modes[0]
         alone = tuple(
@@ -183,6 +181,18 @@ class StageCosts:
         fitting = [self.mode_fits(mode, devices, stages_after) for mode in range(len(self.modes))]
         times: Floats = np.where(fitting, self.time_ms[:, devices], np.inf).min(axis=0)
         return times
+
+    def may_be_quickest(
+        self, mode: int, devices: int, fewest_after: int, most_after: int
+    ) -> NDArray[np.bool_]:
+        """Return which stages may have ``modes[mode]`` as their quickest mode that fits, shape (L + 1, L + 1), where
+        from ``fewest_after`` to ``most_after`` stages come after a stage.
+        """
+        fits = self.mode_fits(mode, devices, fewest_after)
+        if len(self.modes) == 1:
+            return fits
+        quickest: NDArray[np.bool_] = self.time_ms[mode, devices] <= self.quickest_ms(devices, most_after)
+        return fits & quickest
 
     def modes_of(self, devices: int) -> tuple[int, ...]:
         """Return the numbers of the modes that a stage of ``devices`` devices can have, without those that are
@@ -325,7 +335,7 @@ def _layer_ms(
 def _modes(
     profile: ModelProfile, policy: Policy, memory: MemoryModel, stage_devices: Sequence[int]
 ) -> tuple[Mode, ...]:
-    """Return the modes among which a stage's mode is chosen, the quickest first where that is known.
+    """Return the modes among which a stage's mode is chosen.
 
     :raises InfeasibleError: ``selective`` is requested, and the profile has no measurement of it.
     """

@@ -114,7 +114,8 @@ def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fulles
     choices: list[Ints] = []
     found: list[FullestStage] = []
     for after in range(max(counts)):
-        least = np.min([costs.memory.table(devices, after, mode) for mode in costs.modes], axis=0)
+        modes = [costs.modes[number] for number in costs.modes_of(devices)]
+        least = np.min([costs.memory.table(devices, after, mode) for mode in modes], axis=0)
         table = np.where(longer, least, never)
         both = np.maximum(table, fullest[None, :])
         choices.append(both.argmin(axis=1))

@@ -1,17 +1,22 @@
 """Tensor-parallel stages, where the planner chooses, and their cost."""
 
+from collections.abc import Iterator
+from itertools import combinations, product
+from random import Random
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from planner.errors import InfeasibleError
+from planner.mapping import iteration
 from planner.mapping.mapper import best_templates
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
 from planner.stages.layers import expected_ms
 from planner.stages.memory import MemoryModel
 from planner.values import LayerProfile, Link, Mode, ModelProfile, Policy, TensorSplit, WithinNode
+from tests.helpers.oracles import Stage, compositions, pipeline_ms
 
 SPLIT = TensorSplit(
     parameter_bytes=80,
@@ -209,3 +214,99 @@ def test_a_profile_without_a_plan_is_rejected() -> None:
     )
     with pytest.raises(InfeasibleError, match=r"profile.layers\[1\].tensor.forward_bytes is -1"):
         StageCosts(odd, policy_of("auto"))
+
+
+def random_model(random: Random) -> tuple[ModelProfile, Policy]:
+    """Return a model that four devices or more may compute in parts, with few enough mappings to try all."""
+
+    def one() -> LayerProfile:
+        split = replace(SPLIT, parameter_bytes=random.randint(40, 100), forward_bytes=random.randint(0, 100))
+        return LayerProfile(
+            forward_ms=random.uniform(1, 20),
+            backward_ms=random.uniform(1, 40),
+            parameter_bytes=100,
+            gradient_bytes=100,
+            optimizer_bytes=random.choice([200, 800]),
+            activation_bytes=random.choice([40, 400]),
+            output_bytes=random.randint(0, 100),
+            tensor=random.choice([None, split, split]),
+        )
+
+    rows = random.choice([1, 2, 3, 4])
+    profile = ModelProfile(
+        layers=tuple(one() for _ in range(random.randint(1, 5))),
+        microbatch_rows=rows,
+        device_memory_bytes=random.choice([None, random.randint(1000, 6000)]),
+        link=Link(latency_ms=0.5, bytes_per_s=1e5),
+        inner=Link(latency_ms=random.choice([0.01, 1.0]), bytes_per_s=1e6),
+        tensor_counts=random.choice([(), (("heads", 4),), (("heads", 6),)]),
+    )
+    policy = policy_of(
+        random.choice(["auto", "auto", "tensor"]),
+        devices_per_node=random.choice([4, 4, 6, 8]),
+        microbatch_rows=rows,
+        global_batch=8 * rows,
+        activation_checkpointing=random.choice(["none", "auto"]),
+        objective=random.choice(["iteration", "paper"]),
+    )
+    return profile, policy
+
+
+def mappings(costs: StageCosts, nodes: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the cuts and the devices of the stages of every mapping."""
+    node_splits = [
+        split
+        for split in compositions(costs.devices_per_node, costs.max_devices)
+        if set(split) <= set(costs.stage_devices)
+    ]
+    for splits in product(node_splits, repeat=nodes):
+        devices = [size for split in splits for size in split]
+        for cuts in combinations(range(1, costs.layers), len(devices) - 1):
+            yield [0, *cuts, costs.layers], devices
+
+
+def fitting_times_ms(costs: StageCosts, stage: Stage, after: int) -> tuple[float, float] | None:
+    """Return forward and backward of a stage in its quickest mode that fits, ``None`` if none fits."""
+    first, end, devices = stage
+    limit = costs.memory.limit_bytes
+    times = [
+        (
+            float(costs.forward_ms[number, devices, first, end]),
+            float(costs.backward_ms[number, devices, first, end]),
+        )
+        for number in costs.modes_of(devices)
+        if limit is None or costs.memory.stage_bytes(first, end, devices, after, costs.modes[number]) <= limit
+    ]
+    return min(times, key=sum, default=None)
+
+
+@pytest.mark.parametrize("enumerated", [0, iteration.ENUMERATED_MAPPINGS])
+def test_no_mapping_with_tensor_parallel_stages_is_quicker(
+    enumerated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some modes are possible on some numbers of devices alone, such as two replicas on four devices."""
+    monkeypatch.setattr(iteration, "ENUMERATED_MAPPINGS", enumerated)
+    random, compared = Random(5), 0
+    while compared < 40:
+        profile, policy = random_model(random)
+        nodes, microbatches = random.randint(1, 2), random.randint(1, 6)
+        try:
+            costs = StageCosts(profile, policy)
+        except InfeasibleError:
+            continue
+        if nodes > costs.most_nodes:
+            continue
+        scores = []
+        for cuts, devices in mappings(costs, nodes):
+            stages = list(zip(cuts, cuts[1:], devices, strict=False))
+            times = [fitting_times_ms(costs, stage, len(stages) - 1 - i) for i, stage in enumerate(stages)]
+            known = [each for each in times if each is not None]
+            if len(known) == len(stages):
+                scores.append(pipeline_ms(profile, policy, stages, known, microbatches))
+        template = best_templates(costs, {nodes: microbatches}).get(nodes)
+        assert (template is None) == (not scores)
+        if template is not None:
+            assert template.objective_ms == pytest.approx(min(scores))
+            assert template.lower_bound_ms <= min(scores) * (1 + 1e-9)
+            assert costs.memory.fit(template.stages)
+            compared += 1
