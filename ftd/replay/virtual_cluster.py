@@ -159,6 +159,8 @@ class _VirtualNode:
     """A node that answers, and the state that its devices hold."""
 
     incarnation: int
+    leaving: bool = False
+    """Whether the node announces with its Hello that it will leave."""
     step: int = 0
     lineage: int = 0
     held: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -183,6 +185,8 @@ class VirtualCluster:
         self.now = 0.0
         self._machine = ClusterMachine(Timing(resume_s=86_400.0, restore_s=86_400.0, start_settle_s=1e-6))
         self._nodes: dict[str, _VirtualNode] = {}
+        self._coming: dict[str, _VirtualNode] = {}
+        """Nodes that have started and have not said Hello."""
         self._incarnations = itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -308,6 +312,9 @@ class VirtualCluster:
 
     def lose(self, names: Iterable[str]) -> None:
         """End these nodes now; their memory is lost."""
+        names = list(names)
+        for name in names:
+            self._coming.pop(name, None)
         lost = [name for name in names if name in self._nodes]
         if not self._nodes_of_plan().isdisjoint(lost):
             self._note_state()
@@ -322,15 +329,17 @@ class VirtualCluster:
     def add(self, names: Iterable[str]) -> None:
         """Start nodes, which hold nothing."""
         for name in names:
-            node = self._new_node(at_start=False)
+            node = self._coming[name] = self._new_node(at_start=False)
             # A node of the same name may have ended in this instant; its end is noticed first.
             self._later(self._parameters.detect_s, partial(self._appear, name, node))
 
     def leave(self, names: Iterable[str]) -> None:
         """Let nodes announce that they will leave."""
         for name in names:
-            if name in self._nodes:
-                self._say(name, Leaving(reason="the trace announces its removal"))
+            if name in self._coming:
+                self._coming[name].leaving = True
+            elif name in self._nodes:
+                self._say_leaving(name)
 
     @property
     def next_s(self) -> float | None:
@@ -368,8 +377,15 @@ class VirtualCluster:
         return Hello(facts=facts, job_id=None, prepared=False, generation=0, training=False)
 
     def _appear(self, name: str, node: _VirtualNode) -> None:
-        self._nodes[name] = node
+        if self._coming.get(name) is not node:
+            return  # It has ended.
+        self._nodes[name] = self._coming.pop(name)
         self._say(name, self._hello())
+        if node.leaving:
+            self._say_leaving(name)
+
+    def _say_leaving(self, name: str) -> None:
+        self._say(name, Leaving(reason="the trace announces its removal"))
 
     def _vanished(self, name: str, node: _VirtualNode) -> None:
         if self._undetected.get(name) == node.incarnation:

@@ -135,6 +135,18 @@ def test_a_node_that_announces_its_removal_leaves_at_a_boundary_without_loss() -
     assert 0 < outcome.seconds["reduced"] < 100.0
 
 
+def test_a_node_that_ends_before_the_coordinator_knows_it_never_trains() -> None:
+    without = run(4, *remove(500.0, "n1"))
+    outcome = run(4, *remove(500.0, "n1"), *add(600.0, "m"), *remove(600.5, "m"))
+    assert outcome.samples == without.samples
+    assert [recovery.kind for recovery in outcome.recoveries] == ["loss"]
+
+
+def test_a_node_that_announces_its_removal_when_it_starts_is_not_taken_in() -> None:
+    outcome = run(4, *remove(500.0, "n1"), *add(600.0, "m"), *remove(640.0, "m", notice_s=60.0))
+    assert [recovery.kind for recovery in outcome.recoveries] == ["loss"]
+
+
 def test_a_loss_during_a_recovery_starts_it_again() -> None:
     once, twice = run(4, *remove(500.0, "n1")), run(4, *remove(500.0, "n1"), *remove(505.0, "n2"))
     [recovery] = twice.recoveries
