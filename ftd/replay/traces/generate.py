@@ -20,7 +20,7 @@ import numpy as np
 
 from ftd.config.validation import convert, read_toml, require_positive
 from ftd.errors import ConfigurationError
-from ftd.replay.traces.trace import Trace, TraceEvent
+from ftd.replay.traces.trace import MOST_NODES, Trace, TraceEvent
 
 HOUR_S = 3600.0
 SHORTEST_S = 0.001
@@ -97,9 +97,9 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time until a failed node or rack returns; without it none does."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
+        if not 1 <= self.nodes <= MOST_NODES:
             raise ConfigurationError(
-                f"{self.nodes} is not allowed", field="nodes", remedy="write at least 1 node"
+                f"{self.nodes} is not allowed", field="nodes", remedy=f"write 1 to {MOST_NODES} nodes"
             )
         require_positive(self.duration_h, "duration_h")
         causes = {"failures": self.failures, "racks": self.racks, "preemptions": self.preemptions}

@@ -14,6 +14,9 @@ from ftd.errors import ConfigurationError
 
 EventKind = Literal["add", "remove"]
 
+MOST_NODES = 100_000
+"""Largest number of nodes that is read from a file or generated; more are a mistake, and would fill the memory."""
+
 
 class TraceError(ConfigurationError):
     """Trace that cannot be replayed as it is. It names the file, the place in the file, and a remedy.

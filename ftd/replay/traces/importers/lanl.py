@@ -124,7 +124,9 @@ def _node_numbers(
     Systems 11 and 14 have nodes with numbers above their number of nodes.
     """
     place, row = rows[0]
-    count = int(file.number(row[_NODES], "number of nodes", place)) if nodes is None else nodes
+    count = (
+        file.node_count(file.number(row[_NODES], "number of nodes", place), place) if nodes is None else nodes
+    )
     if count < len(failed):
         raise file.error(
             f"{len(failed)} nodes failed, more than {count}",

@@ -31,7 +31,7 @@ def nodes_of_counts(file: TraceFile, samples: Sequence[CountSample]) -> tuple[li
 
     The events begin with the first sample that has an instance.
 
-    :raises TraceError: no sample has one.
+    :raises TraceError: no sample has one, or one has too many.
     """
     used = list(itertools.dropwhile(lambda sample: sample.count == 0, samples))
     if not used:
@@ -41,8 +41,9 @@ def nodes_of_counts(file: TraceFile, samples: Sequence[CountSample]) -> tuple[li
     present: list[str] = []
     records: list[Record] = []
     for sample in used:
-        gone = drawing.sample(present, max(len(present) - sample.count, 0))
-        come = list(itertools.islice(names, max(sample.count - len(present), 0)))
+        count = file.node_count(sample.count, sample.place)
+        gone = drawing.sample(present, max(len(present) - count, 0))
+        come = list(itertools.islice(names, max(count - len(present), 0)))
         present = [node for node in present if node not in gone] + come
         changes: list[tuple[str, EventKind]] = [(node, "remove") for node in gone] + [
             (node, "add") for node in come

@@ -10,7 +10,7 @@ from typing import TypeVar, get_args
 
 import msgspec
 
-from ftd.replay.traces.trace import EventKind, Trace, TraceError, TraceEvent
+from ftd.replay.traces.trace import MOST_NODES, EventKind, Trace, TraceError, TraceEvent
 
 T = TypeVar("T")
 
@@ -119,6 +119,17 @@ class TraceFile:
         if not math.isfinite(number) or number < 0:
             raise self.error(f"{text!r} is not a {what}", place=place, remedy="write a number of at least 0")
         return number
+
+    def node_count(self, count: float, place: str) -> int:
+        """Return a number of nodes that the file has.
+
+        :raises TraceError: it is too large.
+        """
+        if count > MOST_NODES:
+            raise self.error(
+                f"{count:.10g} nodes are more than {MOST_NODES}", place=place, remedy="correct the number"
+            )
+        return int(count)
 
     def event_kind(self, text: str, place: str) -> EventKind:
         """Return the kind of an event.

@@ -168,6 +168,10 @@ WRONG_FILES = {
     "nodes = 4\n": ("duration_h", "missing"),
     "nodes = 4\nduration_h = 5\n": ("", "the model has no failures"),
     "nodes = 0\nduration_h = 5\nfailures = {mean_h = 1}\n": ("nodes", "0 is not allowed"),
+    "nodes = 1_000_000_000\nduration_h = 5\nfailures = {mean_h = 1e9}\n": (
+        "nodes",
+        "1000000000 is not allowed",
+    ),
     "nodes = 4\nduration_h = -5\nfailures = {mean_h = 1}\n": ("duration_h", "-5.0 is not allowed"),
     "nodes = 4\nduration_h = 5\nfailures = {mean_h = 0}\n": ("failures.mean_h", "0.0 is not allowed"),
     "nodes = 4\nduration_h = 5\nfailures = {mean = 1}\n": ("failures.mean", "unknown"),

@@ -182,6 +182,16 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "line 2: the times are not sorted",
     ),
     "log: never a node": ("2025-03-01, 10:00:00, 0\n2025-03-01, 10:01:00, 0\n", {}, "no sample has a node"),
+    "log: too many nodes": (
+        "2025-03-01, 10:00:00, 3\n2025-03-01, 10:01:00, 9999999999\n",
+        {},
+        "line 2: 9999999999 nodes are more than 100000",
+    ),
+    "zone: too many nodes": (
+        '{"metadata": {"gap_seconds": 300}, "data": [4, 4000000000]}',
+        {},
+        "data[1]: 4000000000 nodes are more than 100000",
+    ),
     "zone: no interval": (
         '{"metadata": {"gap_seconds": 0}, "data": [1]}',
         {},
@@ -234,6 +244,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         f"{LANL_HEADER}\n{lanl_line(nodenumz='')}\n",
         {},
         "line 2: system 91 does not say which node",
+    ),
+    "lanl: too many nodes": (
+        f"{LANL_HEADER}\n{lanl_line(nodes='1e12')}\n",
+        {},
+        "line 2: 1e+12 nodes are more than 100000",
     ),
     "lanl: no time": (
         f"{LANL_HEADER}\n{lanl_line(**{'Prob Fixed': ''})}\n",
