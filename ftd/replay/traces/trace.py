@@ -16,6 +16,9 @@ EventKind = Literal["add", "remove"]
 
 MOST_NODES = 100_000
 """Largest number of nodes that is read from a file or generated; more are a mistake, and would fill the memory."""
+YEAR_S = 365.25 * 86_400
+MOST_YEARS = 100
+"""Greatest length of a trace; a longer one is a mistake in a unit, and its replay would not end."""
 
 
 class TraceError(ConfigurationError):
@@ -68,7 +71,7 @@ class Trace:
 
     :raises TraceError: times are not sorted, negative or no numbers; a node is removed that is not there, or
         added though it is there; a node has no name; there is no node at the start; the trace ends before its
-        last event.
+        last event, or later than ``MOST_YEARS`` after its start.
     """
 
     name: str
@@ -89,6 +92,11 @@ class Trace:
             raise TraceError(
                 f"the end, {self.end_s} s, is before the last event at {self.events[-1].at_s} s",
                 remedy="cut the trace with Trace.until",
+            )
+        if self.end_s > MOST_YEARS * YEAR_S:
+            raise TraceError(
+                f"the trace has {self.end_s / YEAR_S:.3g} years, more than {MOST_YEARS}",
+                remedy="check the unit of its times",
             )
 
     @property

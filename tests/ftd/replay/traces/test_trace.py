@@ -80,9 +80,11 @@ def test_a_wrong_trace_is_refused(events: list[Any], problem: str) -> None:
         trace_of(*events)
 
 
-def test_a_trace_does_not_end_before_its_last_event() -> None:
+def test_a_trace_ends_after_its_last_event_and_within_100_years() -> None:
     with pytest.raises(TraceError, match="before the last event at 40 s"):
         trace_of(add(0, "a"), add(40, "b"), end_s=39)
+    with pytest.raises(TraceError, match="the trace has 317 years, more than 100"):
+        trace_of(add(0, "a"), end_s=1e10)
 
 
 def written(tmp_path: Path, text: str) -> Path:
