@@ -1,10 +1,10 @@
 """A cluster in virtual time: the real cluster machine and the real planner, with nodes that always answer.
 
 The coordinator's machine receives the messages that nodes would send and its effects are carried out, as in
-production. What takes time takes the measured durations of ``FtdParameters`` instead. Three things are left
+production. What takes time takes the measured durations of ``FtdParameters`` instead. Four things are left
 out, because they change no result and would be most of the work: heartbeats (the end of a node is reported after
-``detect_s``), the machine's tick, and snapshots that no rollback uses: before nodes are lost that may take state
-with them, the newest snapshot that would be complete is reported.
+``detect_s``), the machine's tick, commits other than the newest at each change, and snapshots that no rollback
+uses: before nodes are lost that may take state with them, the newest snapshot that would be complete is reported.
 """
 
 import heapq
@@ -298,13 +298,13 @@ class VirtualCluster:
         self._boundary_s = boundary_s
         if not self._trains or step <= self._step:
             return
-        steps = tuple(CommittedStep(step=one, vote=_VOTE) for one in range(self._step + 1, step + 1))
         self._step = step
+        self._machine.cluster.progress.published_step = step - 1  # Nobody asks for the steps in between.
         assert self._plan is not None and self._resuming is None
         first = self._plan.devices[0].node
         stepped = Stepped(
             generation=self._machine.generation,
-            steps=steps,
+            steps=(CommittedStep(step=step, vote=_VOTE),),
             step_s=self._plan.estimated_iteration_s,
             lineage=self._machine.cluster.lineage,
         )
@@ -544,9 +544,8 @@ class VirtualCluster:
             return
         assert self._plan is not None
         step_s = self._plan.estimated_iteration_s
-        boundary_s = self._boundary_s
-        while boundary_s < self.now:
-            boundary_s += step_s
+        steps = max(0, math.ceil((self.now - self._boundary_s) / step_s))
+        boundary_s = max(self._boundary_s + steps * step_s, self.now)
         self._later(boundary_s - self.now, partial(self._reach_boundary, names, generation, boundary_s))
 
     def _reach_boundary(self, names: list[str], generation: int, boundary_s: float) -> None:

@@ -1,5 +1,6 @@
 """ftd in virtual time: each kind of change takes the phases that it takes in reality, and loses what it must."""
 
+import tracemalloc
 from functools import cache
 
 import pytest
@@ -209,6 +210,17 @@ def test_a_removal_at_the_moment_of_another_ones_announcement_is_handled_at_once
     outcome = run(4, *events, parameters=at_once)
     assert outcome.seconds["detecting"] == 0.0
     assert outcome.recoveries[0].at_s == pytest.approx(400.0)
+
+
+def test_a_quiet_time_takes_no_memory() -> None:
+    cluster = VirtualCluster(job(), PARAMETERS)
+    cluster.start([f"n{i}" for i in range(4)])
+    cluster.committed(1, 1.0)
+    tracemalloc.start()
+    cluster.committed(100_000, 1e5)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100_000
 
 
 def test_snapshots_and_checkpoints_delay_training_by_what_they_cost() -> None:
