@@ -12,6 +12,7 @@ Assumptions:
   on (measured here). The group's other nodes become idle.
 * Idle nodes that suffice for a group start its processes and copy the state from another group while training goes on;
   the group joins at the next end of an iteration. Failures of a group that starts interrupt nothing.
+* With fewer groups than the job's minimum (torchft's ``min_replica_size``) those that are left wait.
 * When no group is left, the state is lost; the job starts again from the newest checkpoint as soon as a group is
   present. Checkpoints are asynchronous and taken at a fixed interval.
 * Notices of preemption are not used.
@@ -151,13 +152,11 @@ class TorchftPolicy(RecoveryPolicy):
         return groups
 
     def _run(self, present: int) -> Running | None:
-        if not self._groups:
+        nodes = len(self._groups) * self._size
+        if nodes < self._pace.job.planner.fewest_nodes:
             return None
         samples = min(self._pace.samples, self._group_samples * len(self._groups))
-        most = self._pace.most_samples_per_s(len(self._groups) * self._size)
-        iteration_s = self._iteration_s
-        if most:
-            least_s = samples / most
-            iteration_s = least_s if samples == self._pace.samples else max(iteration_s, least_s)
+        least_s = samples / self._pace.most_samples_per_s(nodes)
+        iteration_s = least_s if samples == self._pace.samples else max(self._iteration_s, least_s)
         checkpoints = self._times.checkpoints(iteration_s, self._store_s)
         return self._pace.running_at(present, iteration_s, samples, checkpoints)

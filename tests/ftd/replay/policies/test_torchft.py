@@ -1,8 +1,10 @@
 """torchft's rules. The job's state is 800 MB, its link moves 1 GB/s, and its replicas fit on one node or need two."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as changed
 
 from ftd.replay.outcome import Outcome
 from ftd.replay.parameters import read_parameters
@@ -42,6 +44,15 @@ def test_a_node_that_returns_starts_while_the_others_train_and_joins_at_an_end_o
     assert found.recoveries[-1].at_s >= 120.0 + READY_S
     last = found.spans[-1]
     assert last.samples / (last.end_s - last.begin_s) == pytest.approx(64 / iteration_s(4))
+
+
+def test_too_few_groups_for_the_job_wait_with_their_state() -> None:
+    job = replace(JOB, policy=changed(JOB.policy, minimum="oobleck"))
+    trace = make_trace(2, (100.0, "remove", "n0"), (120.0, "add", "n0"), end_s=200.0)
+    found = replay(make_policy("torchft", job, read_parameters()), trace)
+    assert found.seconds["waiting"] == pytest.approx(20.0 + READY_S - 0.53)
+    assert [recovery.kind for recovery in found.recoveries] == ["loss"]
+    assert found.samples <= replay(make_policy("ideal", job, read_parameters()), trace).samples
 
 
 def test_more_groups_than_at_the_start_divide_the_jobs_batch() -> None:
