@@ -35,6 +35,11 @@ Survival = Callable[[float], float]
 MOST_TOLERATED = 64
 """``smallest_tolerance`` looks no further: nobody buys 65 spare replicas."""
 
+NEGLIGIBLE = 1e-18
+"""Part of the mean time to loss, relative to the median, after which a curve is not integrated further."""
+LONG_BEFORE = 40.0
+"""Logarithm of the median by the time before which a curve, which is at most 1, adds nothing to the mean."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureDistribution:
@@ -135,23 +140,36 @@ def safe_days(survival: Survival, threshold: float) -> float:
     """
     if not 0 < threshold < 1:
         raise InfeasibleError(f"threshold is {threshold}; it must be between 0 and 1")
-    longest = 1e-9
-    while survival(longest) >= threshold:
-        longest *= 4
-        if longest > 1e12:
+    low, high = 1e-9, 4e-9
+    while survival(high) >= threshold:
+        low, high = high, 4 * high
+        if low > 1e12:
             return math.inf
-    return float(brentq(lambda days: survival(days) - threshold, 0.0, longest, xtol=1e-12, rtol=1e-12))
+    while survival(low) < threshold:
+        low, high = low / 4, low
+        if low < 1e-300:
+            return 0.0
+    root = brentq(lambda x: survival(math.exp(x)) - threshold, math.log(low), math.log(high), xtol=1e-13)
+    return math.exp(root)
 
 
 def mean_days(survival: Survival) -> float:
     """Return the mean time to loss, ∫ survival; infinite if survival does not fall."""
     half = safe_days(survival, 0.5)
-    if not math.isfinite(half):
-        return math.inf
-    # In units of the median the curve is smooth near 1, and its tail is integrated apart.
-    near, _ = quad(lambda x: survival(x * half), 0.0, 2.0, limit=200)
-    far, _ = quad(lambda x: survival(x * half), 2.0, math.inf, limit=200)
-    return float(half * (near + far))
+    if not math.isfinite(half) or half == 0:
+        return half
+
+    def of_logarithm(x: float) -> float:
+        return survival(half * math.exp(x)) * math.exp(x)
+
+    # As a function of the logarithm of time it rises to one maximum and falls: with shapes far below 1 that is many
+    # powers of ten after the median.
+    end = 0.01
+    while of_logarithm(end) > NEGLIGIBLE:
+        end *= 2
+    before, _ = quad(of_logarithm, -LONG_BEFORE, 0.0, limit=200)
+    after, _ = quad(of_logarithm, 0.0, end, limit=200)
+    return float(half * (before + after))
 
 
 def young_days(cost_days: float, mean_to_loss_days: float) -> float:

@@ -13,8 +13,10 @@ from planner.errors import InfeasibleError
 from planner.reliability import FailureDistribution, ProtectedCluster
 
 DAY_S = 86_400.0
-MOST_SHAPE = 10.0
-"""Largest shape of a law. Above it nearly all nodes fail at the same age, and its powers of days do not fit a float."""
+SHAPES = (0.1, 10.0)
+"""Range of the shape of a law. Above it nearly all nodes fail at the same age, and its powers of days do not fit a
+float; below it nearly all fail at once.
+"""
 
 
 class FailureLawTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,12 +103,11 @@ def load_reliability(path: Path) -> ReliabilityInput:
 
 
 def _law(table: FailureLawTable, name: str) -> FailureDistribution:
-    require_positive(table.shape, f"{name}.shape")
-    if table.shape > MOST_SHAPE:
+    if not SHAPES[0] <= table.shape <= SHAPES[1]:
         raise ConfigurationError(
             f"{table.shape} is not allowed",
             field=f"{name}.shape",
-            remedy=f"write a number above 0 and of at most {MOST_SHAPE:g}",
+            remedy=f"write a number from {SHAPES[0]:g} to {SHAPES[1]:g}",
         )
     if (table.rate is None) == (table.mean_days is None):
         raise ConfigurationError(

@@ -96,11 +96,16 @@ def test_a_mean_beyond_the_range_of_numbers_is_infinite() -> None:
     assert FailureDistribution.of_mean(1e-300, 5.0).rate == math.inf
 
 
-def test_the_mean_time_to_loss_of_one_node_is_its_mean() -> None:
-    law = FailureDistribution(rate=0.02, shape=0.7)
+@pytest.mark.parametrize("shape", [0.1, 0.2, 0.7, 1.0, 10.0])
+def test_the_mean_time_to_loss_of_one_node_is_its_mean(shape: float) -> None:
+    """With small shapes the mean is many powers of ten above the median."""
+    law = FailureDistribution.of_mean(500.0, shape)
     alone = ProtectedCluster(nodes=1, group=1, losses=0, hardware=law)
     assert mean_days(alone.unprotected) == pytest.approx(law.mean_days, rel=1e-6)
     assert mean_days(lambda _: 1.0) == math.inf
+    many = ProtectedCluster(nodes=3072, group=1, losses=0, hardware=law)
+    first = FailureDistribution(rate=3072 * law.rate, shape=shape)
+    assert mean_days(many.unprotected) == pytest.approx(first.mean_days, rel=1e-6)
 
 
 @pytest.mark.parametrize(("cost", "mean"), [(1e-3, 2.0), (0.01, 1.0), (0.05, 5.0)])
