@@ -594,23 +594,30 @@ class VirtualCluster:
         self._later(self._transfer_s(resume), partial(self._resumed, names, resume))
 
     def _transfer_s(self, resume: Resume) -> float:
-        """Return the time in which the busiest device has its state."""
+        """Return the time in which the busiest device has its state.
+
+        Virtual devices hold whole layers. Where a stage divides its state, each of its devices receives its part
+        of them.
+        """
         parameters, plan = self._parameters, resume.plan
         layers = self._job.profile.layers
+        stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
         if resume.restore is not None:
             of_stages = [
                 sum(layer.state_bytes for layer in layers[stage.first_layer : stage.end_layer])
-                for pipeline in plan.pipelines
-                for stage in pipeline.stages
+                for stage in stages
             ]
             if resume.restore.url:
                 return sum(of_stages) / parameters.storage_bytes_per_s
-            return max(of_stages) / parameters.restore_bytes_per_s
-        received: dict[Device, int] = {}
-        sent: dict[Device, int] = {}
+            of_devices = [size / stage.parts for size, stage in zip(of_stages, stages, strict=True)]
+            return max(of_devices) / parameters.restore_bytes_per_s
+        parts = {device: stage.parts for stage in stages for device in stage.devices}
+        received: dict[Device, float] = {}
+        sent: dict[Device, float] = {}
         for transfer in plan.transfers:
-            received[transfer.target] = received.get(transfer.target, 0) + transfer.size_bytes
-            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.size_bytes
+            size_bytes = transfer.size_bytes / parts[transfer.target]
+            received[transfer.target] = received.get(transfer.target, 0.0) + size_bytes
+            sent[transfer.source] = sent.get(transfer.source, 0.0) + size_bytes
         rate = parameters.transfer_bytes_per_s or self._job.profile.link.bytes_per_s
         return max((*received.values(), *sent.values()), default=0) / rate
 

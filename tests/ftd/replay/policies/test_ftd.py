@@ -1,6 +1,7 @@
 """ftd in virtual time: each kind of change takes the phases that it takes in reality, and loses what it must."""
 
 import tracemalloc
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ from ftd.replay.replay import replay
 from ftd.replay.traces.trace import Trace, TraceEvent
 from ftd.replay.virtual_cluster import FtdParameters, VirtualCluster
 from planner.values import LayerProfile, Link, ModelProfile, Policy
+from tests.helpers.replay_jobs import make_trace
 
 PARAMETERS = FtdParameters(
     detect_s=1.0,
@@ -210,6 +212,19 @@ def test_a_removal_at_the_moment_of_another_ones_announcement_is_handled_at_once
     outcome = run(4, *events, parameters=at_once)
     assert outcome.seconds["detecting"] == 0.0
     assert outcome.recoveries[0].at_s == pytest.approx(400.0)
+
+
+def test_a_device_that_holds_shards_receives_its_part_alone() -> None:
+    moving_s = {}
+    for within in ("replicate", "shard"):
+        profile = changed(job().profile, stage_devices=(2,), device_memory_bytes=None)
+        policy = changed(job().policy, devices_per_node=2, within_node=within, device_memory_bytes=None)
+        trace = make_trace(2, (500.0, "remove", "n1"), (600.0, "add", "m"), end_s=1000.0)
+        outcome = replay(FtdPolicy(replace(job(), profile=profile, policy=policy), PARAMETERS), trace)
+        assert outcome.recoveries[-1].kind == "join"
+        moving_s[within] = outcome.recoveries[-1].seconds["moving"]
+    assert moving_s["replicate"] == pytest.approx(LAYERS * STATE_BYTES / 1e6)
+    assert moving_s["shard"] == pytest.approx(moving_s["replicate"] / 2)
 
 
 def test_a_quiet_time_takes_no_memory() -> None:
