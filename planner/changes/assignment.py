@@ -28,6 +28,9 @@ Range = tuple[int, int]
 NodeSlot = tuple[Range, ...]
 """Layers [first, end) of each device of the slot."""
 
+SlotParts = tuple[int, ...]
+"""Number of parts into which the state of each device's range is divided, of which the device has one."""
+
 Position = tuple[int, int]
 """Numbers of the pipeline and of the slot in it."""
 
@@ -38,6 +41,14 @@ def template_slots(template: Template) -> tuple[NodeSlot, ...]:
     for stage in template.stages:
         ranges[stage.node_offset] += [(stage.first_layer, stage.end_layer)] * stage.devices
     return tuple(tuple(slot) for slot in ranges)
+
+
+def slot_parts(template: Template) -> tuple[SlotParts, ...]:
+    """Return for each slot of ``template_slots`` into how many parts its devices' stages divide their state."""
+    parts: list[list[int]] = [[] for _ in range(template.nodes)]
+    for stage in template.stages:
+        parts[stage.node_offset] += [stage.parts] * stage.devices
+    return tuple(map(tuple, parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +108,7 @@ class Assigner:
         habits: Mapping[str, Position],
         needs: StateNeeds | None = None,
         rooms: Sequence[Sequence[MemoryHeadroom]] = (),
+        parts: Sequence[Sequence[SlotParts]] = (),
     ) -> Assignment:
         """Return the assignment that moves the fewest bytes and whose nodes together hold every layer; other
         nodes stay idle.
@@ -110,6 +122,8 @@ class Assigner:
             more bytes.
         :param rooms: headroom of the slots of each pipeline; empty where memory has no limit, or old layers
             take none.
+        :param parts: of the slots of each pipeline; empty where no stage divides its state. The bytes of the result
+            are those of the parts; nodes are chosen as if devices received whole layers.
         :raises StateLostError: no choice of nodes for the slots holds every layer.
         """
         slots = [
@@ -128,7 +142,7 @@ class Assigner:
                 needed = cover(nodes, needs, len(slots))
                 assigned = {}
                 self._assign_others(assigned, slots, nodes, masks, habits, needed, room_of)
-            return self._assignment(pipelines, assigned, masks, room_of)
+            return self._assignment(pipelines, assigned, masks, room_of, parts)
 
         found = fill(_assign_exact(slots, nodes, masks, habits))
         if found.excess_bytes:
@@ -246,45 +260,49 @@ class Assigner:
         assigned: Mapping[Position, str],
         masks: Masks,
         room_of: Mapping[Position, MemoryHeadroom],
+        parts: Sequence[Sequence[SlotParts]],
     ) -> Assignment:
         taken: list[tuple[str, ...]] = []
-        pairs: dict[tuple[Held, NodeSlot], int] = {}
+        pairs: dict[tuple[Held, NodeSlot, SlotParts], int] = {}
         tight: dict[tuple[Held, NodeSlot, MemoryHeadroom], int] = {}
         for number, pipeline in enumerate(pipelines):
             names = tuple(assigned[number, offset] for offset in range(len(pipeline)))
             taken.append(names)
             for offset, (node, slot) in enumerate(zip(names, pipeline, strict=True)):
                 key = (masks[node], slot)
-                pairs[key] = pairs.get(key, 0) + 1
+                pair = (*key, parts[number][offset] if parts else (1,) * len(slot))
+                pairs[pair] = pairs.get(pair, 0) + 1
                 room = room_of.get((number, offset))
                 if room is not None:
                     tight[*key, room] = tight.get((*key, room), 0) + 1
-        targets: dict[int, int] = {}
+        targets: dict[tuple[int, int], int] = {}
         holders: dict[int, int] = {}
-        for (held, slot), count in pairs.items():
-            for mask, lacking in zip(held, self._fit(held, slot).lacking, strict=True):
+        for (held, slot, divided), count in pairs.items():
+            for mask, lacking, of in zip(held, self._fit(held, slot).lacking, divided, strict=True):
                 holders[mask] = holders.get(mask, 0) + count
                 if lacking:
-                    targets[lacking] = targets.get(lacking, 0) + count
-        bytes_of = {mask: self._bytes(mask) for mask in targets}
+                    targets[lacking, of] = targets.get((lacking, of), 0) + count
+        bytes_of = {(mask, of): -(-self._bytes(mask) // of) for mask, of in targets}
         return Assignment(
             taken=tuple(taken),
-            moved_bytes=sum(bytes_of[mask] * count for mask, count in targets.items()),
+            moved_bytes=sum(bytes_of[target] * count for target, count in targets.items()),
             excess_bytes=sum(self._excess(*case) * count for case, count in tight.items()),
             received_bytes=max(bytes_of.values(), default=0),
             sent_bytes=self._fullest_sender(targets, holders),
         )
 
-    def _fullest_sender(self, targets: Mapping[int, int], holders: Mapping[int, int]) -> float:
+    def _fullest_sender(self, targets: Mapping[tuple[int, int], int], holders: Mapping[int, int]) -> float:
         """Return the bytes sent by the device that sends most.
 
-        :param targets, holders: numbers of devices by the layers that they lack, or hold.
+        :param targets: numbers of devices by the layers that they lack and the parts into which these are divided.
+        :param holders: numbers of devices by the layers that they hold.
         """
         if not targets:
             return 0.0
         held = bits(list(holders), self._layers)
         copies = held.T @ np.array(list(holders.values()), dtype=np.float64)
-        wanted = bits(list(targets), self._layers).T @ np.array(list(targets.values()), dtype=np.float64)
+        shares = np.array([count / of for (_, of), count in targets.items()], dtype=np.float64)
+        wanted = bits([lacking for lacking, _ in targets], self._layers).T @ shares
         if (copies[wanted > 0] == 0).any():
             raise StateLostError("no device of the plan holds a layer that must move", ())
         return float((held @ (wanted * self._sizes / np.maximum(copies, 1.0))).max())

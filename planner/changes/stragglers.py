@@ -141,13 +141,14 @@ def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> P
 
 def _moving_s(costs: StageCosts, placements: Placements, masks: Masks) -> float:
     """Return the time until the device that receives or sends most is done, as ``tradeoff.transfer_s``."""
-    received: dict[Device, int] = {}
-    sent: dict[Device, int] = {}
+    parts = {device: stage.parts for each in placements for stage in each.stages for device in stage.devices}
+    received: dict[Device, float] = {}
+    sent: dict[Device, float] = {}
     for move in plan_transfers(costs.profile, placements, masks) or ():
-        received[move.target] = received.get(move.target, 0) + move.size_bytes
-        sent[move.source] = sent.get(move.source, 0) + move.size_bytes
-    most = max(max(received.values(), default=0), max(sent.values(), default=0))
-    return most / costs.profile.link.bytes_per_s
+        size_bytes = move.size_bytes / parts[move.target]
+        received[move.target] = received.get(move.target, 0.0) + size_bytes
+        sent[move.source] = sent.get(move.source, 0.0) + size_bytes
+    return max((*received.values(), *sent.values()), default=0.0) / costs.profile.link.bytes_per_s
 
 
 def group_slow_nodes(placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:

@@ -17,7 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from planner.changes.assignment import Assigner, Assignment, NodeSlot, Position, template_slots
+from planner.changes.assignment import (
+    Assigner,
+    Assignment,
+    NodeSlot,
+    Position,
+    slot_parts,
+    template_slots,
+)
 from planner.changes.candidates import PipelineLayout
 from planner.changes.cover import Masks, StateNeeds
 from planner.changes.transition import memory_headroom
@@ -116,9 +123,11 @@ def choose_layout(
         places = tuple(shapes[size] for size in layout.sizes)
         free = {size: () if memory is None else memory_headroom(templates[size], memory) for size in shapes}
         rooms = [free[size] for size in layout.sizes]
+        divided = {size: slot_parts(templates[size]) for size in shapes}
+        parts = [divided[size] for size in layout.sizes]
         try:
             assignment = assigner.assign(
-                places, nodes, masks, _previous_positions(layout, earlier), needs, rooms
+                places, nodes, masks, _previous_positions(layout, earlier), needs, rooms, parts
             )
         except StateLostError as error:
             lost = error

@@ -23,7 +23,9 @@ from planner.values import (
     Mode,
     ModelProfile,
     Policy,
+    Situation,
     StageTemplate,
+    StatePart,
     Template,
     Within,
     WithinNode,
@@ -397,3 +399,23 @@ def test_shards_that_do_not_fit_where_replicas_would_are_named() -> None:
         Planner(profile, policy_of("shard"))
     (stage,) = best(profile, policy_of("auto"), 1).stages
     assert stage.within == "replicate"
+
+
+def test_the_bytes_of_a_layout_are_those_of_the_shards() -> None:
+    profile, policy = model(stage_devices=(2,)), policy_of("shard", tolerate=1)
+    planner = Planner(profile, policy)
+    before = planner.plan(planner.initial_situation(["a", "b"]))
+    (stage,) = before.pipelines[0].stages
+    assert stage.within == "shard" and stage.devices[0].node == "a"
+    halves = {
+        device: tuple(StatePart(layer=i, start=index, end=index + 1, of=2) for i in range(4))
+        for index, device in enumerate(stage.devices)
+    }
+    situation = Situation(
+        nodes=("a", "c"), holdings=dict.fromkeys(halves, frozenset()), previous=before, parts=halves
+    )
+    plan = planner.plan(situation)
+    assert plan.part_bytes == 4 * 900, "each device of the new node receives half of four layers"
+    considered = plan.considered[0]
+    assert considered.transfer_bytes == plan.part_bytes
+    assert considered.transfer_s == plan.part_bytes / 2 / profile.link.bytes_per_s
