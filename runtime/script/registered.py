@@ -8,9 +8,11 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from operator import is_
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
@@ -202,11 +204,36 @@ class RegisteredObject:
 
 
 def _replace(obj: dict[Any, Any] | list[Any], filled: Any) -> None:
-    if isinstance(obj, dict):
-        obj.clear()
-        obj.update(filled)
-    else:
-        obj[:] = filled
+    _replaced(obj, filled, set())
+
+
+def _replaced(old: Any, filled: Any, used: set[int]) -> Any:
+    """Return the restored value: the dict, list or array that was there with the restored content, which a script may
+    have under a name of its own too, or else ``filled``.
+
+    :param used: ids of what was changed, since what was one object at the start may have become several.
+    """
+    if id(old) in used:
+        return filled
+    match old, filled:
+        case dict(), dict():
+            used.add(id(old))
+            items = {key: _replaced(old.get(key), item, used) for key, item in filled.items()}
+            old.clear()
+            old.update(items)
+            return old
+        case list(), list():
+            used.add(id(old))
+            old[:] = [_replaced(there, item, used) for there, item in zip_longest(old[: len(filled)], filled)]
+            return old
+        case np.ndarray(), np.ndarray() if (old.shape, old.dtype) == (
+            filled.shape,
+            filled.dtype,
+        ) and old.flags.writeable:
+            used.add(id(old))
+            old[...] = filled
+            return old
+    return filled
 
 
 def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:

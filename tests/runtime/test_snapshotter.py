@@ -542,6 +542,38 @@ def test_plain_data_survives_a_round_trip() -> None:
     assert isinstance(thawed[3]["nested"][0], TensorRef)
 
 
+def test_what_is_in_registered_data_is_restored_in_place(place: Path) -> None:
+    """Scripts hold the lists, dicts and arrays that they put into it under names of their own."""
+
+    def made() -> dict[str, Any]:
+        row: list[float] = []
+        return {
+            "losses": [],
+            "seen": defaultdict(int),
+            "sums": np.zeros(2),
+            "rows": [[1.0], [2.0]],
+            "two": [row, row],
+        }
+
+    data = made()
+    with contextlib.closing(Snapshotter("job", directory=place, data=data)) as snapshots:
+        data["losses"].append({"step": 1})
+        data["seen"]["cat"] += 1
+        data["sums"] += 3
+        data["rows"].append([3.0])
+        data["two"] = [[1.0], [2.0]]
+        snapshots.snapshot(1)
+    restored = made()
+    losses, seen, sums, rows = (restored[key] for key in ("losses", "seen", "sums", "rows"))
+    with contextlib.closing(Snapshotter("job", directory=place, data=restored)) as snapshots:
+        assert snapshots.restore() == 1
+    seen["dog"] += 1
+    assert (losses, dict(seen), sums.tolist()) == ([{"step": 1}], {"cat": 1, "dog": 1}, [3.0, 3.0])
+    assert rows == [[1.0], [2.0], [3.0]]
+    assert restored["two"] == [[1.0], [2.0]]  # They were one list when the script began, and are two now.
+    assert restored["losses"] is losses and restored["seen"] is seen and restored["sums"] is sums
+
+
 def test_text_and_bytes_of_subclasses_are_saved(place: Path) -> None:
     plain = {"torch": torch.__version__, "name": np.str_("a"), "data": np.bytes_(b"b")}
     assert thaw(encode(freeze(plain, "it", lambda tensor, where: 0))) == plain
