@@ -34,6 +34,9 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "global generator": lambda: DataLoader(NUMBERS, batch_size=3, shuffle=True),
     "own generator": with_own_generator,
     "iterable": lambda: DataLoader(Noisy(), batch_size=3),
+    "workers that stay": lambda: DataLoader(
+        NUMBERS, batch_size=3, shuffle=True, num_workers=1, persistent_workers=True
+    ),
 }
 
 

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from runtime.script.random_states import random_states, set_random_states
 
 EpochStart = dict[str, Any]
-"""The states of all generators at the beginning of an epoch: ``global`` and ``own``."""
+"""The states of all generators at the beginning of an epoch (``global`` and ``own``), and whether it began with workers
+of the epoch before (``workers_stay``, for ``persistent_workers``): a loader draws a number for new ones.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,12 @@ def _continued(batches: Iterable[Any], point: ResumePoint, *, skipped: int) -> I
     yield from iterator
 
 
+def _set_start(start: EpochStart, generators: list[torch.Generator]) -> None:
+    set_random_states(start["global"])
+    for generator, state in zip(generators, start["own"], strict=False):
+        generator.set_state(state)
+
+
 class Wrapper:
     """An object with the length and the attributes of the one that it wraps."""
 
@@ -61,11 +69,18 @@ class _SkippingBatches(Wrapper, Sampler[Any]):
     def __init__(self, batches: Any) -> None:
         self.wrapped = batches
         self.resume_point: ResumePoint | None = None
+        self.generators: list[torch.Generator] = []
+        """Those of the loader, for the point."""
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers makes two iterators and reads one of them: only that one takes the point.
         point, self.resume_point = self.resume_point, None
-        yield from self.wrapped if point is None else _continued(self.wrapped, point, skipped=point.batches)
+        if point is not None and point.start.get("workers_stay"):
+            _set_start(point.start, self.generators)  # The loader has drawn a number for new workers.
+        if point is None or not point.batches:
+            yield from self.wrapped
+        else:
+            yield from _continued(self.wrapped, point, skipped=point.batches)
 
 
 class ResumableLoader(Wrapper):
@@ -103,27 +118,30 @@ class ResumableLoader(Wrapper):
         self._resume_point = point
 
     def generator_states(self) -> EpochStart:
-        """Return the present states of all generators."""
-        return {"global": random_states(), "own": [g.get_state() for g in self._generators()]}
+        """Return what the next epoch begins with."""
+        base = getattr(self.wrapped, "base_dataloader", self.wrapped)
+        return {
+            "global": random_states(),
+            "own": [g.get_state() for g in self._generators()],
+            "workers_stay": base.persistent_workers and base._iterator is not None,
+        }
 
     def __iter__(self) -> Iterator[Any]:
         point, self._resume_point = self._resume_point, None
-        if point is not None:
-            self._set_start(point.start)
-        self.start = self.generator_states()
-        if point is None or not point.batches:
+        if point is None:
+            self.start = self.generator_states()
+            return iter(self.wrapped)
+        generators = self._generators()
+        _set_start(point.start, generators)
+        self.start = point.start
+        if self._batches is not None:
+            self._batches.resume_point, self._batches.generators = point, generators
+            return iter(self.wrapped)
+        if not point.batches:
             return iter(self.wrapped)
         if self._state is not None:
             self.wrapped.load_state_dict(self._state)
-        if self._batches is not None:
-            self._batches.resume_point = point
-            return iter(self.wrapped)
         return _continued(self.wrapped, point, skipped=0 if self.has_state else point.batches)
-
-    def _set_start(self, start: EpochStart) -> None:
-        set_random_states(start["global"])
-        for generator, state in zip(self._generators(), start["own"], strict=False):
-            generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators of the loader and of all samplers within it, each once."""
