@@ -18,7 +18,9 @@ from torch import Tensor
 TakeTensor = Callable[[Tensor, str], int]
 PlaceTensor = Callable[[int, Tensor | None], Tensor]
 
-_REF, _TUPLE, _BIG, _ARRAY, _PAIRS, _COUNTER = range(1, 7)
+_REF, _TUPLE, _BIG, _ARRAY, _PAIRS, _COUNTER, _NUMBER = range(1, 8)
+_NUMERIC = "biufc"
+"""Kinds of numpy's types of numbers."""
 _AS_IT_IS = {bool, str, bytes, float}
 _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
@@ -45,17 +47,17 @@ def freeze(value: Any, where: str, take: TakeTensor) -> Any:
         return value
     if isinstance(value, Tensor):
         return msgspec.msgpack.Ext(_REF, take(value, where).to_bytes(4, "big"))
-    if isinstance(value, int | np.integer):
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC:
+        return msgspec.msgpack.Ext(_NUMBER, encode([value.dtype.str, value.tobytes()]))
+    if isinstance(value, int):
         number = int(value)
         if _SMALLEST <= number <= _LARGEST:
             return number
         return msgspec.msgpack.Ext(_BIG, str(number).encode())
-    if isinstance(value, float | np.floating):
+    if isinstance(value, float):
         return float(value)
     if isinstance(value, str | bytes):  # A subclass, such as torch.__version__, which msgpack does not take.
         return str.__str__(value) if isinstance(value, str) else bytes(value)
-    if isinstance(value, np.bool_):
-        return bool(value)
     if isinstance(value, dict):
         return _freeze_dict(value, where, take)
     if isinstance(value, list | tuple):
@@ -63,7 +65,7 @@ def freeze(value: Any, where: str, take: TakeTensor) -> Any:
             return list(value) if isinstance(value, list) else msgspec.msgpack.Ext(_TUPLE, encode(value))
         items = [freeze(item, f"{where}[{index}]", take) for index, item in enumerate(value)]
         return items if isinstance(value, list) else msgspec.msgpack.Ext(_TUPLE, encode(items))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMERIC:
         return msgspec.msgpack.Ext(_ARRAY, encode([value.dtype.str, list(value.shape), value.tobytes()]))
     raise SnapshotError(
         f"{where} is a {type(value).__qualname__}: a snapshot holds tensors, numbers, text, bytes, None, and "
@@ -112,6 +114,9 @@ def _thaw_special(code: int, data: memoryview) -> Any:
             return dict(thaw(content))
         case 6:
             return Counter(dict(thaw(content)))
+        case 7:
+            dtype, raw = thaw(content)
+            return np.frombuffer(raw, dtype=np.dtype(dtype))[0]
         case _:
             raise msgspec.DecodeError(f"an unknown kind {code}")
 

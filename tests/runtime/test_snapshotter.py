@@ -574,6 +574,15 @@ def test_what_is_in_registered_data_is_restored_in_place(place: Path) -> None:
     assert restored["losses"] is losses and restored["seen"] is seen and restored["sums"] is sums
 
 
+@pytest.mark.parametrize(
+    "kind", [np.float64, np.float32, np.float16, np.int64, np.uint8, np.bool_, np.complex64]
+)
+def test_a_number_of_numpy_keeps_its_type(kind: type[np.generic]) -> None:
+    """Another type would round in another way in the computations that follow."""
+    thawed = thaw(encode(freeze({"best": kind(1)}, "it", lambda tensor, where: 0)))
+    assert type(thawed["best"]) is kind and thawed["best"] == 1
+
+
 def test_text_and_bytes_of_subclasses_are_saved(place: Path) -> None:
     plain = {"torch": torch.__version__, "name": np.str_("a"), "data": np.bytes_(b"b")}
     assert thaw(encode(freeze(plain, "it", lambda tensor, where: 0))) == plain
