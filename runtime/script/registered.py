@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from runtime.precision import dtype_name
 from runtime.script.plain_state import SnapshotError, TensorRef, rebuild
 from runtime.script.random_states import Generator, GeneratorState
-from runtime.script.tensor_image import ImageEntry, local_tensor
+from runtime.script.tensor_image import ImageEntry, is_expanded, local_tensor
 
 Kind = Literal["module", "optimizer", "object", "dict", "list"]
 
@@ -83,6 +84,7 @@ class RegisteredObject:
         replicated = False
         if isinstance(obj, nn.Module):
             kind, (obj, replicated) = "module", _unwrapped(obj)
+            _check_loadable(name, obj)
         elif isinstance(obj, Optimizer):
             kind, guarded = "optimizer", True
         elif isinstance(obj, dict):
@@ -248,6 +250,16 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
         if not isinstance(inner, nn.Module):
             return module, replicated
         module = inner
+
+
+def _check_loadable(name: str, module: nn.Module) -> None:
+    """:raises SnapshotError: the module has a tensor into which torch can load nothing."""
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and not is_lazy(value) and is_expanded(value):
+            raise SnapshotError(
+                f"{name}.{key} is expanded, and nothing can be loaded into a tensor whose elements share memory: let "
+                "the module keep a copy of it (.contiguous()), or register it with persistent=False"
+            )
 
 
 def _module_mismatch(module: nn.Module, saved: dict[str, Any], entries: list[ImageEntry]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from runtime.script.tensor_image import (
     ImageEntry,
     choose_target,
     copy_into,
+    is_expanded,
     local_tensor,
     memory_bytes,
 )
@@ -86,12 +87,16 @@ class TensorFiller:
     _registered: dict[bool, list[_TargetRange]] = field(default_factory=lambda: {False: [], True: []})
     _others: list[tuple[ImageEntry, Tensor]] = field(default_factory=list)
     """Tensors that torch must copy: they are not on the host, or have another order of dimensions."""
+    _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    """Saved tensor that a memory with its layout is filled with, by address, shape and strides."""
 
     def target_for(self, number: int, old: Tensor | None, like: Tensor | None = None) -> Tensor:
         """Return the tensor that will hold the saved one: ``old`` where it fits, else a new one like
         ``like``.
         """
         entry = self.entries[number]
+        if old is not None and not self._can_fill(number, old):
+            old, like = None, old if like is None else like
         tensor = choose_target(entry, old, like)
         inner = local_tensor(tensor)
         memory = _memory(entry, inner)
@@ -101,6 +106,18 @@ class TensorFiller:
             runs = self._registered if tensor is old else self._allocated
             runs[entry.shared].append(_TargetRange(entry.offset, memory, inner))
         return tensor
+
+    def _can_fill(self, number: int, old: Tensor) -> bool:
+        """Return whether a tensor can be filled: not if it is expanded, nor if it is the same memory as the target of
+        another saved tensor. A snapshot has one memory once, so they had become two when it was taken.
+        """
+        inner = local_tensor(old)
+        if is_expanded(inner):
+            return False
+        if not inner.nbytes:
+            return True
+        memory = inner.data_ptr(), inner.dtype, inner.shape, inner.stride(), inner.is_conj(), inner.is_neg()
+        return self._numbers.setdefault(memory, number) == number
 
     def verify(self, spans: Sequence[ImageSpan]) -> tuple[str, ...]:
         """Verify all spans and fill the newly allocated tensors.

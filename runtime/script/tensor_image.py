@@ -92,6 +92,11 @@ def dimension_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements are one place in memory, so that nothing can be copied into the tensor."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def memory_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
     """Return the tensor's memory as a flat uint8 tensor; ``None`` if it has gaps, overlaps itself, or is a
     lazy conjugate or negative.

@@ -78,15 +78,27 @@ def test_a_corrupt_byte_is_found_before_any_registered_tensor_changes(at: int) -
     assert not there.any()
 
 
-def test_of_two_tensors_that_became_one_the_later_counts() -> None:
+def test_two_tensors_that_were_one_memory_before_are_two_again() -> None:
     image, data = image_of([torch.full((500_000,), 1.0), torch.full((500_000,), 2.0)])
     one = torch.zeros(500_000)
     filler = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
-    filler.target_for(0, one, None)
-    filler.target_for(1, one.view(500_000), None)
+    assert filler.target_for(0, one, None) is one
+    other = filler.target_for(1, one.view(500_000), None)
+    assert filler.target_for(0, one, None) is one  # Tied weights have one number.
     assert filler.verify(verified_spans(data, shared=False)) == ()
     filler.finish()
-    assert (one == 2).all()
+    assert (one == 1).all() and (other == 2).all()
+
+
+def test_of_tensors_that_overlap_in_part_the_later_counts() -> None:
+    image, data = image_of([torch.full((500_000,), 1.0), torch.full((400_000,), 2.0)])
+    one = torch.zeros(500_000)
+    filler = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
+    filler.target_for(0, one, None)
+    filler.target_for(1, one[:400_000], None)
+    assert filler.verify(verified_spans(data, shared=False)) == ()
+    filler.finish()
+    assert (one[:400_000] == 2).all() and (one[400_000:] == 1).all()
 
 
 def test_shared_tensors_are_loaded_from_the_shared_image() -> None:
