@@ -1,5 +1,6 @@
 """Tests of ``protect`` within one process: what it rejects, and where a loader continues."""
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -304,6 +305,49 @@ def test_a_trainer_that_was_interrupted_trains_again_in_the_same_process(tmp_pat
     interrupt.at = -1
     assert trainer.train().global_step == 5
     assert not (tmp_path / "job").exists()
+
+
+def test_a_trainer_whose_workers_stay_continues_with_the_losses_of_an_undisturbed_run(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            losses.append(nn.functional.dropout(self.layer(x)).square().mean())
+            if len(losses) == stop:
+                raise KeyboardInterrupt
+            return {"loss": losses[-1]}
+
+    def run() -> list[float]:
+        losses.clear()
+        transformers.set_seed(1)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            num_train_epochs=2,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_num_workers=1,
+            dataloader_persistent_workers=True,
+        )
+        data = [{"x": torch.full((4,), float(number))} for number in range(32)]
+        trainer = transformers.Trainer(Model(), arguments, train_dataset=data)
+        protect(trainer, "job", directory=tmp_path)
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.train()
+        return [loss.item() for loss in losses]
+
+    losses: list[Tensor] = []
+    stop = 0
+    whole = run()
+    stop = 3
+    first = run()
+    stop = 0
+    assert len(whole) == 8 and first[:2] + run() == whole
 
 
 def test_a_loader_that_cannot_continue_may_be_protected_again(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def protect_trained(trainer: Any, name: str, every: int, missing: Any, options: 
             epoch, steps = divmod(step, arguments["num_update_steps_per_epoch"])
             if arguments["epoch"] < epoch:
                 return
+            if arguments["epoch"] > epoch:
+                _start_staying_workers(arguments["train_dataloader"])
             if arguments["epoch"] == epoch:
                 batches = (
                     0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
@@ -65,6 +67,19 @@ def protect_trained(trainer: Any, name: str, every: int, missing: Any, options: 
             raise
 
     trainer._run_epoch = run_what_is_left
+
+
+def _start_staying_workers(loader: Any) -> None:
+    """Start the workers of a loader whose workers stay (``dataloader_persistent_workers``), and keep the random states.
+
+    Without the restart they would be there since the first epoch, and a loader draws a number for new ones. In the
+    epoch that was interrupted, another loader reads what was left.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if base.persistent_workers and base._iterator is None:
+        states = random_states()
+        iter(base)
+        set_random_states(states)
 
 
 class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed.
