@@ -274,9 +274,10 @@ def _gaps(row: _Row, end: int, last: int) -> Iterator[tuple[int, int]]:
 def _address(tensor: Tensor, where: str) -> int:
     if is_lazy(tensor):
         raise SnapshotError(f"{where} has no shape yet: call the lazy module once, then register it")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    special = "nested " * tensor.is_nested + "quantized " * tensor.is_quantized
+    if special or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise SnapshotError(
-            f"{where} is a {tensor.layout} tensor on {tensor.device}: only dense tensors with memory "
+            f"{where} is a {special}{tensor.layout} tensor on {tensor.device}: only dense tensors with memory "
             "can be saved"
         )
     return local_tensor(tensor).data_ptr() if hasattr(tensor, "to_local") else tensor.data_ptr()

@@ -1239,6 +1239,7 @@ def test_a_job_is_open_once(place: Path) -> None:
         ({"x": np.array([object()])}, "is a ndarray"),
         ({"sparse": torch.eye(2).to_sparse()}, "only dense tensors"),
         ({"meta": torch.empty(2, device="meta")}, "only dense tensors"),
+        ({"nested": torch.nested.nested_tensor([torch.ones(2)])}, "is a nested torch.strided tensor on cpu"),
         (5, r"register .* \{'epoch': 3\}"),
     ],
 )
