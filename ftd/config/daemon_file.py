@@ -77,7 +77,10 @@ class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     directory in ``/dev/shm``.
     """
     snapshot_limit_mib: int | None = None
-    """Memory for the snapshots of all devices together, in MiB. Default: all that the file system has."""
+    """Memory for the snapshots of all devices together, in MiB. Default: all that the file system has. A snapshot
+    agent (``--snapshots-only``) takes no copy and no parity that would exceed it together with the snapshots of
+    the scripts on its host.
+    """
     device_memory_mib: float | None = None
     """Memory of each device that a job may use on this node, in MiB. Default: all that the device has; unlimited
     on CPUs. A node with less than a job's plan assumes builds nothing and says so.

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -245,6 +245,12 @@ class NodeArenas:
             with contextlib.suppress(FileNotFoundError):  # It is renamed while it grows.
                 total += slot.stat().st_size
         return total
+
+    def limit(self, arena: Arena, job_ids: Iterable[str]) -> None:
+        """Limit an arena to the memory that the arenas of these jobs leave of the node's limit, if it has one."""
+        if self.total_limit_bytes is not None:
+            taken = sum(map(self.used_bytes, job_ids)) - arena.allocated_bytes
+            arena.limit_bytes = max(0, self.total_limit_bytes - taken)
 
     def copy_directories(self, job_id: str) -> dict[Path, str]:
         """Return the directories of copies with their owners."""

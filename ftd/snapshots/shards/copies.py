@@ -277,10 +277,7 @@ class CopyStore:
         :raises CopyRejectedError: there is no room.
         """
         try:
-            # The limit of all arenas of the node includes its own.
-            if (limit_bytes := self._arenas.total_limit_bytes) is not None:
-                taken = self._arenas.used_bytes(manifest.job_id) - arena.allocated_bytes
-                arena.limit_bytes = max(0, limit_bytes - taken)
+            self._arenas.limit(arena, [manifest.job_id])
             # As trainers do: retain the one that is complete everywhere, and the newest of the others.
             steps = sorted(m.step for m in arena.snapshots)
             retained = self._retained_step if self._retained_step in steps else steps[0] if steps else None

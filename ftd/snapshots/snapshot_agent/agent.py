@@ -346,6 +346,7 @@ class SnapshotAgent:
         spare = sorted((m.generation, m.step) for m in arena.snapshots)
         if len(spare) == SLOTS:
             arena.release([key[1] for key in spare if key not in retained][:1])
+        self._arenas.limit(arena, [path.name for path in self.root.iterdir() if path.is_dir()])
 
     async def release(self, message: ProtectRequest) -> None:
         """Release what is older than the step, which is protected on all hosts now, and what is not this

@@ -45,9 +45,9 @@ RANKS_OF_A_HOST = 2
 class AgentHost(AbstractAsyncContextManager["AgentHost"]):
     """A host with its agent, whose memory is a directory."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
         self.root = root
-        self.arenas = NodeArenas(root, devices=1, names=(ARENA_NAMES,))
+        self.arenas = NodeArenas(root, devices=1, limit_bytes=limit_bytes, names=(ARENA_NAMES,))
         self.server = ShardServer(self.arenas, TOKEN)
 
     async def __aenter__(self) -> "AgentHost":
@@ -253,6 +253,29 @@ def test_parity_among_four_hosts_takes_a_third_of_the_largest_images(tmp_path: P
                             arena.close()
             # One step that is protected, and one that is being protected.
             assert len([path for host in hosts for path in host.root.glob(f"{JOB}/parity-*/slot-*")]) == 2 * 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("scheme", "copies"), [("aec", 0), ("", 1)])
+def test_copies_and_parity_respect_the_limit_of_a_host(tmp_path: Path, scheme: str, copies: int) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            limits = [None, 12 << 20, None, None]  # Two ranks of a host have 8 to 12 MB together.
+            hosts = [
+                await stack.enter_async_context(AgentHost(tmp_path / f"h{n}", limit))
+                for n, limit in enumerate(limits)
+            ]
+            cluster = ParityCluster(hosts, scheme)
+            cluster.run = msgspec.structs.replace(cluster.run, copies=copies)
+            message = cluster.complete(3)
+            for host in hosts:
+                await host.agent.pin(message)
+            with pytest.raises(
+                PeerError, match=rf"{hosts[1].address} cannot protect step 3: .* limit of \d+ bytes"
+            ):
+                await hosts[1].agent.copy(message)
+            await hosts[2].agent.copy(message)
 
     asyncio.run(main())
 
