@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from runtime.script.copier import ScriptCapture
-from runtime.script.plain_state import encode, freeze
+from runtime.script.plain_state import SnapshotError, TakeTensor, encode, freeze
 from runtime.script.protection import ScriptProtection
 from runtime.script.random_states import random_states
 from runtime.script.ranks import Ranks
@@ -115,9 +115,7 @@ class SnapshotContents:
         found = known_layout
         kinds = {r.name: r.kind for r in self.objects.values()}
         others = {
-            r.name: freeze(r.state(), r.name, image.add)
-            for r in self.objects.values()
-            if not r.has_stable_tensors
+            r.name: _freeze_nested(r, image.add) for r in self.objects.values() if not r.has_stable_tensors
         }
         numbers = freeze(random_states(), "random numbers", image.add) if self.random else None
         self._known = image.seen
@@ -229,3 +227,16 @@ class SnapshotContents:
                 flat = row_major_bytes(image.tensors[number])
                 sources[number] = flat.numpy() if flat.device.type == "cpu" else flat
         return cast(list[Source], sources)  # Whatever had no view was gathered above.
+
+
+def _freeze_nested(registered: RegisteredObject, take: TakeTensor) -> Any:
+    """Return the frozen state of an object.
+
+    :raises SnapshotError: it cannot be saved.
+    """
+    try:
+        return freeze(registered.state(), registered.name, take)
+    except RecursionError:
+        raise SnapshotError(
+            f"{registered.name} contains itself, or is nested too deeply to be saved"
+        ) from None

@@ -86,8 +86,11 @@ class RankArena:
     def open(cls, name: str, rank: int, directory: Path | None, limit_bytes: int | None) -> "RankArena":
         """Open the arena of a rank and lock it.
 
-        :raises SnapshotError: the name is invalid, another process uses the arena, or it cannot be written.
+        :raises SnapshotError: the name or the limit is invalid, another process uses the arena, or it cannot be
+            written.
         """
+        if limit_bytes is not None and not (isinstance(limit_bytes, int | float) and limit_bytes > 0):
+            raise SnapshotError(f"limit_bytes must be a number of bytes above 0, not {limit_bytes!r}")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise SnapshotError(
                 f"{name!r} cannot be the name of a job: use letters, digits, '.', '_' and '-', at most 100, with "

@@ -93,7 +93,9 @@ class RegisteredObject:
             kind = "list"
         elif isinstance(obj, Generator):
             kind, obj = "object", GeneratorState(obj)
-        elif callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+        elif not isinstance(obj, type) and all(
+            callable(getattr(obj, method, None)) for method in ("state_dict", "load_state_dict")
+        ):
             kind = "object"
         else:
             raise SnapshotError(

@@ -46,6 +46,9 @@ from storage.manifest import SnapshotManifest, SnapshotPart
 
 log = logging.getLogger("ftd.snapshotter")
 
+LARGEST_STEP = 2**63 - 1
+"""Largest step that the record of a snapshot can hold."""
+
 Missing = Literal["raise", "fresh"]
 
 
@@ -233,12 +236,12 @@ class Snapshotter:
                 neither restored nor removed, or this ``Snapshotter`` is closed.
         """
         self._check_usable()
-        try:
-            step = operator.index(step)
-        except TypeError:
+        whole = operator.index(step) if hasattr(step, "__index__") else -1
+        if not 0 <= whole <= LARGEST_STEP:
             raise SnapshotError(
                 f"snapshot: step must be the whole number of the step that is done, not {step!r}"
-            ) from None
+            )
+        step = whole
         self._start_run()
         last = self._last_step if self._last_step is not None else (self._restored or (0, None))[1]
         if last is not None and step <= last:

@@ -706,7 +706,13 @@ def test_too_little_memory_is_reported_at_start_with_both_numbers(
     assert Script(place).snapshots.restore() == 1, "what a former run kept stays"
 
 
-@pytest.mark.parametrize("step", ["5", None, 1.5])
+@pytest.mark.parametrize("limit_bytes", ["1GB", 0, float("nan")])
+def test_a_limit_that_is_not_a_number_of_bytes_is_rejected(place: Path, limit_bytes: Any) -> None:
+    with pytest.raises(SnapshotError, match="limit_bytes must be a number of bytes above 0, not "):
+        Snapshotter("job", directory=place, limit_bytes=limit_bytes, state={})
+
+
+@pytest.mark.parametrize("step", ["5", None, 1.5, -1, 2**63])
 def test_a_step_that_is_not_a_number_is_rejected(place: Path, step: Any) -> None:
     script = Script(place)
     with pytest.raises(SnapshotError, match=r"snapshot: step must be the whole number .*, not "):
@@ -1230,6 +1236,10 @@ def test_a_job_is_open_once(place: Path) -> None:
     snapshots.close()
 
 
+CYCLE: dict[str, Any] = {"a": [1]}
+CYCLE["a"].append(CYCLE)
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -1241,6 +1251,8 @@ def test_a_job_is_open_once(place: Path) -> None:
         ({"meta": torch.empty(2, device="meta")}, "only dense tensors"),
         ({"nested": torch.nested.nested_tensor([torch.ones(2)])}, "is a nested torch.strided tensor on cpu"),
         (5, r"register .* \{'epoch': 3\}"),
+        (torch.optim.SGD, "state is a type: register a module, an optimizer"),
+        (CYCLE, "state contains itself, or is nested too deeply"),
     ],
 )
 def test_values_that_cannot_be_saved_are_named_at_registration(place: Path, state: Any, message: str) -> None:
