@@ -16,6 +16,7 @@ from tests.helpers.shared_cluster import FAILED, SharedCluster
 REFERENCE_STEPS = 200
 USUAL_DEVICES = 2
 NEVER_S = 86400.0
+SHARED = pytest.StashKey[SharedCluster]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,6 +33,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.stash[FAILED] = call.excinfo is not None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Close the shared cluster before other tests than those of this directory run: idle daemons would slow them."""
+    cluster = item.config.stash.get(SHARED, None)
+    if cluster is not None and (nextitem is None or Path(__file__).parent not in nextitem.path.parents):
+        cluster.close()
+
+
 def devices_of(item: pytest.Item) -> int:
     """Return how many devices each node has in the cluster that this test shares."""
     marker = item.get_closest_marker("devices")
@@ -39,10 +48,11 @@ def devices_of(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Iterator[SharedCluster]:
+def shared(pytestconfig: pytest.Config) -> Iterator[SharedCluster]:
     if find_mosquitto() is None:
         pytest.skip("mosquitto is not installed")
     with contextlib.closing(SharedCluster()) as cluster:
+        pytestconfig.stash[SHARED] = cluster
         yield cluster
 
 
