@@ -7,10 +7,11 @@ are new each time. Examples have no deadline.
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch is imported: its threads do not survive a fork.
@@ -161,6 +162,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, content in report.sections:
             terminalreporter.section(name, sep="-")
             terminalreporter.write_line(content)
+
+
+@pytest.fixture
+def hangups_end_processes() -> Iterator[None]:
+    """Let SIGHUP end processes, also where all tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

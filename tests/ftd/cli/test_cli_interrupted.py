@@ -17,6 +17,7 @@ from ftd.faults.chaos.record import ScenarioRecord
 from tests.helpers.commands import ftd_here
 
 
+@pytest.mark.usefixtures("hangups_end_processes")
 @pytest.mark.parametrize("local", [True, False], ids=["local", "remote"])
 @pytest.mark.parametrize(("how", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("error", 1)])
 def test_scenarios_that_were_played_before_the_end_of_chaos_run_are_in_its_files(
@@ -67,6 +68,7 @@ def test_scenarios_that_were_played_before_the_end_of_chaos_run_are_in_its_files
     assert "ftd: 2 of 3 scenarios were played" in err
 
 
+@pytest.mark.usefixtures("hangups_end_processes")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_what_a_command_began(number: signal.Signals) -> None:
     ended = []

@@ -270,6 +270,7 @@ def test_rejected_and_overflowing_alerts_are_in_the_dead_letter_file(start: Star
     assert bridge.dead_letters()[2:] == [("e-NodeLost-2", stopped), ("e-NodeLost-3", stopped)]
 
 
+@pytest.mark.usefixtures("hangups_end_processes")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_deliver_queued_alerts_first(how: signal.Signals, start: Start, webhook: Webhook) -> None:
     bridge = start("--finish-s", "30", "--retry-for-s", "60")
