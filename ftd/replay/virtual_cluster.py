@@ -24,6 +24,7 @@ from ftd.errors import ConfigurationError
 from ftd.replay.job import ReplayJob
 from ftd.replay.parameters import BytesPerS, Seconds
 from ftd.replay.policy import Category
+from planner.changes.transition import busiest_bytes
 from planner.intervals import WRITE_PERIODS
 from planner.values import Device, Plan
 from statemachine.cluster.machine import ClusterEvent, ClusterMachine
@@ -611,15 +612,8 @@ class VirtualCluster:
                 return sum(of_stages) / parameters.storage_bytes_per_s
             of_devices = [size / stage.parts for size, stage in zip(of_stages, stages, strict=True)]
             return max(of_devices) / parameters.restore_bytes_per_s
-        parts = {device: stage.parts for stage in stages for device in stage.devices}
-        received: dict[Device, float] = {}
-        sent: dict[Device, float] = {}
-        for transfer in plan.transfers:
-            size_bytes = transfer.size_bytes / parts[transfer.target]
-            received[transfer.target] = received.get(transfer.target, 0.0) + size_bytes
-            sent[transfer.source] = sent.get(transfer.source, 0.0) + size_bytes
         rate = parameters.transfer_bytes_per_s or self._job.profile.link.bytes_per_s
-        return max((*received.values(), *sent.values()), default=0) / rate
+        return busiest_bytes(plan.transfers, plan.pipelines) / rate
 
     def _resumed(self, names: list[str], resume: Resume) -> None:
         """Let the group train, if all its nodes are there."""

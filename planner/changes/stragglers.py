@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from planner.changes.cover import Masks
 from planner.changes.tradeoff import expected_iteration_s
-from planner.changes.transition import plan_transfers
+from planner.changes.transition import busiest_bytes, plan_transfers
 from planner.mapping.recut import recut
 from planner.pipelines.batch import kinds_of
 from planner.pipelines.distribution import distribute_batch
@@ -141,14 +141,8 @@ def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> P
 
 def _moving_s(costs: StageCosts, placements: Placements, masks: Masks) -> float:
     """Return the time until the device that receives or sends most is done, as ``tradeoff.transfer_s``."""
-    parts = {device: stage.parts for each in placements for stage in each.stages for device in stage.devices}
-    received: dict[Device, float] = {}
-    sent: dict[Device, float] = {}
-    for move in plan_transfers(costs.profile, placements, masks) or ():
-        size_bytes = move.size_bytes / parts[move.target]
-        received[move.target] = received.get(move.target, 0.0) + size_bytes
-        sent[move.source] = sent.get(move.source, 0.0) + size_bytes
-    return max((*received.values(), *sent.values()), default=0.0) / costs.profile.link.bytes_per_s
+    transfers = plan_transfers(costs.profile, placements, masks) or ()
+    return busiest_bytes(transfers, placements) / costs.profile.link.bytes_per_s
 
 
 def group_slow_nodes(placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:

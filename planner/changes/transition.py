@@ -14,7 +14,7 @@ parked in the same way. A layer's parts are dropped only if other nodes have all
 excludes.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from fractions import Fraction
 from functools import cache
 from heapq import heapify, heapreplace
@@ -42,6 +42,21 @@ from planner.values import (
     Template,
     Transfer,
 )
+
+
+def busiest_bytes(transfers: Iterable[Transfer], pipelines: Sequence[PipelinePlacement]) -> float:
+    """Return the bytes that the busiest device receives or sends. Where a stage of ``pipelines`` divides its state,
+    each of its devices receives its part of a layer.
+    """
+    stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+    parts = {device: stage.parts for stage in stages for device in stage.devices}
+    received: dict[Device, float] = {}
+    sent: dict[Device, float] = {}
+    for transfer in transfers:
+        size_bytes = transfer.size_bytes / parts[transfer.target]
+        received[transfer.target] = received.get(transfer.target, 0.0) + size_bytes
+        sent[transfer.source] = sent.get(transfer.source, 0.0) + size_bytes
+    return max((*received.values(), *sent.values()), default=0.0)
 
 
 def plan_transfers(
