@@ -161,7 +161,7 @@ class _VirtualNode:
 
     incarnation: int
     leaving: bool = False
-    """Whether the node announces with its Hello that it will leave."""
+    """True if the node announces with its Hello that it will leave."""
     step: int = 0
     lineage: int = 0
     held: dict[int, frozenset[int]] = field(default_factory=dict)

@@ -185,9 +185,9 @@ class Model:
         self._dropout = [False] * count
         # The first samples show what draws random numbers. The keys are numbers of random streams.
         self._draws_around: dict[int, bool] = {}
-        """Whether code around the blocks draws from any generator."""
+        """True where code around the blocks draws from any generator."""
         self._draws_on_host: dict[int, bool] = {}
-        """Whether code draws from those of ``random`` or numpy."""
+        """True where code draws from the generators of ``random`` or numpy."""
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
         """Whether a microbatch's rows influence each other, so that devices must not split them."""

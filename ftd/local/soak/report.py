@@ -73,9 +73,9 @@ class SoakReport:
     """Jobs that reached their last step under faults."""
     duration_s: float
     complete: bool
-    """Whether the soak ran to its end."""
+    """True if the soak ran to its end; false if a signal or an error ended it."""
     passed: bool
-    """Whether it did, and no rule was violated."""
+    """True if the soak is complete and no rule was violated."""
     violations: tuple[Violation, ...]
     faults: tuple[FaultRecord, ...]
     by_kind: dict[str, int]

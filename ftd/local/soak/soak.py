@@ -167,7 +167,7 @@ class Soak:
 
     @property
     def disturbed(self) -> bool:
-        """Whether faults were due, so that there is something to report."""
+        """Return whether the time of the faults has ended, so that there is something to report."""
         return self._faults_end_s > 0
 
     @property

@@ -15,8 +15,6 @@ _log = structlog.get_logger("ftd.transport.mqtt")
 
 LEAST_BYTES = 4096
 """Least size that is suspected: connections end for other reasons while small messages are under way."""
-
-
 FIRST_RETRY_S, LAST_RETRY_S = 60.0, 3600.0
 """Times after which a refused size is tried again; they double up to the last."""
 
